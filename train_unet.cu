@@ -1,0 +1,3493 @@
+// train_unet.cu: trains a UNet diffusion model (DDPM) on images, from raw kernels to finished pictures, in
+// one file.
+//
+//   make train_unet                     builds for the GPU where there is one, otherwise for the CPU
+//   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
+//   ./train_unet --generate 64          draws pictures with the newest checkpoint
+//   ./train_unet --help                 every flag with its default
+//
+// The network is the UNet of "Diffusion Models Beat GANs on Image Synthesis" (Dhariwal and Nichol, 2021), the
+// training objective that of "Denoising Diffusion Probabilistic Models" (Ho, Jain and Abbeel, 2020).
+// train_unet.py holds the same model in PyTorch; it checks this file and is never needed to run it.
+//
+// ---------------------------------------------------------------------------------------------------------------------
+// Contracts: what every function here may rely on
+//
+// Names       B images a batch, H W height and width, C input and O output channels, T = H*W, E embedding
+// width, G groups.
+//             x input, y or out output, w weight, dx dy dw their gradients, mean rstd a group's statistics.
+// Layout      Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
+// PyTorch's
+//             order; every other weight lies in memory as it does in files.
+// Precision   floatX holds activations, their gradients and the working weights (float on the CPU). Weight
+// gradients,
+//             optimiser state, statistics, loss and every accumulator are float or wider.
+// Gradients   Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
+// two
+//             consumers: an encoder output is read by the next block and, as a skip, by the decoder. The
+//             decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate says
+//             so.
+// Memory      Everything is sized from the plan and allocated once, before the first step. Scratch is taken
+// and released
+//             in stack order. A layer never allocates.
+// Layers      X_forward_cpu is the specification of layer X. X_forward is what the network calls: a launcher
+// in the CUDA
+//             build, otherwise another name for the specification. Arguments: outputs, inputs, sizes.
+// Randomness  A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
+// can be
+//             recomputed alone, and resuming needs no saved generator.
+// Determinism Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
+// Reductions
+//             run in an order that the shapes alone decide.
+//
+// ---------------------------------------------------------------------------------------------------------------------
+// Contents
+//
+//   1  CONFIGURATION, COMMAND LINE, ERRORS
+//   2  ARENAS AND TENSORS
+//   3  LAYERS
+//   4  BLOCKS
+//   5  PLAN AND UNET WALK
+//   6  DIFFUSION
+//   7  OPTIMISER
+//   8  DATA, CHECKPOINTS, LOGS, IMAGES
+//   9  MAIN
+
+#include <cerrno>
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <csignal>
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_max_threads() { return 1; }
+static int omp_get_thread_num() { return 0; }
+#endif
+#ifdef OPENBLAS
+#include <cblas.h>
+#endif
+
+// =====================================================================================================================
+// 1  CONFIGURATION, COMMAND LINE, ERRORS
+// =====================================================================================================================
+
+// ---- errors
+// ---------------------------------------------------------------------------------------------------------
+
+// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1.
+// The fuzzer of test_unet.cu replaces the handler by one that throws, to see that a bad file always ends here
+// and nowhere else.
+static void exit_with_message(int status, const char* message) {
+    fflush(stdout);
+    fprintf(stderr, "error: %s\n", message);
+    exit(status);
+}
+static void (*fail_handler)(int status, const char* message) = exit_with_message;
+
+[[noreturn]] static void vfail(int status, const char* format, va_list args) {
+    char message[2048];
+    vsnprintf(message, sizeof message, format, args);
+    fail_handler(status, message);
+    abort();
+}
+[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    vfail(1, format, args);
+}
+[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail_usage(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    vfail(2, format, args);
+}
+
+// A mistake of ours: the expression that failed, file and line.
+#define ASSERT(condition)                                                                             \
+    do {                                                                                              \
+        if (!(condition)) {                                                                           \
+            fprintf(stderr, "%s:%d: assertion failed: %s (please report this)\n", __FILE__, __LINE__, \
+                    #condition);                                                                      \
+            abort();                                                                                  \
+        }                                                                                             \
+    } while (0)
+
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+    char buffer[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+
+// ---- configuration
+// --------------------------------------------------------------------------------------------------
+
+enum { MAX_LEVELS = 8, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3 };
+
+enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
+enum Prediction { PREDICT_EPS, PREDICT_V };
+enum LrSchedule { LR_CONSTANT, LR_COSINE };
+enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM };
+
+struct Config {
+    // files
+    char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
+    char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
+    // architecture
+    int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
+    int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
+    // diffusion
+    int diffusion_steps, noise_schedule, predict;
+    // training
+    int batch_size, steps, flip, lr_schedule, warmup_steps, lr_steps;
+    unsigned seed;
+    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate;
+    int log_every, save_every, sample_every, val_every, keep, num_samples;
+    // sampling
+    int generate, sampler, sample_steps, use_ema;
+    // what to do
+    int resume_given, dry_run, help;
+};
+
+// A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
+// .bin header.
+enum FlagKind {
+    FLAG_INT,
+    FLAG_UINT,
+    FLAG_FLOAT,
+    FLAG_BOOL,
+    FLAG_LIST,
+    FLAG_CHOICE,
+    FLAG_PATH,
+    FLAG_OPTIONAL_PATH
+};
+enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
+static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
+
+// What may become of a flag that is typed together with --resume: a FIXED one must equal the checkpoint's
+// value.
+enum FlagResume { FREE, FIXED };
+
+struct Flag {
+    const char* name;
+    FlagKind kind;
+    FlagGroup group;
+    FlagResume on_resume;
+    int field;             // first int32 field of the .bin header that stores it, 0: not stored
+    size_t offset;         // in Config
+    const char* standard;  // the default, as it would be typed
+    double least, most;    // range of a number or of a list's elements
+    const char* choices;   // of a FLAG_CHOICE, separated by |
+    const char* help;
+};
+
+#define AT(member) offsetof(Config, member)
+static const Flag FLAGS[] = {
+    {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
+     "a named set of defaults: tiny (32x32, for a CPU) or unet64 (the defaults below)"},
+    {"data_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(data_file), "data/emoji.bin", 0, 0, 0,
+     "training images, made by prepare_data.py"},
+    {"val_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(val_file), "", 0, 0, 0,
+     "validation images: their loss, with fixed noise, every --val_every steps"},
+    {"model_weights", FLAG_PATH, GROUP_FILES, FREE, 0, AT(model_weights), "", 0, 0, 0,
+     "start from (or generate with) the weights of this .bin; its configuration comes with it"},
+    {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
+     "folder for checkpoints, samples and metrics.jsonl"},
+    {"resume", FLAG_OPTIONAL_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
+     "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
+    {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
+     "PNG grid that --generate writes"},
+
+    {"image_size", FLAG_INT, GROUP_MODEL, FIXED, 16, AT(image_size), "64", 4, 1024, 0,
+     "height and width in pixels"},
+    {"num_channels", FLAG_INT, GROUP_MODEL, FIXED, 18, AT(num_channels), "64", 32, 1024, 0,
+     "width of the first level, a multiple of 32"},
+    {"channel_mult", FLAG_LIST, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
+     "width of each level as a multiple of num_channels; each level halves the image"},
+    {"num_res_blocks", FLAG_INT, GROUP_MODEL, FIXED, 19, AT(num_res_blocks), "2", 1, 16, 0,
+     "residual blocks a level"},
+    {"attention_resolutions", FLAG_LIST, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024,
+     0, "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
+    {"num_head_channels", FLAG_INT, GROUP_MODEL, FIXED, 20, AT(num_head_channels), "32", 1, 1024, 0,
+     "channels of an attention head"},
+    {"norm_groups", FLAG_INT, GROUP_MODEL, FIXED, 21, AT(norm_groups), "32", 1, 1024, 0,
+     "groups of a group norm; every level needs two channels a group or more"},
+    {"max_period", FLAG_INT, GROUP_MODEL, FIXED, 22, AT(max_period), "10000", 2, 100000000, 0,
+     "longest period of the timestep embedding"},
+
+    {"diffusion_steps", FLAG_INT, GROUP_DIFFUSION, FIXED, 40, AT(diffusion_steps), "1000", 2, 100000, 0,
+     "timesteps T of the noising chain"},
+    {"noise_schedule", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 41, AT(noise_schedule), "linear", 0, 0,
+     "linear|cosine", "how fast the chain adds noise"},
+    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v",
+     "what the network predicts: the noise, or the velocity v"},
+
+    {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
+    {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
+     "optimiser steps in all"},
+    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
+    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
+     "constant|cosine",
+     "cosine falls to 0 over the --steps of the first start; a later --steps does not bend it"},
+    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(warmup_steps), "0", 0, 1e9, 0,
+     "steps over which the learning rate rises to --lr"},
+    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(weight_decay), "0", 0, 1e3, 0,
+     "decoupled, as in AdamW"},
+    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
+    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
+     "AdamW's second moment"},
+    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 0, 1, 0, "AdamW's epsilon"},
+    {"ema_rate", FLAG_FLOAT, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
+     "running mean of the weights, used for sampling; 0: none"},
+    {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
+     "mirror half of the images left to right"},
+    {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
+     "decides weights, order, noise; with --generate the first picture's seed"},
+    {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
+     "steps between two log lines"},
+    {"save_every", FLAG_INT, GROUP_TRAINING, FREE, 63, AT(save_every), "1000", 0, 1e9, 0,
+     "steps between two checkpoints; 0: only at the end"},
+    {"keep", FLAG_INT, GROUP_TRAINING, FREE, 64, AT(keep), "2", 1, 1e9, 0, "newest checkpoints to keep"},
+    {"sample_every", FLAG_INT, GROUP_TRAINING, FREE, 65, AT(sample_every), "1000", 0, 1e9, 0,
+     "steps between two sample grids; 0: only at the end"},
+    {"val_every", FLAG_INT, GROUP_TRAINING, FREE, 66, AT(val_every), "1000", 1, 1e9, 0,
+     "steps between two validation losses"},
+
+    {"generate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(generate), "0", 0, 1e6, 0,
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
+    {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 1, 1e6, 0,
+     "pictures of a sample grid while training"},
+    {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm",
+     "ddim (deterministic) or ddpm (ancestral)"},
+    {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
+     "network calls a picture; 0: 50 for ddim, all diffusion_steps for ddpm"},
+    {"use_ema", FLAG_BOOL, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 1, 0,
+     "sample with the running mean of the weights where there is one"},
+
+    {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
+     "print the plan and the memory it needs, and exit"},
+    {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
+};
+enum {
+    NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
+    FIELD_LR_STEPS = 54
+};  // the schedule's length has no flag
+
+// A preset is a list of flags that come before those the user types.
+struct Preset {
+    const char* name;
+    std::vector<std::pair<const char*, const char*>> flags;
+};
+static const Preset PRESETS[] = {
+    {"unet64", {}},
+    // 32 groups would leave one channel a group at this width: see check_config
+    {"tiny",
+     {{"data_file", "data/faces.bin"},
+      {"image_size", "32"},
+      {"num_channels", "32"},
+      {"channel_mult", "1,2,2"},
+      {"num_res_blocks", "1"},
+      {"attention_resolutions", "8"},
+      {"norm_groups", "8"},
+      {"predict", "v"},
+      {"noise_schedule", "cosine"},
+      {"batch_size", "8"},
+      {"lr", "1e-3"},
+      {"lr_schedule", "cosine"},
+      {"warmup_steps", "100"},
+      {"ema_rate", "0.995"},
+      {"steps", "2000"},
+      {"save_every", "500"},
+      {"sample_every", "500"},
+      {"val_every", "500"}}},
+};
+
+// ---- flags as text
+// --------------------------------------------------------------------------------------------------
+
+static const Flag* find_flag(const std::string& name) {
+    for (const Flag& flag : FLAGS)
+        if (name == flag.name) return &flag;
+    return nullptr;
+}
+
+// Edits (insert, delete, replace) that turn a into b.
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min(replaced, 1 + std::min(row[j], row[j - 1]));
+        }
+    }
+    return row[b.size()];
+}
+
+static const char* nearest_flag(const std::string& name) {
+    const Flag* best = FLAGS;
+    for (const Flag& flag : FLAGS)
+        if (edit_distance(name, flag.name) < edit_distance(name, best->name)) best = &flag;
+    return best->name;
+}
+
+// The number in `value`, which must be all of it and within [least, most].
+static double parse_number(const Flag& flag, const std::string& value) {
+    char* end;
+    double number = strtod(value.c_str(), &end);
+    bool whole = flag.kind == FLAG_FLOAT || number == floor(number);
+    if (value.empty() || *end || !std::isfinite(number) || !whole)
+        fail_usage("--%s needs %s, not '%s'", flag.name,
+                   flag.kind == FLAG_FLOAT ? "a number" : "a whole number", value.c_str());
+    if (!(number >= flag.least && number <= flag.most))
+        fail_usage("--%s must lie between %g and %.10g, not %s", flag.name, flag.least, flag.most,
+                   value.c_str());
+    return number;
+}
+
+static void set_flag(Config* config, const Flag& flag, const std::string& value) {
+    void* target = (char*)config + flag.offset;
+    switch (flag.kind) {
+        case FLAG_INT: *(int*)target = (int)parse_number(flag, value); break;
+        case FLAG_UINT: *(unsigned*)target = (unsigned)parse_number(flag, value); break;
+        case FLAG_FLOAT: *(float*)target = (float)parse_number(flag, value); break;
+        case FLAG_BOOL:
+            if (value == "1" || value == "true" || value == "True")
+                *(int*)target = 1;
+            else if (value == "0" || value == "false" || value == "False")
+                *(int*)target = 0;
+            else
+                fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
+            break;
+        case FLAG_LIST: {
+            int* list = (int*)target;
+            int count = 0;
+            memset(list, 0, MAX_LEVELS * sizeof(int));
+            for (size_t start = 0; start <= value.size();) {
+                size_t comma = std::min(value.find(',', start), value.size());
+                if (count == MAX_LEVELS)
+                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, MAX_LEVELS, value.c_str());
+                list[count++] = (int)parse_number(flag, value.substr(start, comma - start));
+                start = comma + 1;
+            }
+            break;
+        }
+        case FLAG_CHOICE: {
+            std::string choices = flag.choices;
+            int index = 0;
+            for (size_t start = 0; start <= choices.size(); index++) {
+                size_t bar = std::min(choices.find('|', start), choices.size());
+                if (choices.substr(start, bar - start) == value) {
+                    *(int*)target = index;
+                    return;
+                }
+                start = bar + 1;
+            }
+            fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
+        }
+        case FLAG_PATH:
+        case FLAG_OPTIONAL_PATH: {
+            size_t room = flag.offset == AT(preset) ? sizeof config->preset : (size_t)MAX_PATH_LENGTH;
+            if (value.size() >= room) fail_usage("--%s is longer than %zu characters", flag.name, room - 1);
+            strcpy((char*)target, value.c_str());
+            break;
+        }
+    }
+}
+
+// The shortest text that reads back as the same float.
+static std::string float_text(float value) {
+    for (int digits = 1; digits < 9; digits++) {
+        std::string shorter = text("%.*g", digits, (double)value);
+        if (strtof(shorter.c_str(), nullptr) == value) return shorter;
+    }
+    return text("%.9g", (double)value);
+}
+
+// The value as it would be typed.
+static std::string flag_text(const Config& config, const Flag& flag) {
+    const void* source = (const char*)&config + flag.offset;
+    switch (flag.kind) {
+        case FLAG_INT:
+        case FLAG_BOOL: return text("%d", *(const int*)source);
+        case FLAG_UINT: return text("%u", *(const unsigned*)source);
+        case FLAG_FLOAT: return float_text(*(const float*)source);
+        case FLAG_LIST: {
+            std::string joined;
+            for (int i = 0; i < MAX_LEVELS && ((const int*)source)[i]; i++)
+                joined += text("%s%d", i ? "," : "", ((const int*)source)[i]);
+            return joined.empty() ? "0" : joined;
+        }
+        case FLAG_CHOICE: {
+            const char* choice = flag.choices;
+            for (int i = *(const int*)source; i > 0; i--) choice = strchr(choice, '|') + 1;
+            return std::string(choice, strcspn(choice, "|"));
+        }
+        case FLAG_PATH:
+        case FLAG_OPTIONAL_PATH: return (const char*)source;
+    }
+    return "";
+}
+
+static void print_help() {
+    printf(
+        "train_unet: trains a UNet diffusion model on images\n\n"
+        "  ./train_unet --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
+        "--output_name X.bin)\n"
+        "  ./train_unet --resume              continue\n"
+        "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
+        "Flags are written --name value or --name=value.\n");
+    for (int group = 0; group <= GROUP_OTHER; group++) {
+        printf("\n%s\n", GROUP_TITLES[group]);
+        for (const Flag& flag : FLAGS) {
+            if (flag.group != group) continue;
+            std::string left = text("--%s %s", flag.name, flag.kind == FLAG_CHOICE ? flag.choices : "");
+            std::string standard =
+                *flag.standard && flag.kind != FLAG_BOOL ? text(" (default %s)", flag.standard) : "";
+            printf("  %-32s %s%s\n", left.c_str(), flag.help, standard.c_str());
+        }
+    }
+    printf("\nPresets\n");
+    for (const Preset& preset : PRESETS) {
+        printf("  %s:", preset.name);
+        for (auto& [name, value] : preset.flags) printf(" --%s %s", name, value);
+        printf("%s\n", preset.flags.empty() ? " the defaults above" : "");
+    }
+}
+
+// What the user typed, in order. The flags are applied later, over the defaults, a preset and a file's
+// configuration.
+struct TypedFlag {
+    const Flag* flag;
+    std::string value;
+};
+
+static std::vector<TypedFlag> parse_command_line(int argc, char** argv) {
+    std::vector<TypedFlag> typed;
+    for (int i = 1; i < argc; i++) {
+        std::string argument = argv[i];
+        if (argument == "-h") argument = "--help";
+        if (argument.compare(0, 2, "--") != 0)
+            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+        size_t equals = argument.find('=');
+        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const Flag* flag = find_flag(name);
+        if (!flag)
+            fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
+                       nearest_flag(name));
+        bool more = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
+        std::string value;
+        if (equals != std::string::npos)
+            value = argument.substr(equals + 1);
+        else if (flag->kind == FLAG_BOOL)
+            value = more ? argv[++i] : "1";
+        else if (flag->kind == FLAG_OPTIONAL_PATH)
+            value = more ? argv[++i] : "";
+        else if (i + 1 < argc)
+            value = argv[++i];
+        else
+            fail_usage("--%s needs a value", name.c_str());
+        typed.push_back({flag, value});
+    }
+    return typed;
+}
+
+static const TypedFlag* was_typed(const std::vector<TypedFlag>& typed, const char* name) {
+    const TypedFlag* last = nullptr;
+    for (const TypedFlag& t : typed)
+        if (!strcmp(t.flag->name, name)) last = &t;
+    return last;
+}
+
+static Config default_config() {
+    Config config;
+    memset(&config, 0, sizeof config);
+    for (const Flag& flag : FLAGS) set_flag(&config, flag, flag.standard);
+    return config;
+}
+
+static void apply_preset(Config* config, const std::string& name) {
+    std::string names;
+    for (const Preset& preset : PRESETS) {
+        if (name == preset.name) {
+            for (auto& [flag, value] : preset.flags) set_flag(config, *find_flag(flag), value);
+            return;
+        }
+        names += std::string(names.empty() ? "" : ", ") + preset.name;
+    }
+    fail_usage("there is no preset '%s'; there are: %s", name.c_str(), names.c_str());
+}
+
+static void apply_typed(Config* config, const std::vector<TypedFlag>& typed) {
+    for (const TypedFlag& t : typed) set_flag(config, *t.flag, t.value);
+    config->resume_given = was_typed(typed, "resume") != nullptr;
+}
+
+static int list_length(const int* list) {
+    int n = 0;
+    while (n < MAX_LEVELS && list[n]) n++;
+    return n;
+}
+
+// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
+static void check_config(const Config& c) {
+    int levels = list_length(c.channel_mult);
+    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
+    if (c.image_size % (1 << (levels - 1)))
+        fail(
+            "--image_size %d can't be halved %d times, once between each two of the %d levels of "
+            "--channel_mult; use a "
+            "multiple of %d or fewer levels",
+            c.image_size, levels - 1, levels, 1 << (levels - 1));
+    for (int i = 0; i < levels; i++) {
+        int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
+        if (width > 8192)
+            fail("--channel_mult %d makes a level %d channels wide; 8192 is the most", c.channel_mult[i],
+                 width);
+        if (width % c.norm_groups)
+            fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
+        if (width / c.norm_groups < 2)
+            fail(
+                "--norm_groups %d leaves one channel a group at a width of %d: such a norm wipes out the "
+                "time embedding "
+                "that was just added, so the level would ignore the timestep; use --norm_groups %d or fewer",
+                c.norm_groups, width, width / 4);
+        bool attends = i == levels - 1;  // the middle block always does
+        for (int j = 0; j < list_length(c.attention_resolutions); j++)
+            attends |= c.attention_resolutions[j] == size;
+        if (attends && width % c.num_head_channels)
+            fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
+                 c.num_head_channels, width, size, size);
+    }
+    if (c.sample_steps > c.diffusion_steps)
+        fail("--sample_steps %d is more than the chain's --diffusion_steps %d", c.sample_steps,
+             c.diffusion_steps);
+}
+
+// =====================================================================================================================
+// 2  ARENAS AND TENSORS
+// =====================================================================================================================
+
+// ---- backend: the only place but the layers where the two builds differ
+// ----------------------------------------------
+
+#if !defined(__CUDACC__) || defined(TESTING)
+#define CPU_LAYERS 1  // the specification of every layer is compiled
+#endif
+
+typedef float floatX;
+
+static void* backend_allocate(size_t bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 4096, bytes)) return nullptr;
+    return memory;
+}
+static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
+static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
+// ---- arenas
+// ---------------------------------------------------------------------------------------------------------
+
+// A block of memory of a known size. What lives as long as the arena is placed by the plan (offsets); what
+// lives as long as a layer is taken and released in stack order.
+struct Arena {
+    const char* name;
+    char* base;
+    size_t capacity, used;  // bytes
+};
+enum { ALIGNMENT = 256 };
+
+static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+template <typename T>
+static T* take(Arena* arena, size_t count) {
+    size_t bytes = aligned(count * sizeof(T));
+    ASSERT(arena->used + bytes <= arena->capacity);  // the plan counted less than the walk took
+    T* memory = (T*)(arena->base + arena->used);
+    arena->used += bytes;
+    return memory;
+}
+
+// Everything taken since release(arena, mark) with mark = arena->used at the time is free again.
+static void release(Arena* arena, size_t mark) {
+    ASSERT(mark <= arena->used);
+    arena->used = mark;
+}
+
+// ---- tensors
+// --------------------------------------------------------------------------------------------------------
+
+enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS };
+
+// A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
+struct Tensor {
+    char name[64];         // as PyTorch's named_parameters() calls it
+    int shape[4], ndim;    // in PyTorch's order
+    size_t offset, count;  // in floats; offsets follow the order of the list, without gaps
+    Init init;
+    int fan_in;
+};
+
+static bool is_conv3x3(const Tensor& t) { return t.ndim == 4 && t.shape[2] == 3; }
+
+// From PyTorch's order to the order in memory, or back. Only 3x3 weights differ: (O, C, 3, 3) against (O, 3,
+// 3, C).
+static void reorder(float* to, const float* from, const Tensor& t, bool to_memory) {
+    if (!is_conv3x3(t)) {
+        memcpy(to, from, t.count * sizeof(float));
+        return;
+    }
+    int O = t.shape[0], C = t.shape[1];
+    for (int o = 0; o < O; o++)
+        for (int c = 0; c < C; c++)
+            for (int tap = 0; tap < 9; tap++) {
+                size_t file = ((size_t)o * C + c) * 9 + tap, memory = ((size_t)o * 9 + tap) * C + c;
+                if (to_memory)
+                    to[memory] = from[file];
+                else
+                    to[file] = from[memory];
+            }
+}
+
+// ---- randomness
+// -----------------------------------------------------------------------------------------------------
+
+// Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
+// counter = (e/4, sample, step, 0), and element e takes word e mod 4.
+enum Stream {  // mirrored in unet_io.py
+    STREAM_INIT,
+    STREAM_SHUFFLE,
+    STREAM_TIMESTEP,
+    STREAM_NOISE,
+    STREAM_FLIP,
+    STREAM_DROPOUT,
+    STREAM_SAMPLER,
+    STREAM_VAL_TIMESTEP,
+    STREAM_VAL_NOISE,
+    STREAM_PERTURB,
+    STREAM_LABEL
+};
+
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+#endif
+
+struct Philox {
+    uint32_t word[4];
+};
+
+HOST_DEVICE static inline Philox philox(uint32_t seed, uint32_t stream, uint32_t quad, uint32_t sample,
+                                        uint32_t step) {
+    uint32_t k0 = seed, k1 = stream, c0 = quad, c1 = sample, c2 = step, c3 = 0;
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c0 = n0, c1 = (uint32_t)p1, c2 = n2, c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return Philox{{c0, c1, c2, c3}};
+}
+
+HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, uint32_t e, uint32_t sample,
+                                               uint32_t step) {
+    return philox(seed, stream, e / 4, sample, step).word[e % 4];
+}
+
+// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3).
+static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
+                                  uint32_t sample, uint32_t step) {
+    Philox p = philox(seed, stream, quad, sample, step);
+    for (int pair = 0; pair < 4; pair += 2) {
+        double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24, u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
+        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2;
+        normal[pair] = (float)(r * cos(angle));
+        normal[pair + 1] = (float)(r * sin(angle));
+    }
+}
+
+static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample, uint32_t step,
+                                       int diffusion_steps) {
+    return (uint32_t)(((uint64_t)random_word(seed, stream, 0, sample, step) * (uint32_t)diffusion_steps) >>
+                      32);
+}
+
+// The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws are keyed by the epoch.
+static void random_permutation(int* order, int count, uint32_t seed, uint32_t epoch) {
+    for (int i = 0; i < count; i++) order[i] = i;
+    for (int i = count - 1; i > 0; i--) {
+        uint32_t j =
+            (uint32_t)(((uint64_t)random_word(seed, STREAM_SHUFFLE, i, 0, epoch) * (uint32_t)(i + 1)) >> 32);
+        std::swap(order[i], order[j]);
+    }
+}
+
+// =====================================================================================================================
+// 3  LAYERS
+// =====================================================================================================================
+
+#ifdef CPU_LAYERS
+
+// ---- CPU workspace
+// --------------------------------------------------------------------------------------------------
+
+// Each thread's own room: gathered inputs of a matrix product, attention scores, and matmul's packed panels.
+enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
+static float* cpu_workspace;
+
+static size_t cpu_workspace_bytes() {
+    return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
+}
+static float* thread_floats() {
+    return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
+}
+
+// `n` work items cut into pieces of at most `most`, as even as can be; only shapes decide, never the number
+// of threads.
+struct Pieces {
+    int count, size, total;
+    int begin(int i) const { return std::min(i * size, total); }
+    int end(int i) const { return std::min((i + 1) * size, total); }
+};
+static Pieces cut(int total, int most, int multiple = 1) {
+    int count = (total + most - 1) / most;
+    int size = ((total + count - 1) / count + multiple - 1) / multiple * multiple;
+    return {(total + size - 1) / size, size, total};
+}
+
+// ---- matrix product
+// -------------------------------------------------------------------------------------------------
+
+// Rows and columns of the register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of
+// AVX2's 16.
+#if defined(__AVX512F__)
+enum { VECTOR = 16, TILE_ROWS = 12 };
+#else
+enum { VECTOR = 8, TILE_ROWS = 6 };
+#endif
+enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
+typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
+
+// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS); a's element (r, k) lies at r * rows + k
+// * columns.
+template <int R>
+static void matmul_tile(float* c, const float* a, const float* panel, int K, int ldc, size_t rows,
+                        size_t columns, bool accumulate) {
+    Vector sum0[R], sum1[R];
+    for (int r = 0; r < R; r++) {
+        sum0[r] = accumulate ? *(Vector*)(c + (size_t)r * ldc) : Vector{};
+        sum1[r] = accumulate ? *(Vector*)(c + (size_t)r * ldc + VECTOR) : Vector{};
+    }
+    for (int k = 0; k < K; k++, a += columns, panel += TILE_COLUMNS) {
+        Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            sum0[r] += a[r * rows] * b0;
+            sum1[r] += a[r * rows] * b1;
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        *(Vector*)(c + (size_t)r * ldc) = sum0[r];
+        *(Vector*)(c + (size_t)r * ldc + VECTOR) = sum1[r];
+    }
+}
+
+static void matmul_rows(float* c, const float* a, const float* panel, int M, int K, int ldc, size_t rows,
+                        size_t columns, bool accumulate) {
+    int m = 0;
+    for (; m + TILE_ROWS <= M; m += TILE_ROWS)
+        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+    for (; m + 4 <= M; m += 4)
+        matmul_tile<4>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+    for (; m < M; m++)
+        matmul_tile<1>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+}
+
+// b (K, N), whose element (k, n) lies at k * rows + n * columns, as panels (N / TILE_COLUMNS, K,
+// TILE_COLUMNS), zero-filled.
+static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows, size_t columns) {
+    for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
+        int width = std::min((int)TILE_COLUMNS, N - n);
+        if (width < TILE_COLUMNS) memset(panels, 0, (size_t)K * TILE_COLUMNS * sizeof(float));
+        if (columns == 1)
+            for (int k = 0; k < K; k++)
+                memcpy(panels + (size_t)k * TILE_COLUMNS, b + k * rows + n, width * sizeof(float));
+        else  // a transposed b: blocks of 16 keep the lines being written in the first-level cache
+            for (int k0 = 0; k0 < K; k0 += 16)
+                for (int j = 0; j < width; j++)
+                    for (int k = k0; k < std::min(k0 + 16, K); k++)
+                        panels[(size_t)k * TILE_COLUMNS + j] = b[k * rows + (n + j) * columns];
+    }
+}
+
+#ifdef OPENBLAS
+static bool own_matmul = false;  // tests set it to compare our loop with the library
+#endif
+
+// c (M, N) = [c +] op(a) (M, K) times op(b) (K, N), row-major with the given leading dimensions. Runs on the
+// calling thread; layers call it from their parallel loops. The order of a sum depends on K alone.
+static void matmul(float* c, const float* a, const float* b, int M, int N, int K, int ldc, int lda, int ldb,
+                   bool transpose_a, bool transpose_b, bool accumulate) {
+#ifdef OPENBLAS
+    if (!own_matmul) {
+        cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans,
+                    transpose_b ? CblasTrans : CblasNoTrans, M, N, K, 1.0f, a, lda, b, ldb,
+                    accumulate ? 1.0f : 0.0f, c, ldc);
+        return;
+    }
+#endif
+    size_t a_rows = transpose_a ? 1 : lda, a_columns = transpose_a ? lda : 1;
+    size_t b_rows = transpose_b ? 1 : ldb, b_columns = transpose_b ? ldb : 1;
+    float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
+    float edge[ROW_BLOCK * TILE_COLUMNS];
+    for (int n0 = 0; n0 < N; n0 += NC)
+        for (int k0 = 0; k0 < K; k0 += KC) {
+            int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
+            bool add = accumulate || k0;
+            matmul_pack(panels, b + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
+            for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
+                for (int n = 0; n < block_n; n += TILE_COLUMNS) {
+                    int rows = std::min((int)ROW_BLOCK, M - m0),
+                        width = std::min((int)TILE_COLUMNS, block_n - n);
+                    const float* panel = panels + (size_t)n * block_k;
+                    const float* a_block = a + m0 * a_rows + k0 * a_columns;
+                    float* c_block = c + (size_t)m0 * ldc + n0 + n;
+                    if (width == TILE_COLUMNS) {
+                        matmul_rows(c_block, a_block, panel, rows, block_k, ldc, a_rows, a_columns, add);
+                        continue;
+                    }
+                    matmul_rows(edge, a_block, panel, rows, block_k, TILE_COLUMNS, a_rows, a_columns, false);
+                    for (int m = 0; m < rows; m++)
+                        for (int j = 0; j < width; j++) {
+                            float* target = c_block + (size_t)m * ldc + j;
+                            *target = (add ? *target : 0) + edge[m * TILE_COLUMNS + j];
+                        }
+                }
+        }
+}
+
+// e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
+// NaN.
+static inline float exp_cpu(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounds to the nearest integer
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;    // ln 2 in two parts
+    float p = 1.9875691500e-4f;                               // coefficients: Cephes library, expf
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union {
+        int32_t i;
+        float f;
+    } scale = {((int32_t)n + 127) << 23};
+    return p * scale.f;
+}
+static inline float sigmoid_cpu(float x) { return 1.0f / (1.0f + exp_cpu(-x)); }
+
+#endif  // CPU_LAYERS
+
+// ---- timestep embedding
+// ---------------------------------------------------------------------------------------------
+
+// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2. t (B). The angles
+// are formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
+#ifdef CPU_LAYERS
+static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int C, int max_period) {
+    int half = C / 2;
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < half; i++) {
+            double angle = t[b] * exp(-log((double)max_period) * i / half);
+            out[(size_t)b * C + i] = (float)cos(angle);
+            out[(size_t)b * C + half + i] = (float)sin(angle);
+        }
+}
+#endif
+#ifndef __CUDACC__
+#define timestep_embedding_forward timestep_embedding_forward_cpu
+#endif
+
+// ---- SiLU
+// -----------------------------------------------------------------------------------------------------------
+
+// F.silu(x): x * sigmoid(x), elementwise; only the embedding needs it alone, elsewhere group norm carries it.
+#ifdef CPU_LAYERS
+static inline float silu_gradient_cpu(float x) {
+    float s = sigmoid_cpu(x);
+    return s * (1.0f + x * (1.0f - s));
+}
+static void silu_forward_cpu(float* out, const float* x, size_t n) {
+#pragma omp simd
+    for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid_cpu(x[i]);
+}
+static void silu_backward_cpu(float* dx, const float* dout, const float* x, size_t n) {
+#pragma omp simd
+    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * silu_gradient_cpu(x[i]);
+}
+#endif
+#ifndef __CUDACC__
+#define silu_forward silu_forward_cpu
+#define silu_backward silu_backward_cpu
+#endif
+
+// ---- bias gradient
+// --------------------------------------------------------------------------------------------------
+
+// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, O) = over T, where it is wanted (the
+// gradient of what was added per image, the time embedding).
+#ifdef CPU_LAYERS
+static void bias_backward_cpu(float* dbias, float* per_image, const float* dout, int B, int T, int O) {
+    Pieces channels = cut(O, 64);
+#pragma omp parallel for schedule(dynamic)
+    for (int piece = 0; piece < channels.count; piece++) {
+        int o0 = channels.begin(piece), n = channels.end(piece) - o0;
+        double total[64] = {0};
+        for (int b = 0; b < B; b++) {
+            double image[64] = {0};
+            for (int t0 = 0; t0 < T; t0 += 64) {  // short float sums, long double ones
+                float sum[64] = {0};
+                for (int t = t0; t < std::min(t0 + 64, T); t++) {
+                    const float* row = dout + ((size_t)b * T + t) * O + o0;
+#pragma omp simd
+                    for (int o = 0; o < n; o++) sum[o] += row[o];
+                }
+                for (int o = 0; o < n; o++) image[o] += sum[o];
+            }
+            for (int o = 0; o < n; o++) total[o] += image[o];
+            if (per_image)
+                for (int o = 0; o < n; o++) per_image[(size_t)b * O + o0 + o] = (float)image[o];
+        }
+        for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define bias_backward bias_backward_cpu
+#endif
+
+// ---- linear and 1x1 convolution
+// -------------------------------------------------------------------------------------
+
+// out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
+// embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
+// (O), residual (M, O) or null.
+#ifdef CPU_LAYERS
+static void linear_forward_cpu(float* out, const float* x, const float* x2, const float* w, const float* bias,
+                               const float* residual, int M, int C, int C2, int O) {
+    Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int i = 0; i < rows.count; i++)
+        for (int j = 0; j < columns.count; j++) {
+            int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j), K = C + C2;
+            float* target = out + (size_t)m0 * O + o0;
+            const float* weight = w + (size_t)o0 * K;
+            matmul(target, x + (size_t)m0 * C, weight, m1 - m0, o1 - o0, C, O, C, K, false, true, false);
+            if (C2)
+                matmul(target, x2 + (size_t)m0 * C2, weight + C, m1 - m0, o1 - o0, C2, O, C2, K, false, true,
+                       true);
+            for (int m = m0; m < m1; m++)
+#pragma omp simd
+                for (int o = o0; o < o1; o++)
+                    out[(size_t)m * O + o] += bias[o] + (residual ? residual[(size_t)m * O + o] : 0.0f);
+        }
+}
+
+// dx (M, C) and dx2 (M, C2) = [+=] dout w; dw += dout^T [x, x2]; dbias += the column sums of dout. dx null:
+// not wanted.
+static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, const float* dout,
+                                const float* x, const float* x2, const float* w, int M, int C, int C2, int O,
+                                bool accumulate) {
+    int K = C + C2;
+    bias_backward_cpu(dbias, nullptr, dout, 1, M, O);
+    for (int input = 0; input < (C2 ? 2 : 1); input++) {
+        const float* source = input ? x2 : x;
+        float* target = input ? dx2 : dx;
+        int width = input ? C2 : C, first = input ? C : 0;
+        Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS);
+        if (target) {
+#pragma omp parallel for collapse(2) schedule(dynamic)
+            for (int i = 0; i < rows.count; i++)
+                for (int j = 0; j < columns.count; j++) {
+                    int m0 = rows.begin(i), c0 = columns.begin(j);
+                    matmul(target + (size_t)m0 * width + c0, dout + (size_t)m0 * O, w + first + c0,
+                           rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false, false, accumulate);
+                }
+        }
+        Pieces outputs = cut(O, 120, TILE_ROWS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+        for (int i = 0; i < outputs.count; i++)
+            for (int j = 0; j < columns.count; j++) {
+                int o0 = outputs.begin(i), c0 = columns.begin(j);
+                matmul(dw + (size_t)o0 * K + first + c0, dout + o0, source + c0, outputs.end(i) - o0,
+                       columns.end(j) - c0, M, K, O, width, true, false, true);
+            }
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define linear_forward linear_forward_cpu
+#define linear_backward linear_backward_cpu
+#endif
+
+// ---- 3x3 convolution
+// ------------------------------------------------------------------------------------------------
+
+// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, with x (B, H, W, C),
+// w (O, 3, 3, C), bias (O), emb (B, O) or null, residual (B, H, W, O) or null.
+#ifdef CPU_LAYERS
+// Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
+// p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
+// floats.
+static void im2col_cpu(float* columns, const float* x, int p0, int p1, int j0, int j1, int H, int W, int C) {
+    for (int p = p0; p < p1; p++) {
+        int column = p % W, row = p / W % H;
+        for (int dy = 0; dy < 3; dy++) {
+            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
+            if (first >= last) continue;
+            int inside0 = column == 0 ? 3 * C * dy + C : first;         // the left neighbour lies outside
+            int inside1 = column == W - 1 ? 3 * C * dy + 2 * C : last;  // the right one does
+            inside0 = std::min(std::max(inside0, first), last),
+            inside1 = std::max(std::min(inside1, last), inside0);
+            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
+            memset(columns, 0, (inside0 - first) * sizeof(float));
+            const float* source = x + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
+            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
+            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
+            columns += last - first;
+        }
+    }
+}
+
+// Pixels that a thread gathers at a time.
+static Pieces conv3x3_bands(int pixels, int columns) {
+    return cut(pixels, std::min(252, (int)THREAD_FLOATS / columns));
+}
+
+static void conv3x3_forward_cpu(float* out, const float* x, const float* w, const float* bias,
+                                const float* emb, const float* residual, int B, int H, int W, int C, int O) {
+    Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int i = 0; i < bands.count; i++)
+        for (int j = 0; j < outputs.count; j++) {
+            int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
+            float* columns = thread_floats();  // (p1 - p0, 9, C)
+            im2col_cpu(columns, x, p0, p1, 0, 9 * C, H, W, C);
+            matmul(out + (size_t)p0 * O + o0, columns, w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0, 9 * C, O,
+                   9 * C, 9 * C, false, true, false);
+            for (int p = p0; p < p1; p++) {
+                const float* added = emb ? emb + (size_t)(p / (H * W)) * O : nullptr;
+#pragma omp simd
+                for (int o = o0; o < o1; o++)
+                    out[(size_t)p * O + o] +=
+                        bias[o] + (added ? added[o] : 0.0f) + (residual ? residual[(size_t)p * O + o] : 0.0f);
+            }
+        }
+}
+
+// dx (B, H, W, C) = the same convolution of dout with flipped taps (null: not wanted); dw += ; dbias += ;
+// demb (B, O) = the sums of dout over each image (null: not wanted).
+static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb, const float* dout,
+                                 const float* x, const float* w, int B, int H, int W, int C, int O) {
+    bias_backward_cpu(dbias, demb, dout, B, H * W, O);
+    if (dx) {
+        Pieces bands = conv3x3_bands(B * H * W, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+        for (int i = 0; i < bands.count; i++)
+            for (int j = 0; j < inputs.count; j++) {
+                int p0 = bands.begin(i), p1 = bands.end(i), c0 = inputs.begin(j), c1 = inputs.end(j);
+                float* columns = thread_floats();  // (p1 - p0, 9, O)
+                im2col_cpu(columns, dout, p0, p1, 0, 9 * O, H, W, O);
+                for (int tap = 0; tap < 9; tap++)
+                    matmul(dx + (size_t)p0 * C + c0, columns + tap * O, w + (8 - tap) * C + c0, p1 - p0,
+                           c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
+            }
+    }
+    // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
+    Pieces owned = cut(9 * C, 96);
+#pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < owned.count; i++) {
+        int j0 = owned.begin(i), n = owned.end(i) - j0;
+        float* columns = thread_floats();  // (p1 - p0, n)
+        for (int p0 = 0; p0 < B * H * W; p0 += 2 * KC) {
+            int p1 = std::min(p0 + 2 * KC, B * H * W);
+            im2col_cpu(columns, x, p0, p1, j0, j0 + n, H, W, C);
+            matmul(dw + j0, dout + (size_t)p0 * O, columns, O, n, p1 - p0, 9 * C, O, n, true, false, true);
+        }
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define conv3x3_forward conv3x3_forward_cpu
+#define conv3x3_backward conv3x3_backward_cpu
+#endif
+
+// ---- group norm + SiLU
+// ----------------------------------------------------------------------------------------------
+
+// out (B, T, C + C2) = F.silu(F.group_norm(cat([x, x2], 1), G, w, bias, eps=1e-5)), or without the SiLU. x
+// (B, T, C) and x2 (B, T, C2) are read where they lie; a group may straddle them. mean, rstd (B, G). Wu and
+// He, "Group Normalization" (2018), equations 1 to 6.
+static const float NORM_EPS = 1e-5f;
+
+#ifdef CPU_LAYERS
+// A work item: some whole groups of one image, as one or two runs of channels, one a tensor.
+struct NormRun {
+    const float* x;  // the run's first channel at the image's first pixel
+    int stride;      // channels of its tensor
+    int c0, n;       // its first channel within the concatenation, and how many
+};
+struct NormItem {
+    NormRun runs[2];
+    int b, g0, g1, group;  // group: channels in one
+};
+enum { NORM_CHANNELS = 64 };  // channels an item aims at
+
+static Pieces norm_pieces(int C, int C2, int G) {
+    return cut(G, std::max(1, NORM_CHANNELS / ((C + C2) / G)));
+}
+
+static NormItem norm_item(const Pieces& groups, int b, int piece, const float* x, const float* x2, int T,
+                          int C, int C2, int G) {
+    NormItem item;
+    item.b = b, item.g0 = groups.begin(piece), item.g1 = groups.end(piece), item.group = (C + C2) / G;
+    int c0 = item.g0 * item.group, c1 = item.g1 * item.group;
+    item.runs[0] = {x + (size_t)b * T * C + c0, C, c0, std::max(0, std::min(c1, C) - c0)};
+    int first = std::max(c0, C);
+    item.runs[1] = {C2 ? x2 + (size_t)b * T * C2 + (first - C) : nullptr, C2, first, std::max(0, c1 - first)};
+    return item;
+}
+
+// sums (channels of the item) = over the image's pixels of value(x, channel), pixels in short float sums,
+// those in double.
+template <typename Value>
+static void norm_reduce(double* sums, const NormItem& item, int T, Value value) {
+    for (const NormRun& run : item.runs)
+        for (int start = 0; start < run.n; start += NORM_CHANNELS) {
+            int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
+            double total[NORM_CHANNELS] = {0};
+            for (int t0 = 0; t0 < T; t0 += 64) {
+                float sum[NORM_CHANNELS] = {0};
+                for (int t = t0; t < std::min(t0 + 64, T); t++) {
+                    const float* row = run.x + (size_t)t * run.stride + start;
+#pragma omp simd
+                    for (int c = 0; c < n; c++) sum[c] += value(row[c], c0 + c, t);
+                }
+                for (int c = 0; c < n; c++) total[c] += sum[c];
+            }
+            for (int c = 0; c < n; c++) sums[c0 + c - item.g0 * item.group] = total[c];
+        }
+}
+
+// The affine map of each channel of the item: y = x * scale + shift.
+static void norm_affine(float* scale, float* shift, const NormItem& item, const float* mean,
+                        const float* rstd, const float* w, const float* bias, int G) {
+    for (int g = item.g0; g < item.g1; g++)
+        for (int c = g * item.group; c < (g + 1) * item.group; c++) {
+            int i = c - item.g0 * item.group;
+            scale[i] = rstd[item.b * G + g] * w[c];
+            shift[i] = bias[c] - mean[item.b * G + g] * scale[i];
+        }
+}
+
+// out from stored statistics; backward calls it to make again what forward did not keep.
+static void groupnorm_apply_item_cpu(float* out, const NormItem& item, const float* mean, const float* rstd,
+                                     const float* w, const float* bias, int T, int channels, int G, bool silu,
+                                     float* scale, float* shift) {
+    norm_affine(scale, shift, item, mean, rstd, w, bias, G);
+    int base = item.g0 * item.group;
+    for (const NormRun& run : item.runs)
+        for (int t = 0; run.n && t < T; t++) {
+            const float* row = run.x + (size_t)t * run.stride;
+            float* target = out + ((size_t)item.b * T + t) * channels + run.c0;
+            const float *s = scale + run.c0 - base, *h = shift + run.c0 - base;
+            if (silu)
+#pragma omp simd
+                for (int c = 0; c < run.n; c++) {
+                    float y = row[c] * s[c] + h[c];
+                    target[c] = y * sigmoid_cpu(y);
+                }
+            else
+#pragma omp simd
+                for (int c = 0; c < run.n; c++) target[c] = row[c] * s[c] + h[c];
+        }
+}
+
+static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const float* x, const float* x2,
+                                  const float* w, const float* bias, int B, int T, int C, int C2, int G,
+                                  bool silu) {
+    Pieces groups = norm_pieces(C, C2, G);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int piece = 0; piece < groups.count; piece++) {
+            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
+            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
+            float* room = thread_floats();
+            float *center = room, *scale = room + channels, *shift = room + 2 * channels;
+            double* sums = (double*)(room + 4 * channels);
+            norm_reduce(sums, item, T, [](float v, int, int) { return v; });
+            for (int g = item.g0; g < item.g1; g++) {
+                double total = 0;
+                for (int c = g * item.group; c < (g + 1) * item.group; c++) total += sums[c - base];
+                mean[b * G + g] = (float)(total / ((double)item.group * T));
+                for (int c = g * item.group; c < (g + 1) * item.group; c++)
+                    center[c - base] = mean[b * G + g];
+            }
+            norm_reduce(sums, item, T,
+                        [=](float v, int c, int) { return (v - center[c - base]) * (v - center[c - base]); });
+            for (int g = item.g0; g < item.g1; g++) {
+                double squares = 0;
+                for (int c = g * item.group; c < (g + 1) * item.group; c++) squares += sums[c - base];
+                rstd[b * G + g] = (float)(1.0 / sqrt(squares / ((double)item.group * T) + NORM_EPS));
+            }
+            groupnorm_apply_item_cpu(out, item, mean, rstd, w, bias, T, C + C2, G, silu, scale, shift);
+        }
+}
+
+static void groupnorm_apply_cpu(float* out, const float* mean, const float* rstd, const float* x,
+                                const float* x2, const float* w, const float* bias, int B, int T, int C,
+                                int C2, int G, bool silu) {
+    Pieces groups = norm_pieces(C, C2, G);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int piece = 0; piece < groups.count; piece++) {
+            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
+            int channels = (item.g1 - item.g0) * item.group;
+            float* room = thread_floats();
+            groupnorm_apply_item_cpu(out, item, mean, rstd, w, bias, T, C + C2, G, silu, room,
+                                     room + channels);
+        }
+}
+
+// With dy the gradient at the norm's output before the SiLU and x^ = (x - mean) rstd, over the N elements of
+// a group:
+//   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
+// dx (B, T, C), dx2 (B, T, C2): overwritten, or added to with `accumulate`; dresidual (B, T, C), where not
+// null, is the gradient of a branch around the norm and is added to dx (only with C2 = 0). sums: scratch, (2,
+// B, C + C2).
+static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, float* sums,
+                                   const float* dout, const float* dresidual, const float* mean,
+                                   const float* rstd, const float* x, const float* x2, const float* w,
+                                   const float* bias, int B, int T, int C, int C2, int G, bool silu,
+                                   bool accumulate) {
+    Pieces groups = norm_pieces(C, C2, G);
+    int K = C + C2;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int piece = 0; piece < groups.count; piece++) {
+            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
+            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
+            float* room = thread_floats();
+            float *scale = room, *shift = room + channels, *slope = room + 2 * channels,
+                  *offset = room + 3 * channels;
+            double* totals = (double*)(room + 4 * channels);
+            const float* upstream = dout + (size_t)b * T * K;
+            norm_affine(scale, shift, item, mean, rstd, w, bias, G);
+            auto dy = [=](float v, int c, int t) {
+                float g = upstream[(size_t)t * K + c];
+                return silu ? g * silu_gradient_cpu(v * scale[c - base] + shift[c - base]) : g;
+            };
+            float *sum = sums + (size_t)b * K, *sum_normed = sums + (size_t)(B + b) * K;
+            for (int g = item.g0; g < item.g1; g++)
+                for (int c = g * item.group; c < (g + 1) * item.group; c++)  // x^ = x slope + offset
+                    slope[c - base] = rstd[b * G + g], offset[c - base] = -mean[b * G + g] * rstd[b * G + g];
+            norm_reduce(totals, item, T, dy);
+            for (int c = 0; c < channels; c++) sum[base + c] = (float)totals[c];
+            norm_reduce(totals, item, T, [=](float v, int c, int t) {
+                return dy(v, c, t) * (v * slope[c - base] + offset[c - base]);
+            });
+            for (int c = 0; c < channels; c++) sum_normed[base + c] = (float)totals[c];
+            // dx = scale dy - (x alpha + beta), from the group's two sums
+            float *alpha = slope, *beta = offset;
+            for (int g = item.g0; g < item.g1; g++) {
+                double a = 0, q = 0;
+                for (int c = g * item.group; c < (g + 1) * item.group; c++)
+                    a += (double)w[c] * sum[c], q += (double)w[c] * sum_normed[c];
+                double n = (double)item.group * T, r = rstd[b * G + g], m = mean[b * G + g];
+                for (int c = g * item.group; c < (g + 1) * item.group; c++) {
+                    alpha[c - base] = (float)(r * r * q / n);
+                    beta[c - base] = (float)(r * (a - r * m * q) / n);
+                }
+            }
+            for (int r = 0; r < 2; r++) {
+                const NormRun& run = item.runs[r];
+                for (int t = 0; run.n && t < T; t++) {
+                    const float* row = run.x + (size_t)t * run.stride;
+                    size_t at = ((size_t)b * T + t) * run.stride + run.c0 - (r ? C : 0);
+                    float* target = (r ? dx2 : dx) + at;
+                    const float* around = dresidual ? dresidual + at : nullptr;
+#pragma omp simd
+                    for (int c = 0; c < run.n; c++) {
+                        int i = run.c0 - base + c;
+                        float value = scale[i] * dy(row[c], run.c0 + c, t) - (row[c] * alpha[i] + beta[i]);
+                        if (around) value += around[c];
+                        target[c] = accumulate ? target[c] + value : value;
+                    }
+                }
+            }
+        }
+#pragma omp parallel for
+    for (int c = 0; c < K; c++) {
+        double scale_gradient = 0, shift_gradient = 0;
+        for (int b = 0; b < B; b++)
+            shift_gradient += sums[(size_t)b * K + c], scale_gradient += sums[(size_t)(B + b) * K + c];
+        dw[c] += (float)scale_gradient, dbias[c] += (float)shift_gradient;
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define groupnorm_forward groupnorm_forward_cpu
+#define groupnorm_apply groupnorm_apply_cpu
+#define groupnorm_backward groupnorm_backward_cpu
+#endif
+
+// ---- attention
+// ------------------------------------------------------------------------------------------------------
+
+// out (B, T, C) = F.scaled_dot_product_attention(q, k, v) in heads of d = C / heads channels; qkv (B, T, 3C)
+// holds all of q, then k, then v, heads inside each. lse (B, heads, T): log of the softmax's denominator, all
+// that backward needs to make the probabilities again. Vaswani et al., "Attention Is All You Need" (2017),
+// equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
+#ifdef CPU_LAYERS
+// Rows of the score matrix that a thread holds at a time.
+static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
+
+static void attention_forward_cpu(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
+    int d = C / heads, R = attention_rows(T);
+    float scale = 1.0f / sqrtf((float)d);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int head = 0; head < heads; head++) {
+            const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+            float* scores = thread_floats();  // (rows, T)
+            for (int t0 = 0; t0 < T; t0 += R) {
+                int rows = std::min(R, T - t0);
+                matmul(scores, q + (size_t)t0 * 3 * C, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
+                for (int i = 0; i < rows; i++) {
+                    float* s = scores + (size_t)i * T;
+                    float top = -FLT_MAX, sum = 0;
+                    for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
+#pragma omp simd reduction(+ : sum)
+                    for (int j = 0; j < T; j++) sum += s[j] = exp_cpu(scale * (s[j] - top));
+                    float inverse = 1.0f / sum;
+#pragma omp simd
+                    for (int j = 0; j < T; j++) s[j] *= inverse;
+                    lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
+                }
+                matmul(out + ((size_t)b * T + t0) * C + head * d, scores, v, rows, d, T, C, T, 3 * C, false,
+                       false, false);
+            }
+        }
+}
+
+// dqkv (B, T, 3C) overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
+//   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
+static void attention_backward_cpu(float* dqkv, const float* dout, const float* out, const float* lse,
+                                   const float* qkv, int B, int T, int C, int heads) {
+    int d = C / heads, R = attention_rows(T);
+    float scale = 1.0f / sqrtf((float)d);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int head = 0; head < heads; head++) {
+            size_t at = (size_t)b * T * 3 * C + head * d;
+            const float *q = qkv + at, *k = q + C, *v = q + 2 * C;
+            float *dq = dqkv + at, *dk = dq + C, *dv = dq + 2 * C;
+            float *p = thread_floats(), *ds = p + (size_t)R * T;  // (rows, T) each
+            for (int t0 = 0; t0 < T; t0 += R) {
+                int rows = std::min(R, T - t0);
+                const float *q_rows = q + (size_t)t0 * 3 * C,
+                            *dout_rows = dout + ((size_t)b * T + t0) * C + head * d;
+                const float* out_rows = out + ((size_t)b * T + t0) * C + head * d;
+                matmul(p, q_rows, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
+                matmul(ds, dout_rows, v, rows, T, d, T, C, 3 * C, false, true, false);
+                for (int i = 0; i < rows; i++) {
+                    float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
+                    for (int j = 0; j < d; j++)
+                        D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
+                    float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
+#pragma omp simd
+                    for (int j = 0; j < T; j++) {
+                        p_row[j] = exp_cpu(scale * p_row[j] - normaliser);
+                        ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
+                    }
+                }
+                matmul(dq + (size_t)t0 * 3 * C, ds, k, rows, d, T, 3 * C, T, 3 * C, false, false, false);
+                matmul(dk, ds, q_rows, T, d, rows, 3 * C, T, 3 * C, true, false, t0 > 0);
+                matmul(dv, p, dout_rows, T, d, rows, 3 * C, T, C, true, false, t0 > 0);
+            }
+        }
+}
+#endif
+#ifndef __CUDACC__
+#define attention_forward attention_forward_cpu
+#define attention_backward attention_backward_cpu
+#endif
+
+// ---- up- and down-sampling
+// ------------------------------------------------------------------------------------------
+
+// upsample:   out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), x (B, H, W, C).
+// downsample: out (B, H/2, W/2, C) = F.avg_pool2d(x, 2).
+// Each one's backward is the other, up to a factor of 4: `upsample` repeats `factor` times a pixel, `sum2x2`
+// adds up.
+#ifdef CPU_LAYERS
+static void repeat2x2_cpu(float* out, const float* x, int B, int H, int W, int C, float factor,
+                          bool accumulate) {
+#pragma omp parallel for
+    for (int row = 0; row < B * 2 * H; row++)
+        for (int column = 0; column < 2 * W; column++) {
+            const float* source = x + ((size_t)(row / 2) * W + column / 2) * C;
+            float* target = out + ((size_t)row * 2 * W + column) * C;
+#pragma omp simd
+            for (int c = 0; c < C; c++) target[c] = (accumulate ? target[c] : 0.0f) + factor * source[c];
+        }
+}
+static void sum2x2_cpu(float* out, const float* x, int B, int H, int W, int C, float factor,
+                       bool accumulate) {
+#pragma omp parallel for
+    for (int row = 0; row < B * H; row++)
+        for (int column = 0; column < W; column++) {
+            const float *top = x + ((size_t)row * 2 * 2 * W + 2 * column) * C,
+                        *bottom = top + (size_t)2 * W * C;
+            float* target = out + ((size_t)row * W + column) * C;
+#pragma omp simd
+            for (int c = 0; c < C; c++)
+                target[c] = (accumulate ? target[c] : 0.0f) +
+                            factor * ((top[c] + top[C + c]) + (bottom[c] + bottom[C + c]));
+        }
+}
+static void upsample_forward_cpu(float* out, const float* x, int B, int H, int W, int C) {
+    repeat2x2_cpu(out, x, B, H, W, C, 1.0f, false);
+}
+static void upsample_backward_cpu(float* dx, const float* dout, int B, int H, int W, int C, bool accumulate) {
+    sum2x2_cpu(dx, dout, B, H, W, C, 1.0f, accumulate);
+}
+static void downsample_forward_cpu(float* out, const float* x, int B, int H, int W, int C) {
+    sum2x2_cpu(out, x, B, H / 2, W / 2, C, 0.25f, false);
+}
+static void downsample_backward_cpu(float* dx, const float* dout, int B, int H, int W, int C,
+                                    bool accumulate) {
+    repeat2x2_cpu(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
+}
+#endif
+#ifndef __CUDACC__
+#define upsample_forward upsample_forward_cpu
+#define upsample_backward upsample_backward_cpu
+#define downsample_forward downsample_forward_cpu
+#define downsample_backward downsample_backward_cpu
+#endif
+
+// ---- loss
+// -----------------------------------------------------------------------------------------------------------
+
+// F.mse_loss(out, target) over n elements, and dout = 2 (out - target) / n. losses (n / LOSS_CHUNK rounded
+// up): the sum of squares of each chunk, in order; the loss is their sum over n.
+enum { LOSS_CHUNK = 4096 };
+#ifdef CPU_LAYERS
+static void mse_cpu(float* losses, float* dout, const float* out, const float* target, size_t n) {
+    float scale = (float)(2.0 / (double)n);
+    int chunks = (int)((n + LOSS_CHUNK - 1) / LOSS_CHUNK);
+#pragma omp parallel for
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        double sum = 0;
+        for (size_t i = (size_t)chunk * LOSS_CHUNK; i < std::min((size_t)(chunk + 1) * LOSS_CHUNK, n); i++) {
+            float difference = out[i] - target[i];
+            sum += (double)difference * difference;
+            if (dout) dout[i] = scale * difference;
+        }
+        losses[chunk] = (float)sum;
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define mse mse_cpu
+#endif
+
+// =====================================================================================================================
+// 4  BLOCKS
+// =====================================================================================================================
+
+enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
+static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
+
+// One entry of the plan. Offsets are in bytes into the arena named in the comment.
+struct Block {
+    BlockKind kind;
+    char name[48];
+    int C, C2, O;     // channels of the input, of the skip concatenated to it (0: none), of the output
+    int H;            // height and width of the input
+    int out_H;        // and of the output
+    int input, skip;  // the blocks whose outputs are read; -1: none
+    bool is_skip;     // the decoder reads the output too
+    bool accumulate;  // the input feeds two consumers: its gradient is added to, not overwritten
+    int param;        // its first tensor; the others follow
+    int num_params;
+    size_t out;     // activations: (B, out_H, out_H, O)
+    size_t hidden;  // activations: residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's (B, E)
+    size_t inner;  // activations: attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    size_t stats;  // activations, float: mean and rstd (B, G) of each norm in turn; then attention's lse (B,
+                   // heads, T)
+    size_t gradient;  // gradients: (B, out_H, out_H, O)
+};
+
+struct Plan {
+    std::vector<Block> blocks;
+    std::vector<Tensor> tensors;
+    size_t num_parameters;
+    size_t activation_bytes, gradient_bytes, scratch_bytes;
+    int batch, image_size, norm_groups, num_head_channels, embed,
+        base;  // base = num_channels, embed = 4 * base
+    int max_period;
+    bool training;
+};
+
+// Section 5 and up own the memory; a block sees it through these.
+struct Model {
+    Config config;
+    Plan plan;
+    floatX* weights;   // what the layers read: `master`, or the EMA while sampling
+    float* master;     // (num_parameters)
+    float* gradients;  // (num_parameters)
+    float *adam_m, *adam_v, *ema;
+    Arena activations, activation_gradients, scratch;
+    floatX* emb_gradient;   // (B, E): every residual block adds to it
+    floatX* input;          // (B, H, W, 3): the noised images
+    float* target;          // (B, H, W, 3)
+    float* images;          // (B, 3, H, W): clean, planar, as in the files
+    int* timesteps;         // (B)
+    float* losses;          // one a LOSS_CHUNK of the batch
+    float* norm_parts;      // one a NORM_CHUNK of the parameters
+    float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    char* memory;
+    size_t bytes;
+};
+
+static floatX* weight_of(const Model* m, const Block& block, int k) {
+    return m->weights + m->plan.tensors[block.param + k].offset;
+}
+static float* gradient_of(const Model* m, const Block& block, int k) {
+    return m->gradients + m->plan.tensors[block.param + k].offset;
+}
+static floatX* activation(const Model* m, size_t offset) { return (floatX*)(m->activations.base + offset); }
+static float* block_stats(const Model* m, const Block& block) {
+    return (float*)(m->activations.base + block.stats);
+}
+static floatX* output_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].out); }
+static floatX* output_gradient_of(const Model* m, int i) {
+    return (floatX*)(m->activation_gradients.base + m->plan.blocks[i].gradient);
+}
+// What a block reads: its input, its skip (null: none).
+static const floatX* input_of(const Model* m, const Block& block) { return output_of(m, block.input); }
+static const floatX* skip_of(const Model* m, const Block& block) {
+    return block.skip < 0 ? nullptr : output_of(m, block.skip);
+}
+
+// ---- embedding: sinusoids -> linear -> SiLU -> linear, and the SiLU that every residual block would apply
+// -----------
+
+enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
+
+static void embed_forward(Model* m, const Block& block, int B) {
+    int base = m->plan.base, E = m->plan.embed;
+    size_t mark = m->scratch.used;
+    floatX *sinusoids = activation(m, block.inner),
+           *hidden = activation(m, block.hidden);  // (B, base), (B, E)
+    floatX* linear2 = hidden + (size_t)B * E;      // (B, E)
+    floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
+    timestep_embedding_forward(sinusoids, m->timesteps, B, base, m->plan.max_period);
+    linear_forward(hidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), weight_of(m, block, EMBED_B1),
+                   nullptr, B, base, 0, E);
+    silu_forward(active, hidden, (size_t)B * E);
+    linear_forward(linear2, active, nullptr, weight_of(m, block, EMBED_W2), weight_of(m, block, EMBED_B2),
+                   nullptr, B, E, 0, E);
+    silu_forward(activation(m, block.out), linear2, (size_t)B * E);
+    release(&m->scratch, mark);
+}
+
+static void embed_backward(Model* m, const Block& block, int B) {
+    int base = m->plan.base, E = m->plan.embed;
+    size_t mark = m->scratch.used;
+    floatX *sinusoids = activation(m, block.inner), *hidden = activation(m, block.hidden),
+           *linear2 = hidden + (size_t)B * E;
+    floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
+    floatX* dlinear2 = take<floatX>(&m->scratch, (size_t)B * E);
+    floatX* dactive = take<floatX>(&m->scratch, (size_t)B * E);
+    silu_backward(dlinear2, m->emb_gradient, linear2, (size_t)B * E);
+    silu_forward(active, hidden, (size_t)B * E);
+    linear_backward(dactive, nullptr, gradient_of(m, block, EMBED_W2), gradient_of(m, block, EMBED_B2),
+                    dlinear2, active, nullptr, weight_of(m, block, EMBED_W2), B, E, 0, E, false);
+    silu_backward(dactive, dactive, hidden, (size_t)B * E);
+    linear_backward(nullptr, nullptr, gradient_of(m, block, EMBED_W1), gradient_of(m, block, EMBED_B1),
+                    dactive, sinusoids, nullptr, weight_of(m, block, EMBED_W1), B, base, 0, E, false);
+    release(&m->scratch, mark);
+}
+
+// ---- first convolution
+// ----------------------------------------------------------------------------------------------
+
+static void conv_in_forward(Model* m, const Block& block, int B) {
+    conv3x3_forward(activation(m, block.out), m->input, weight_of(m, block, 0), weight_of(m, block, 1),
+                    nullptr, nullptr, B, block.H, block.H, block.C, block.O);
+}
+
+static void conv_in_backward(Model* m, const Block& block, int B, const floatX* dout) {
+    conv3x3_backward(nullptr, gradient_of(m, block, 0), gradient_of(m, block, 1), nullptr, dout, m->input,
+                     weight_of(m, block, 0), B, block.H, block.H, block.C, block.O);
+}
+
+// ---- residual block
+// -------------------------------------------------------------------------------------------------
+
+// h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
+// through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics; the
+// normed tensors are made again.
+enum {
+    RES_NORM1_W,
+    RES_NORM1_B,
+    RES_CONV1_W,
+    RES_CONV1_B,
+    RES_EMB_W,
+    RES_EMB_B,
+    RES_NORM2_W,
+    RES_NORM2_B,
+    RES_CONV2_W,
+    RES_CONV2_B,
+    RES_SKIP_W,
+    RES_SKIP_B
+};
+
+static void res_forward(Model* m, const Block& block, int B) {
+    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups,
+        E = m->plan.embed;
+    const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
+    floatX *h = activation(m, block.hidden), *out = activation(m, block.out);
+    float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
+          *rstd2 = mean2 + B * G;
+    size_t mark = m->scratch.used;
+    floatX* emb = take<floatX>(&m->scratch, (size_t)B * O);                      // (B, O)
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, K), then (B, T, O)
+
+    linear_forward(emb, output_of(m, 0), nullptr, weight_of(m, block, RES_EMB_W),
+                   weight_of(m, block, RES_EMB_B), nullptr, B, E, 0, O);
+    groupnorm_forward(normed, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
+                      weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
+    conv3x3_forward(h, normed, weight_of(m, block, RES_CONV1_W), weight_of(m, block, RES_CONV1_B), emb,
+                    nullptr, B, H, H, K, O);
+    groupnorm_forward(normed, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
+                      weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
+    const floatX* residual = x;
+    if (block.num_params > RES_SKIP_W) {
+        linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B), nullptr,
+                       B * T, C, C2, O);
+        residual = out;
+    }
+    conv3x3_forward(out, normed, weight_of(m, block, RES_CONV2_W), weight_of(m, block, RES_CONV2_B), nullptr,
+                    residual, B, H, H, O, O);
+    release(&m->scratch, mark);
+}
+
+static void res_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx, floatX* dx2) {
+    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups,
+        E = m->plan.embed;
+    const floatX *x = input_of(m, block), *x2 = skip_of(m, block), *h = activation(m, block.hidden);
+    float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
+          *rstd2 = mean2 + B * G;
+    size_t mark = m->scratch.used;
+    floatX* dh =
+        take<floatX>(&m->scratch, (size_t)B * T * O);  // (B, T, O): of the second norm's output, then of h
+    floatX* demb = take<floatX>(&m->scratch, (size_t)B * O);                     // (B, O)
+    float* sums = take<float>(&m->scratch, (size_t)2 * B * std::max(K, O));      // group norm's scratch
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O), then (B, T, K)
+    floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * T * K);              // (B, T, K)
+
+    groupnorm_apply(normed, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
+                    weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
+    conv3x3_backward(dh, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B), nullptr,
+                     dout, normed, weight_of(m, block, RES_CONV2_W), B, H, H, O, O);
+    bool widens = block.num_params > RES_SKIP_W;
+    if (widens)
+        linear_backward(dx, dx2, gradient_of(m, block, RES_SKIP_W), gradient_of(m, block, RES_SKIP_B), dout,
+                        x, x2, weight_of(m, block, RES_SKIP_W), B * T, C, C2, O, block.accumulate);
+    groupnorm_backward(dh, nullptr, gradient_of(m, block, RES_NORM2_W), gradient_of(m, block, RES_NORM2_B),
+                       sums, dh, nullptr, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
+                       weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true, false);
+    groupnorm_apply(normed, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
+                    weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
+    conv3x3_backward(dnormed, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
+                     dh, normed, weight_of(m, block, RES_CONV1_W), B, H, H, K, O);
+    groupnorm_backward(dx, dx2, gradient_of(m, block, RES_NORM1_W), gradient_of(m, block, RES_NORM1_B), sums,
+                       dnormed, widens ? nullptr : dout, mean1, rstd1, x, x2,
+                       weight_of(m, block, RES_NORM1_W), weight_of(m, block, RES_NORM1_B), B, T, C, C2, G,
+                       true, widens || block.accumulate);
+    linear_backward(m->emb_gradient, nullptr, gradient_of(m, block, RES_EMB_W),
+                    gradient_of(m, block, RES_EMB_B), demb, output_of(m, 0), nullptr,
+                    weight_of(m, block, RES_EMB_W), B, E, 0, O, true);
+    release(&m->scratch, mark);
+}
+
+// ---- attention block
+// ------------------------------------------------------------------------------------------------
+
+// out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
+enum { ATT_NORM_W, ATT_NORM_B, ATT_QKV_W, ATT_QKV_B, ATT_PROJ_W, ATT_PROJ_B };
+
+static void attention_block_forward(Model* m, const Block& block, int B) {
+    int C = block.C, T = block.H * block.H, G = m->plan.norm_groups, heads = C / m->plan.num_head_channels;
+    const floatX* x = input_of(m, block);
+    floatX *qkv = activation(m, block.hidden), *joined = activation(m, block.inner);
+    float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
+    size_t mark = m->scratch.used;
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);  // (B, T, C)
+    groupnorm_forward(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
+                      weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
+    linear_forward(qkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), weight_of(m, block, ATT_QKV_B),
+                   nullptr, B * T, C, 0, 3 * C);
+    attention_forward(joined, lse, qkv, B, T, C, heads);
+    linear_forward(activation(m, block.out), joined, nullptr, weight_of(m, block, ATT_PROJ_W),
+                   weight_of(m, block, ATT_PROJ_B), x, B * T, C, 0, C);
+    release(&m->scratch, mark);
+}
+
+static void attention_block_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
+    int C = block.C, T = block.H * block.H, G = m->plan.norm_groups, heads = C / m->plan.num_head_channels;
+    const floatX *x = input_of(m, block), *qkv = activation(m, block.hidden),
+                 *joined = activation(m, block.inner);
+    float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
+    size_t mark = m->scratch.used;
+    floatX* dnormed = take<floatX>(
+        &m->scratch, (size_t)B * T * C);  // (B, T, C): of the joined heads, then of the norm's output
+    floatX* dqkv = take<floatX>(&m->scratch, (size_t)B * T * 3 * C);  // (B, T, 3C)
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);    // (B, T, C)
+    float* sums = take<float>(&m->scratch, (size_t)2 * B * C);
+    linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
+                    dout, joined, nullptr, weight_of(m, block, ATT_PROJ_W), B * T, C, 0, C, false);
+    attention_backward(dqkv, dnormed, joined, lse, qkv, B, T, C, heads);
+    groupnorm_apply(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
+                    weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
+    linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_QKV_W), gradient_of(m, block, ATT_QKV_B),
+                    dqkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), B * T, C, 0, 3 * C, false);
+    groupnorm_backward(dx, nullptr, gradient_of(m, block, ATT_NORM_W), gradient_of(m, block, ATT_NORM_B),
+                       sums, dnormed, dout, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
+                       weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false, block.accumulate);
+    release(&m->scratch, mark);
+}
+
+// ---- last block: group norm, SiLU, convolution to the image
+// ---------------------------------------------------------
+
+enum { OUT_NORM_W, OUT_NORM_B, OUT_CONV_W, OUT_CONV_B };
+
+static void out_forward(Model* m, const Block& block, int B) {
+    int C = block.C, H = block.H, G = m->plan.norm_groups;
+    float *mean = block_stats(m, block), *rstd = mean + B * G;
+    size_t mark = m->scratch.used;
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
+    groupnorm_forward(normed, mean, rstd, input_of(m, block), nullptr, weight_of(m, block, OUT_NORM_W),
+                      weight_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
+    conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
+                    weight_of(m, block, OUT_CONV_B), nullptr, nullptr, B, H, H, C, block.O);
+    release(&m->scratch, mark);
+}
+
+static void out_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
+    int C = block.C, H = block.H, G = m->plan.norm_groups;
+    float *mean = block_stats(m, block), *rstd = mean + B * G;
+    const floatX *x = input_of(m, block), *norm_w = weight_of(m, block, OUT_NORM_W),
+                 *norm_b = weight_of(m, block, OUT_NORM_B);
+    size_t mark = m->scratch.used;
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);   // (B, H, H, C)
+    floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
+    float* sums = take<float>(&m->scratch, (size_t)2 * B * C);
+    groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true);
+    conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
+                     dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O);
+    groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
+                       sums, dnormed, nullptr, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G,
+                       true, false);
+    release(&m->scratch, mark);
+}
+
+// =====================================================================================================================
+// 5  PLAN AND UNET WALK
+// =====================================================================================================================
+
+// ---- plan
+// -----------------------------------------------------------------------------------------------------------
+
+static void add_tensor(Plan* plan, Block* block, const char* name, std::vector<int> shape, Init init,
+                       int fan_in) {
+    Tensor t;
+    memset(&t, 0, sizeof t);
+    snprintf(t.name, sizeof t.name, "%s.%s", block->name, name);
+    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in,
+    t.offset = plan->num_parameters;
+    for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
+    if (block->num_params++ == 0) block->param = (int)plan->tensors.size();
+    plan->num_parameters += t.count;
+    plan->tensors.push_back(t);
+}
+// A weight and its bias.
+static void add_pair(Plan* plan, Block* block, const char* name, std::vector<int> shape, Init init) {
+    int fan_in = 1;
+    for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
+    add_tensor(plan, block, text("%s.weight", name).c_str(), shape, init, fan_in);
+    add_tensor(plan, block, text("%s.bias", name).c_str(), {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init,
+               fan_in);
+}
+
+static size_t reserve(size_t* total, size_t bytes) {
+    size_t offset = *total;
+    *total += aligned(bytes);
+    return offset;
+}
+
+// Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
+static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int O, int skip = -1) {
+    Block block;
+    memset(&block, 0, sizeof block);
+    int index = (int)plan->blocks.size();
+    Block* previous = index ? &plan->blocks.back() : nullptr;
+    block.kind = kind, block.O = O, block.skip = skip, block.input = index - 1;
+    snprintf(block.name, sizeof block.name, "%s", name.c_str());
+    if (kind == BLOCK_EMBED || kind == BLOCK_CONV_IN) {
+        block.input = -1;
+        block.C = kind == BLOCK_EMBED ? plan->base : (int)IMAGE_CHANNELS;
+        block.H = kind == BLOCK_EMBED ? 1 : plan->image_size;
+    } else {
+        block.C = previous->O, block.H = previous->out_H;
+    }
+    if (skip >= 0) {
+        block.C2 = plan->blocks[skip].O;
+        plan->blocks[skip].is_skip = true;
+    }
+    block.out_H = kind == BLOCK_DOWN ? block.H / 2 : kind == BLOCK_UP ? block.H * 2 : block.H;
+    int K = block.C + block.C2;
+    switch (kind) {
+        case BLOCK_EMBED:
+            add_pair(plan, &block, "0", {O, plan->base}, INIT_UNIFORM);
+            add_pair(plan, &block, "2", {O, O}, INIT_UNIFORM);
+            break;
+        case BLOCK_CONV_IN:
+            add_tensor(plan, &block, "weight", {O, K, 3, 3}, INIT_UNIFORM, K * 9);
+            add_tensor(plan, &block, "bias", {O}, INIT_UNIFORM, K * 9);
+            break;
+        case BLOCK_RES:
+            add_pair(plan, &block, "in_layers.0", {K}, INIT_ONES);
+            add_pair(plan, &block, "in_layers.2", {O, K, 3, 3}, INIT_UNIFORM);
+            add_pair(plan, &block, "emb_layers.1", {O, plan->embed}, INIT_UNIFORM);
+            add_pair(plan, &block, "out_layers.0", {O}, INIT_ONES);
+            add_pair(plan, &block, "out_layers.3", {O, O, 3, 3}, INIT_ZEROS);
+            if (K != O) add_pair(plan, &block, "skip_connection", {O, K, 1, 1}, INIT_UNIFORM);
+            break;
+        case BLOCK_ATTENTION:
+            add_pair(plan, &block, "norm", {K}, INIT_ONES);
+            add_pair(plan, &block, "qkv", {3 * K, K, 1}, INIT_UNIFORM);
+            add_pair(plan, &block, "proj_out", {K, K, 1}, INIT_ZEROS);
+            break;
+        case BLOCK_OUT:
+            add_pair(plan, &block, "0", {K}, INIT_ONES);
+            add_pair(plan, &block, "2", {O, K, 3, 3}, INIT_ZEROS);
+            break;
+        case BLOCK_DOWN:
+        case BLOCK_UP: break;
+    }
+    plan->blocks.push_back(block);
+    return &plan->blocks.back();
+}
+
+// Scratch a block takes, the larger of its two directions; take() stops the program where this counts too
+// little.
+static size_t scratch_need(const Plan& plan, const Block& block) {
+    size_t B = plan.batch, T = (size_t)block.H * block.H, K = block.C + block.C2, O = block.O,
+           wide = std::max(K, O);
+    auto room = [](size_t floats) { return aligned(floats * sizeof(float)); };
+    switch (block.kind) {
+        case BLOCK_EMBED: return 3 * room(B * plan.embed);
+        case BLOCK_RES:
+            if (!plan.training) return room(B * O) + room(B * T * wide);
+            return room(B * T * O) + room(B * O) + room(2 * B * wide) + room(B * T * wide) + room(B * T * K);
+        case BLOCK_ATTENTION:
+            return plan.training ? 2 * room(B * T * K) + room(B * T * 3 * K) + room(2 * B * K)
+                                 : room(B * T * K);
+        case BLOCK_OUT: return plan.training ? 2 * room(B * T * K) + room(2 * B * K) : room(B * T * K);
+        case BLOCK_CONV_IN:
+        case BLOCK_DOWN:
+        case BLOCK_UP: break;
+    }
+    return 0;
+}
+
+// Places what each block keeps, and the gradients: an encoder output that the decoder reads too has a place
+// of its own, because its gradient waits for the encoder's backward; all others take turns in two places.
+static void place_activations(Plan* plan) {
+    size_t B = plan->batch, turn_bytes = 0;
+    for (Block& block : plan->blocks) {
+        size_t T = (size_t)block.H * block.H, out = B * block.out_H * block.out_H * block.O, norms = 0,
+               lse = 0;
+        block.out = reserve(&plan->activation_bytes, out * sizeof(floatX));
+        if (block.kind == BLOCK_EMBED) {
+            block.hidden = reserve(&plan->activation_bytes, 2 * B * block.O * sizeof(floatX));
+            block.inner = reserve(&plan->activation_bytes, B * block.C * sizeof(floatX));
+        } else if (block.kind == BLOCK_RES) {
+            block.hidden = reserve(&plan->activation_bytes, B * T * block.O * sizeof(floatX));
+            norms = 2;
+        } else if (block.kind == BLOCK_ATTENTION) {
+            block.hidden = reserve(&plan->activation_bytes, 3 * B * T * block.C * sizeof(floatX));
+            block.inner = reserve(&plan->activation_bytes, B * T * block.C * sizeof(floatX));
+            norms = 1, lse = B * (block.C / plan->num_head_channels) * T;
+        } else if (block.kind == BLOCK_OUT) {
+            norms = 1;
+        }
+        block.stats =
+            reserve(&plan->activation_bytes, (2 * norms * B * plan->norm_groups + lse) * sizeof(float));
+        block.accumulate = block.input >= 0 && plan->blocks[block.input].is_skip;
+        if (block.kind != BLOCK_EMBED && !block.is_skip)
+            turn_bytes = std::max(turn_bytes, aligned(out * sizeof(floatX)));
+        plan->scratch_bytes = std::max(plan->scratch_bytes, scratch_need(*plan, block));
+    }
+    if (!plan->training) return;
+    plan->gradient_bytes = 2 * turn_bytes;
+    for (size_t i = 0; i < plan->blocks.size(); i++) {
+        Block& block = plan->blocks[i];
+        size_t out = B * block.out_H * block.out_H * block.O;
+        block.gradient =
+            block.is_skip ? reserve(&plan->gradient_bytes, out * sizeof(floatX)) : (i % 2) * turn_bytes;
+    }
+}
+
+static bool attends(const Config& c, int size) {
+    for (int i = 0; i < list_length(c.attention_resolutions); i++)
+        if (c.attention_resolutions[i] == size) return true;
+    return false;
+}
+
+static Plan make_plan(const Config& c, int batch, bool training) {
+    Plan plan = Plan();
+    plan.batch = batch, plan.training = training, plan.image_size = c.image_size,
+    plan.norm_groups = c.norm_groups;
+    plan.num_head_channels = c.num_head_channels, plan.base = c.num_channels, plan.embed = 4 * c.num_channels;
+    plan.max_period = c.max_period;
+    int levels = list_length(c.channel_mult), size = c.image_size, count = 0;
+    std::vector<int> skips;
+    auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
+
+    add_block(&plan, BLOCK_EMBED, "time_embed", plan.embed);
+    add_block(&plan, BLOCK_CONV_IN, text("input_blocks.%d.0", count++), c.num_channels);
+    encoder_output();
+    for (int level = 0; level < levels; level++) {
+        int width = c.num_channels * c.channel_mult[level];
+        for (int i = 0; i < c.num_res_blocks; i++, count++) {
+            add_block(&plan, BLOCK_RES, text("input_blocks.%d.0", count), width);
+            if (attends(c, size)) add_block(&plan, BLOCK_ATTENTION, text("input_blocks.%d.1", count), width);
+            encoder_output();
+        }
+        if (level == levels - 1) break;
+        add_block(&plan, BLOCK_DOWN, text("input_blocks.%d.0", count++), width);
+        encoder_output();
+        size /= 2;
+    }
+    int width = plan.blocks.back().O;
+    add_block(&plan, BLOCK_RES, "middle_block.0", width);
+    add_block(&plan, BLOCK_ATTENTION, "middle_block.1", width);
+    add_block(&plan, BLOCK_RES, "middle_block.2", width);
+    count = 0;
+    for (int level = levels - 1; level >= 0; level--) {
+        width = c.num_channels * c.channel_mult[level];
+        for (int i = 0; i <= c.num_res_blocks; i++, count++) {
+            int part = 0, skip = skips.back();
+            skips.pop_back();
+            add_block(&plan, BLOCK_RES, text("output_blocks.%d.%d", count, part++), width, skip);
+            if (attends(c, size))
+                add_block(&plan, BLOCK_ATTENTION, text("output_blocks.%d.%d", count, part++), width);
+            if (level && i == c.num_res_blocks) {
+                add_block(&plan, BLOCK_UP, text("output_blocks.%d.%d", count, part++), width);
+                size *= 2;
+            }
+        }
+    }
+    ASSERT(skips.empty());
+    add_block(&plan, BLOCK_OUT, "out", IMAGE_CHANNELS);
+    place_activations(&plan);
+    return plan;
+}
+
+static std::string human_bytes(double bytes) {
+    return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
+           : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
+                          : text("%.1f kB", bytes / 1e3);
+}
+
+static void print_plan(const Plan& plan) {
+    printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
+           "skip", "parameters", "kept");
+    for (size_t i = 0; i < plan.blocks.size(); i++) {
+        const Block& b = plan.blocks[i];
+        size_t parameters = 0,
+               end = i + 1 < plan.blocks.size() ? plan.blocks[i + 1].out : plan.activation_bytes;
+        for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
+        std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
+                    skip = b.skip < 0 ? "" : text("%d", b.skip);
+        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
+               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
+               human_bytes((double)(end - b.out)).c_str());
+    }
+}
+
+// ---- memory
+// ---------------------------------------------------------------------------------------------------------
+
+enum { NORM_CHUNK = 65536 };
+
+// Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
+static size_t lay_out_model(Model* m, char* memory) {
+    const Plan& plan = m->plan;
+    size_t total = 0, P = plan.num_parameters, B = plan.batch;
+    size_t pixels = B * IMAGE_CHANNELS * plan.image_size * plan.image_size;
+    auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
+    m->master = (float*)place(P * sizeof(float));
+    m->weights = m->master;
+    if (m->config.ema_rate > 0) m->ema = (float*)place(P * sizeof(float));
+    if (plan.training) {
+        m->gradients = (float*)place(P * sizeof(float));
+        m->adam_m = (float*)place(P * sizeof(float));
+        m->adam_v = (float*)place(P * sizeof(float));
+        m->norm_parts = (float*)place((P / NORM_CHUNK + 1) * sizeof(float));
+    }
+    m->activations = {"activations", place(plan.activation_bytes), plan.activation_bytes, 0};
+    m->activation_gradients = {"gradients", place(plan.gradient_bytes), plan.gradient_bytes, 0};
+    m->scratch = {"scratch", place(plan.scratch_bytes), plan.scratch_bytes, 0};
+    m->emb_gradient = (floatX*)place(B * plan.embed * sizeof(floatX));
+    m->input = (floatX*)place(pixels * sizeof(floatX));
+    m->target = (float*)place(pixels * sizeof(float));
+    m->images = (float*)place(pixels * sizeof(float));
+    m->timesteps = (int*)place(B * sizeof(int));
+    m->signal = (float*)place(m->config.diffusion_steps * sizeof(float));
+    m->noise = (float*)place(m->config.diffusion_steps * sizeof(float));
+    m->losses = (float*)place((pixels / LOSS_CHUNK + 1) * sizeof(float));
+    return total;
+}
+
+// Bytes that a run of this configuration allocates, all told (the images of the data file aside).
+static size_t memory_needed(const Config& config, int batch, bool training) {
+    Model m = Model();
+    m.config = config, m.plan = make_plan(config, batch, training);
+    return lay_out_model(&m, nullptr) + cpu_workspace_bytes();
+}
+
+// Bytes that this machine can still give; 0 where it does not tell.
+static size_t memory_available() {
+    size_t kilobytes = 0;
+    FILE* f = fopen("/proc/meminfo", "r");
+    for (char line[128]; f && fgets(line, sizeof line, f);)
+        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
+    if (f) fclose(f);
+    return kilobytes * 1024;
+}
+
+static void build_model(Model* m, const Config& config, int batch, bool training) {
+    m->config = config;
+    m->plan = make_plan(config, batch, training);
+    m->bytes = lay_out_model(m, nullptr);
+    size_t needed = m->bytes + cpu_workspace_bytes(), available = memory_available();
+    if (available && needed > available) {
+        int fits = batch;
+        while (fits > 0 && memory_needed(config, fits, training) > available) fits /= 2;
+        fail("this run needs %s of memory and %s are free; %s", human_bytes((double)needed).c_str(),
+             human_bytes((double)available).c_str(),
+             fits ? text("--batch_size %d would fit", fits).c_str()
+                  : "no batch size would fit: use a smaller model");
+    }
+    m->memory = (char*)backend_allocate(m->bytes);
+    if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes());
+    if (!m->memory || !cpu_workspace)
+        fail("could not allocate %s of memory; use a smaller --batch_size",
+             human_bytes((double)needed).c_str());
+    backend_zero(m->memory, m->bytes);
+    lay_out_model(m, m->memory);
+}
+
+static void free_model(Model* m) {
+    free(m->memory);
+    *m = Model();
+}
+
+// Fresh weights, as PyTorch's defaults draw them: uniform within 1 / sqrt(fan_in), with guided-diffusion's
+// zeros.
+static void initialise_weights(Model* m, uint32_t seed) {
+    std::vector<float> values, reordered;
+    for (size_t index = 0; index < m->plan.tensors.size(); index++) {
+        const Tensor& t = m->plan.tensors[index];
+        values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
+        reordered.resize(t.count);
+        float bound = (float)(1.0 / sqrt((double)t.fan_in));
+        for (size_t quad = 0; t.init == INIT_UNIFORM && quad < (t.count + 3) / 4; quad++) {
+            Philox p = philox(seed, STREAM_INIT, (uint32_t)quad, (uint32_t)index, 0);
+            for (size_t e = 4 * quad; e < std::min(4 * quad + 4, t.count); e++)
+                values[e] = (float)(2.0 * ((p.word[e % 4] >> 8) * 0x1p-24) - 1.0) * bound;
+        }
+        reorder(reordered.data(), values.data(), t, true);
+        backend_upload(m->master + t.offset, reordered.data(), t.count * sizeof(float));
+    }
+    if (m->ema) backend_copy(m->ema, m->master, m->plan.num_parameters * sizeof(float));
+}
+
+// ---- walk
+// -----------------------------------------------------------------------------------------------------------
+
+// input (B, H, W, 3) and timesteps (B) -> the last block's output (B, H, W, 3). B may be less than the plan's
+// batch.
+static void unet_forward(Model* m, int B) {
+    for (const Block& block : m->plan.blocks) switch (block.kind) {
+            case BLOCK_EMBED: embed_forward(m, block, B); break;
+            case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
+            case BLOCK_RES: res_forward(m, block, B); break;
+            case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
+            case BLOCK_DOWN:
+                downsample_forward(activation(m, block.out), input_of(m, block), B, block.H, block.H,
+                                   block.C);
+                break;
+            case BLOCK_UP:
+                upsample_forward(activation(m, block.out), input_of(m, block), B, block.H, block.H, block.C);
+                break;
+            case BLOCK_OUT: out_forward(m, block, B); break;
+        }
+}
+
+static floatX* unet_output(const Model* m) { return output_of(m, (int)m->plan.blocks.size() - 1); }
+static floatX* unet_output_gradient(const Model* m) {
+    return output_gradient_of(m, (int)m->plan.blocks.size() - 1);
+}
+
+// The last block's output gradient -> every weight gradient (added to).
+static void unet_backward(Model* m, int B) {
+    backend_zero(m->emb_gradient, (size_t)B * m->plan.embed * sizeof(floatX));
+    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
+        const Block& block = m->plan.blocks[i];
+        const floatX* dout = output_gradient_of(m, i);
+        floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
+        floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
+        switch (block.kind) {
+            case BLOCK_EMBED: embed_backward(m, block, B); break;
+            case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
+            case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
+            case BLOCK_ATTENTION: attention_block_backward(m, block, B, dout, dx); break;
+            case BLOCK_DOWN:
+                downsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate);
+                break;
+            case BLOCK_UP: upsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate); break;
+            case BLOCK_OUT: out_backward(m, block, B, dout, dx); break;
+        }
+    }
+}
+
+// Mean of the squared error against the target, and its gradient where training.
+static double loss_of(const Model* m, size_t elements) {
+    std::vector<float> losses((elements + LOSS_CHUNK - 1) / LOSS_CHUNK);
+    backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
+    double sum = 0;
+    for (float part : losses) sum += part;
+    return sum / (double)elements;
+}
+
+// =====================================================================================================================
+// 6  DIFFUSION
+// =====================================================================================================================
+
+// ---- schedules
+// ------------------------------------------------------------------------------------------------------
+
+// The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
+// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17.
+static std::vector<double> make_abar(int T, int schedule) {
+    std::vector<double> abar(T);
+    double product = 1;
+    auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
+    for (int t = 0; t < T; t++) {
+        double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;
+        double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
+                                                  : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
+        abar[t] = product *= 1 - std::min(beta, 0.999);
+    }
+    return abar;
+}
+
+// The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
+static std::vector<int> space_timesteps(int T, int count) {
+    std::vector<int> taken;
+    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, position = 0;
+    for (int i = 0; i < count; i++, position += stride) taken.push_back((int)nearbyint(position));
+    return taken;
+}
+
+// ---- noising
+// --------------------------------------------------------------------------------------------------------
+
+// x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
+// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D. x_t, target (B, H, W,
+// 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t). Image
+// b's noise is that of sample first + b.
+#ifdef CPU_LAYERS
+static void add_noise_cpu(floatX* x_t, float* target, const float* images, const int* timesteps,
+                          const float* signal, const float* noise, int B, int H, int W, int predict,
+                          uint32_t seed, Stream stream, uint32_t first, uint32_t step) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
+            float eps[4], a = signal[timesteps[b]], s = noise[timesteps[b]];
+            random_normals(eps, seed, stream, quad, first + b, step);
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
+                float x0 = images[(size_t)b * elements + e], n = eps[e % 4];
+                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
+                x_t[at] = a * x0 + s * n;
+                target[at] = predict == PREDICT_V ? a * n - s * x0 : n;
+            }
+        }
+}
+#endif
+#ifndef __CUDACC__
+#define add_noise add_noise_cpu
+#endif
+
+// ---- samplers
+// -------------------------------------------------------------------------------------------------------
+
+// One step of a sampler is linear in the clamped prediction and the noisy image, whichever sampler it is:
+//   x0 = clamp(from_x x + from_out out, -1, 1),  x <- to_x0 x0 + to_x x + sigma noise
+struct SamplerStep {
+    int timestep;  // what the network is told
+    float from_x, from_out, to_x0, to_x, sigma;
+};
+
+// The steps from pure noise to a picture, in the order they are taken.
+//   DDPM: equation 7 of Ho et al. with the posterior variance. DDIM: equation 12 of Song et al. (2021) with
+//   eta = 0, its noise derived again from the clamped x0.
+static std::vector<SamplerStep> make_sampler(const Config& c) {
+    std::vector<double> abar = make_abar(c.diffusion_steps, c.noise_schedule);
+    int count = c.sample_steps              ? c.sample_steps
+                : c.sampler == SAMPLER_DDIM ? std::min(50, c.diffusion_steps)
+                                            : c.diffusion_steps;
+    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, count);
+    std::vector<SamplerStep> steps;
+    for (int i = count - 1; i >= 0; i--) {
+        double a = abar[timesteps[i]], before = i ? abar[timesteps[i - 1]] : 1.0, beta = 1 - a / before;
+        SamplerStep s;
+        s.timestep = timesteps[i];
+        s.from_x = (float)(c.predict == PREDICT_V ? sqrt(a) : 1 / sqrt(a));
+        s.from_out = (float)(c.predict == PREDICT_V ? -sqrt(1 - a) : -sqrt(1 / a - 1));
+        if (c.sampler == SAMPLER_DDPM) {
+            s.to_x0 = (float)(beta * sqrt(before) / (1 - a));
+            s.to_x = (float)((1 - before) * sqrt(1 - beta) / (1 - a));
+            s.sigma = i ? (float)sqrt(beta * (1 - before) / (1 - a)) : 0.0f;
+        } else {
+            double keep = sqrt((1 - before) / (1 - a));
+            s.to_x0 = (float)(sqrt(before) - keep * sqrt(a));
+            s.to_x = (float)keep;
+            s.sigma = 0;
+        }
+        steps.push_back(s);
+    }
+    return steps;
+}
+
+// Pictures number n and on of a run with seed s are those of seeds s + n and on, whatever the batch they are
+// drawn in.
+#ifdef CPU_LAYERS
+static void sampler_start_cpu(floatX* x, int B, int H, int W, uint32_t first_seed) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
+            float normal[4];
+            random_normals(normal, first_seed + b, STREAM_SAMPLER, quad, 0, 0);
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++)
+                x[((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W)] = normal[e % 4];
+        }
+}
+
+// x (B, H, W, 3) updated in place from out (B, H, W, 3), the network's prediction; call counts the network's
+// calls from 1.
+static void sampler_step_cpu(floatX* x, const floatX* out, SamplerStep s, int B, int H, int W,
+                             uint32_t first_seed, uint32_t call) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
+            float normal[4] = {0};
+            if (s.sigma > 0) random_normals(normal, first_seed + b, STREAM_SAMPLER, quad, 0, call);
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
+                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
+                float x0 = s.from_x * x[at] + s.from_out * out[at];
+                x0 = x0 < -1.0f ? -1.0f : x0 > 1.0f ? 1.0f : x0;
+                x[at] = s.to_x0 * x0 + s.to_x * x[at] + s.sigma * normal[e % 4];
+            }
+        }
+}
+#endif
+#ifndef __CUDACC__
+#define sampler_start sampler_start_cpu
+#define sampler_step sampler_step_cpu
+#endif
+
+// =====================================================================================================================
+// 7  OPTIMISER
+// =====================================================================================================================
+
+// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, in order.
+#ifdef CPU_LAYERS
+static void squared_norm_cpu(float* parts, const float* x, size_t n) {
+    int chunks = (int)((n + NORM_CHUNK - 1) / NORM_CHUNK);
+#pragma omp parallel for
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        double sum = 0;
+        for (size_t i = (size_t)chunk * NORM_CHUNK; i < std::min((size_t)(chunk + 1) * NORM_CHUNK, n);) {
+            float part[16] = {0};
+            size_t end = std::min(std::min(i + 1024, (size_t)(chunk + 1) * NORM_CHUNK), n);
+            for (; i + 16 <= end; i += 16)
+                for (int lane = 0; lane < 16; lane++) part[lane] += x[i + lane] * x[i + lane];
+            for (; i < end; i++) part[0] += x[i] * x[i];
+            for (float p : part) sum += p;
+        }
+        parts[chunk] = (float)sum;
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define squared_norm squared_norm_cpu
+#endif
+
+// What an update depends on, besides the gradient.
+struct AdamW {
+    float lr, weight_decay, beta1, beta2, eps;
+    float correction1, correction2;  // 1 - beta^n
+    float ema_weight;                // share of the new weights in the running mean
+};
+
+// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW;
+// then the EMA. All (n); ema may be null.
+#ifdef CPU_LAYERS
+static void adamw_cpu(float* w, float* ema, float* m, float* v, const float* gradient, size_t n, AdamW a) {
+    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
+#pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++) {
+        float g = gradient[i];
+        m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
+        v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
+        w[i] = w[i] * decay - step * m[i] / (sqrtf(v[i]) / root + a.eps);
+        if (ema) ema[i] += a.ema_weight * (w[i] - ema[i]);
+    }
+}
+#endif
+#ifndef __CUDACC__
+#define adamw adamw_cpu
+#endif
+
+// The learning rate of step s, counted from 0.
+static double learning_rate(const Config& c, long s) {
+    double rate = c.lr;
+    if (s < c.warmup_steps)
+        rate *= (double)(s + 1) / c.warmup_steps;
+    else if (c.lr_schedule == LR_COSINE) {
+        double span = std::max(1, c.lr_steps - c.warmup_steps),
+               done = std::min(1.0, (double)(s - c.warmup_steps) / span);
+        rate *= 0.5 * (1 + cos(M_PI * done));
+    }
+    return rate;
+}
+
+static AdamW adamw_at(const Config& c, long s) {
+    double n = (double)(s + 1), decay = std::min((double)c.ema_rate, 1 - pow(1 + n, -0.75));
+    return {(float)learning_rate(c, s),
+            c.weight_decay,
+            c.beta1,
+            c.beta2,
+            c.adam_eps,
+            (float)(1 - pow((double)c.beta1, n)),
+            (float)(1 - pow((double)c.beta2, n)),
+            (float)(1 - decay)};
+}
+
+// =====================================================================================================================
+// 8  DATA, CHECKPOINTS, LOGS, IMAGES
+// =====================================================================================================================
+
+// ---- checksums
+// ------------------------------------------------------------------------------------------------------
+
+// CRC-32 as zlib computes it, eight bytes at a time; continue a sum by passing it in.
+struct Crc32Table {
+    uint32_t row[8][256];
+    Crc32Table() {
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t c = i;
+            for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+            row[0][i] = c;
+        }
+        for (int k = 1; k < 8; k++)
+            for (int i = 0; i < 256; i++) row[k][i] = row[0][row[k - 1][i] & 255] ^ (row[k - 1][i] >> 8);
+    }
+};
+static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
+    static const Crc32Table table;
+    const uint8_t* p = (const uint8_t*)data;
+    crc = ~crc;
+    for (; bytes >= 8; bytes -= 8, p += 8) {
+        uint32_t low, high;
+        memcpy(&low, p, 4), memcpy(&high, p + 4, 4);
+        low ^= crc;
+        crc = table.row[7][low & 255] ^ table.row[6][low >> 8 & 255] ^ table.row[5][low >> 16 & 255] ^
+              table.row[4][low >> 24] ^ table.row[3][high & 255] ^ table.row[2][high >> 8 & 255] ^
+              table.row[1][high >> 16 & 255] ^ table.row[0][high >> 24];
+    }
+    while (bytes--) crc = table.row[0][(crc ^ *p++) & 255] ^ (crc >> 8);
+    return ~crc;
+}
+
+// ---- files
+// ----------------------------------------------------------------------------------------------------------
+
+enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
+
+// An open file for reading, closed when it leaves its scope; every read is checked.
+struct Reader {
+    FILE* file;
+    std::string path;
+    size_t size;
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name), size(0) {
+        struct stat info;
+        if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
+        if (fstat(fileno(file), &info) || !S_ISREG(info.st_mode)) {
+            fclose(file);
+            fail("%s is not a regular file", name.c_str());
+        }
+        size = (size_t)info.st_size;
+    }
+    Reader(const Reader&) = delete;
+    ~Reader() { fclose(file); }
+    void read(void* to, size_t bytes) {
+        if (bytes && fread(to, 1, bytes, file) != bytes)
+            fail("could not read %s: %s", path.c_str(), ferror(file) ? strerror(errno) : "it is truncated");
+    }
+    void seek(size_t offset) {
+        if (fseeko(file, (off_t)offset, SEEK_SET))
+            fail("could not read %s: %s", path.c_str(), strerror(errno));
+    }
+};
+
+// The checksum of a file, in the order that lets a writer stream: data first, then the header with its
+// checksum field 0.
+static uint32_t file_checksum(Reader* in, const int32_t header[HEADER_INTS], int checksum_field) {
+    std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
+    uint32_t crc = 0;
+    in->seek(HEADER_BYTES);
+    for (size_t left = in->size - HEADER_BYTES; left;) {
+        size_t bytes = std::min(left, buffer.size());
+        in->read(buffer.data(), bytes);
+        crc = crc32(buffer.data(), bytes, crc);
+        left -= bytes;
+    }
+    int32_t copy[HEADER_INTS];
+    memcpy(copy, header, sizeof copy);
+    copy[checksum_field] = 0;
+    return crc32(copy, sizeof copy, crc);
+}
+
+static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+
+static void make_folder(const std::string& path) {
+    for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
+        std::string part = path.substr(0, slash);
+        if (mkdir(part.c_str(), 0777) && errno != EEXIST)
+            fail("can't make the folder %s: %s", part.c_str(), strerror(errno));
+        if (slash == std::string::npos) break;
+    }
+    if (access(path.c_str(), W_OK)) fail("can't write into the folder %s: %s", path.c_str(), strerror(errno));
+}
+
+// A file that appears under its name only when it is whole: written beside it, flushed to the disk, renamed.
+struct Writer {
+    std::string path, temporary;
+    FILE* file;
+    uint32_t crc = 0;
+    explicit Writer(const std::string& name)
+        : path(name), temporary(name + ".tmp"), file(fopen(temporary.c_str(), "wb")) {
+        if (!file) fail("can't write %s: %s", temporary.c_str(), strerror(errno));
+    }
+    Writer(const Writer&) = delete;
+    ~Writer() {
+        if (file) give_up();
+    }
+    void give_up() {
+        fclose(file);
+        file = nullptr;
+        unlink(temporary.c_str());
+    }
+    void check(bool ok) {
+        if (ok) return;
+        std::string why = strerror(errno);
+        give_up();
+        fail("could not write %s: %s; what was there before is untouched", path.c_str(), why.c_str());
+    }
+    void write(const void* data, size_t bytes) {
+        check(fwrite(data, 1, bytes, file) == bytes);
+        crc = crc32(data, bytes, crc);
+    }
+    void rewind_to_header(const void* header, size_t bytes) {
+        check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
+    }
+    void commit() {
+        check(fflush(file) == 0 && fsync(fileno(file)) == 0);
+        FILE* done = file;
+        file = nullptr;
+        if (fclose(done) || rename(temporary.c_str(), path.c_str())) {
+            std::string why = strerror(errno);
+            unlink(temporary.c_str());
+            fail("could not write %s: %s; what was there before is untouched", path.c_str(), why.c_str());
+        }
+        size_t slash = path.rfind('/');
+        int folder = open(slash == std::string::npos ? "." : path.substr(0, slash + 1).c_str(), O_RDONLY);
+        if (folder >= 0) {
+            fsync(folder);  // the new name survives a power cut too
+            close(folder);
+        }
+    }
+};
+
+// ---- images
+// ---------------------------------------------------------------------------------------------------------
+
+enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHECKSUM_FIELD = 9 };
+
+// The images of a .bin in memory, planar (N, 3, H, W): bytes as they are, or floats in [-1, 1].
+struct Dataset {
+    int count = 0, size = 0;  // images; height and width
+    std::vector<uint8_t> bytes;
+    std::vector<float> floats;
+};
+
+// The format is described in README.md. A file `factor` times as large as image_size is averaged over factor
+// x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
+// file.
+static Dataset read_images(const std::string& path, int image_size) {
+    Reader in(path);
+    int32_t header[HEADER_INTS];
+    if (in.size < HEADER_BYTES)
+        fail("%s is no image file: it is shorter than a header (prepare_data.py makes one)", path.c_str());
+    in.read(header, sizeof header);
+    if (header[0] != IMAGES_MAGIC)
+        fail("%s is no image file: its first number is %d, not %d (prepare_data.py makes one)", path.c_str(),
+             header[0], IMAGES_MAGIC);
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
+            classes = header[7], names = header[8];
+    if (version != 0 && version != IMAGES_VERSION)
+        fail("%s has version %d of the image format; this program reads versions 0 and %d", path.c_str(),
+             version, IMAGES_VERSION);
+    if (version && header[6] != IMAGES_UINT8)
+        fail("%s stores elements of type %d; this program reads type %d (uint8)", path.c_str(), header[6],
+             IMAGES_UINT8);
+    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536)
+        fail("%s is damaged: its header says %d images of %d x %d", path.c_str(), N, H, W);
+    if (C != IMAGE_CHANNELS)
+        fail("%s has %d channels; this program trains on RGB images (prepare_data.py makes them)",
+             path.c_str(), C);
+    if (version && (classes < 0 || names < 0))
+        fail("%s is damaged: its header says %d classes in %d bytes", path.c_str(), classes, names);
+    // 65536^2 pixels * 3 * 2^31 images fit 128 bits only; a double is exact enough to refuse what no disk
+    // holds
+    double claimed =
+        (double)N * C * H * W * (version ? 1 : 4) + (version && classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+    if (claimed != (double)in.size)
+        fail(
+            "%s is damaged: its header asks for %.0f bytes and it has %zu; make it again with "
+            "prepare_data.py",
+            path.c_str(), claimed, in.size);
+    if (version &&
+        file_checksum(&in, header, IMAGES_CHECKSUM_FIELD) != (uint32_t)header[IMAGES_CHECKSUM_FIELD])
+        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path.c_str());
+    int factor = image_size ? H / image_size : 1;
+    if (H != W || (image_size && (H % image_size || factor < 1)))
+        fail(
+            "%s holds %d x %d images and --image_size is %d; make a file that fits: python prepare_data.py "
+            "--data_dir FOLDER "
+            "--image_size %d --output_name %s",
+            path.c_str(), H, W, image_size, image_size ? image_size : H, path.c_str());
+
+    Dataset data;
+    data.count = N, data.size = H / factor;
+    size_t count = (size_t)N * C * H * W;
+    in.seek(HEADER_BYTES);
+    if (version) {
+        data.bytes.resize(count);
+        in.read(data.bytes.data(), count);
+    } else {
+        data.floats.resize(count);
+        in.read(data.floats.data(), count * sizeof(float));
+        for (float value : data.floats)
+            if (!(value >= -1.001f && value <= 1.001f))
+                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", path.c_str(), (double)value);
+    }
+    if (factor == 1) return data;
+    std::vector<float> smaller((size_t)N * C * data.size * data.size);
+    float divisor = (version ? 127.5f : 1.0f) * (float)(factor * factor);
+    for (size_t plane = 0, to = 0; plane < (size_t)N * C; plane++)
+        for (int y = 0; y < data.size; y++)
+            for (int x = 0; x < data.size; x++, to++) {
+                float sum = 0;
+                for (int dy = 0; dy < factor; dy++)
+                    for (int dx = 0; dx < factor; dx++) {
+                        size_t from = (plane * H + (size_t)y * factor + dy) * W + (size_t)x * factor + dx;
+                        sum += version ? (float)data.bytes[from] : data.floats[from];
+                    }
+                smaller[to] = version ? sum / divisor - 1.0f : sum / divisor;
+            }
+    data.bytes = std::vector<uint8_t>();
+    data.floats.swap(smaller);
+    return data;
+}
+
+// Image `index` as floats in [-1, 1], (3, H, W), mirrored left to right on request.
+static void copy_image(float* to, const Dataset& data, int index, bool mirrored) {
+    size_t W = data.size, elements = IMAGE_CHANNELS * W * W, from = (size_t)index * elements;
+    for (size_t e = 0; e < elements; e++) {
+        size_t at = from + (mirrored ? e - e % W + (W - 1 - e % W) : e);
+        to[e] = data.bytes.empty() ? data.floats[at] : (float)data.bytes[at] / 127.5f - 1.0f;
+    }
+}
+
+// Which images a step takes: sample n = step * B + b of the run is image order(n mod N) of epoch n / N.
+struct Shuffle {
+    std::vector<int> order;
+    uint32_t seed = 0, epoch = 0;
+    int at(uint64_t n, int count) {
+        uint32_t wanted = (uint32_t)(n / count);
+        if ((int)order.size() != count || epoch != wanted) {
+            order.resize(count);
+            random_permutation(order.data(), count, seed, epoch = wanted);
+        }
+        return order[n % count];
+    }
+};
+
+// ---- weights and checkpoints
+// ----------------------------------------------------------------------------------------
+
+enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 1, OLD_WEIGHTS_MAGIC = 12345678, RNG_RECORD_BYTES = 48 };
+enum {
+    FIELD_VERSION = 1,
+    FIELD_CHECKSUM,
+    FIELD_SECTIONS,
+    FIELD_STEP,
+    FIELD_PARAMETERS,
+    FIELD_TENSORS,
+    FIELD_CHANNELS = 17,
+    FIELD_SMOOTHED = 60,
+    FIELD_SECTION_TABLE = 128,
+    SECTION_INTS = 8,
+    SECTION_NAME_BYTES = 24,
+    MAX_SECTIONS = 16
+};
+
+struct Section {
+    std::string name;
+    size_t offset, bytes;
+};
+
+// What a weights file says of itself, everything checked against its length; the sections are read later.
+struct WeightsFile {
+    std::string path;
+    Config config;  // the default one with what the file stores
+    long step = 0;
+    float smoothed = 0;
+    std::vector<Section> sections;
+    const Section* find(const char* name) const {
+        for (const Section& s : sections)
+            if (s.name == name) return &s;
+        return nullptr;
+    }
+};
+
+// Flags to header fields and back. What is stored of a training flag and lies outside its range (0, from a
+// writer that does not know it) leaves the default.
+static void flags_to_fields(int32_t* header, const Config& config) {
+    for (const Flag& flag : FLAGS) {
+        if (!flag.field) continue;
+        size_t bytes = flag.kind == FLAG_LIST ? MAX_LEVELS * sizeof(int) : sizeof(int);
+        memcpy(header + flag.field, (const char*)&config + flag.offset, bytes);
+    }
+    header[FIELD_LR_STEPS] = config.lr_steps;
+}
+static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
+    for (const Flag& flag : FLAGS) {
+        if (!flag.field) continue;
+        const int32_t* field = header + flag.field;
+        int length = flag.kind == FLAG_LIST ? (int)MAX_LEVELS : 1, choices = 1;
+        for (const char* c = flag.choices; flag.kind == FLAG_CHOICE && *c; c++) choices += *c == '|';
+        bool good = true;
+        for (int i = 0; i < length; i++) {
+            float real;
+            memcpy(&real, field + i, sizeof real);
+            double value = flag.kind == FLAG_FLOAT  ? (double)real
+                           : flag.kind == FLAG_UINT ? (double)(uint32_t)field[i]
+                                                    : (double)field[i];
+            if (flag.kind == FLAG_CHOICE)
+                good &= value >= 0 && value < choices;
+            else
+                good &= (value >= flag.least && value <= flag.most) ||
+                        (flag.kind == FLAG_LIST && i && value == 0);
+        }
+        bool is_model = flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION;
+        if (!good && is_model) fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
+        if (good) memcpy((char*)config + flag.offset, field, length * sizeof(int));
+    }
+    config->lr_steps = std::max(0, header[FIELD_LR_STEPS]);
+}
+
+// The header of a .bin of the first generation of this format (PyTorch order, fp32, its own fixed
+// architecture).
+static void open_old_weights(WeightsFile* file, const int32_t* header, size_t size) {
+    const char* path = file->path.c_str();
+    int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
+        period = header[7];
+    bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
+    if (C_in != IMAGE_CHANNELS || C_out != IMAGE_CHANNELS || H != W)
+        fail(
+            "%s is a model of %d x %d images with %d channels in and %d out; this program trains square RGB "
+            "images",
+            path, H, W, C_in, C_out);
+    if (B < 1 || B > 65536 || base < 32 || base > 1024 || H < 8 || H > 1024 || period < 2)
+        fail("%s is damaged: its header says batch %d, width %d, size %d, max_period %d", path, B, base, H,
+             period);
+    Config* c = &file->config;
+    c->num_channels = base, c->image_size = H, c->max_period = period;
+    c->attention_resolutions[0] = H / 4, c->attention_resolutions[1] = H / 8, c->attention_resolutions[2] = 0;
+    c->batch_size = B;
+    check_config(*c);
+    size_t bytes = make_plan(*c, 1, false).num_parameters * sizeof(float);
+    size_t rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
+           expected = HEADER_BYTES + bytes * (has_adamw ? 3 : 1) + rng;
+    if (size != expected)
+        fail("%s is damaged: its header asks for %zu bytes and it has %zu", path, expected, size);
+    file->sections.push_back({"weights", HEADER_BYTES, bytes});
+}
+
+static WeightsFile open_weights(const std::string& path) {
+    Reader in(path);
+    WeightsFile file;
+    file.path = path, file.config = default_config();
+    int32_t header[HEADER_INTS];
+    if (in.size < HEADER_BYTES) fail("%s is no weights file: it is shorter than a header", path.c_str());
+    in.read(header, sizeof header);
+    if (header[0] == OLD_WEIGHTS_MAGIC) {
+        open_old_weights(&file, header, in.size);
+        return file;
+    }
+    if (header[0] == IMAGES_MAGIC)
+        fail("%s holds images; weights were expected (images go to --data_file)", path.c_str());
+    if (header[0] != UNET_MAGIC)
+        fail("%s is no weights file: it starts with an unknown number", path.c_str());
+    if (header[FIELD_VERSION] != UNET_VERSION)
+        fail("%s has version %d of the weights format; this program reads version %d", path.c_str(),
+             header[FIELD_VERSION], UNET_VERSION);
+    int count = header[FIELD_SECTIONS];
+    if (count < 1 || count > MAX_SECTIONS)
+        fail("%s is damaged: its header says %d sections", path.c_str(), count);
+    size_t offset = HEADER_BYTES;
+    for (int i = 0; i < count; i++) {
+        const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
+        char name[SECTION_NAME_BYTES + 1] = {0};
+        uint64_t bytes;
+        memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
+        if (bytes > in.size - offset)
+            fail("%s is damaged: it ends inside its section %d", path.c_str(), i + 1);
+        if (file.find(name)) fail("%s is damaged: two sections have the same name", path.c_str());
+        file.sections.push_back({name, offset, (size_t)bytes});
+        offset += bytes;
+    }
+    if (offset != in.size)
+        fail("%s is damaged: its sections end at byte %zu and it has %zu", path.c_str(), offset, in.size);
+    if (file_checksum(&in, header, FIELD_CHECKSUM) != (uint32_t)header[FIELD_CHECKSUM])
+        fail("%s is damaged: its checksum does not match", path.c_str());
+    if (header[FIELD_CHANNELS] != IMAGE_CHANNELS)
+        fail("%s is a model of images with %d channels; this program trains RGB images", path.c_str(),
+             header[FIELD_CHANNELS]);
+    fields_to_flags(&file.config, header, path);
+    file.step = header[FIELD_STEP];
+    memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
+    check_config(file.config);
+    size_t parameters = make_plan(file.config, 1, false).num_parameters;
+    if (file.step < 0 || header[FIELD_PARAMETERS] != (int64_t)parameters)
+        fail("%s is damaged: it says %d parameters and step %ld; its configuration has %zu parameters",
+             path.c_str(), header[FIELD_PARAMETERS], file.step, parameters);
+    if (!file.find("weights")) fail("%s holds no weights", path.c_str());
+    for (const char* name : {"weights", "ema", "adam_m", "adam_v"})
+        if (file.find(name) && file.find(name)->bytes != parameters * sizeof(float))
+            fail("%s is damaged: its section %s has the wrong length", path.c_str(), name);
+    for (const char* name : {"data_file", "val_file"})
+        if (file.find(name)) {
+            const Section* s = file.find(name);
+            if (s->bytes >= MAX_PATH_LENGTH)
+                fail("%s is damaged: its section %s is too long", path.c_str(), name);
+            std::string value(s->bytes, '\0');
+            in.seek(s->offset);
+            in.read(&value[0], s->bytes);
+            set_flag(&file.config, *find_flag(name), value.c_str());
+        }
+    return file;
+}
+
+// One section of parameters, from a file's order to memory's. `to` (num_parameters) is on the device.
+static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
+    Reader in(file.path);
+    std::vector<float> stored, reordered;
+    in.seek(file.find(section)->offset);
+    for (const Tensor& t : plan.tensors) {
+        stored.resize(t.count), reordered.resize(t.count);
+        in.read(stored.data(), t.count * sizeof(float));
+        reorder(reordered.data(), stored.data(), t, true);
+        backend_upload(to + t.offset, reordered.data(), t.count * sizeof(float));
+    }
+}
+
+static void write_parameters(Writer* out, const float* from, const Plan& plan) {
+    std::vector<float> held, reordered;
+    for (const Tensor& t : plan.tensors) {
+        held.resize(t.count), reordered.resize(t.count);
+        backend_download(held.data(), from + t.offset, t.count * sizeof(float));
+        reorder(reordered.data(), held.data(), t, false);
+        out->write(reordered.data(), t.count * sizeof(float));
+    }
+}
+
+// Everything that sampling or resuming needs, under `path`, whole or not at all.
+static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed) {
+    const Config& c = m.config;
+    int32_t header[HEADER_INTS] = {UNET_MAGIC, UNET_VERSION};
+    header[FIELD_STEP] = (int32_t)step;
+    header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
+    header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
+    header[FIELD_CHANNELS] = IMAGE_CHANNELS;
+    memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
+    flags_to_fields(header, c);
+    const struct {
+        const char* name;
+        const float* parameters;
+    } arrays[] = {{"weights", m.master}, {"ema", m.ema}, {"adam_m", m.adam_m}, {"adam_v", m.adam_v}};
+    const struct {
+        const char *name, *text;
+    } texts[] = {{"data_file", c.data_file}, {"val_file", c.val_file}};
+    auto declare = [&](const char* name, uint64_t bytes) {
+        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
+        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+        memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
+    };
+    for (auto& a : arrays)
+        if (a.parameters) declare(a.name, m.plan.num_parameters * sizeof(float));
+    for (auto& t : texts)
+        if (*t.text) declare(t.name, strlen(t.text));
+
+    Writer out(path);
+    out.rewind_to_header(header, sizeof header);
+    for (auto& a : arrays)
+        if (a.parameters) write_parameters(&out, a.parameters, m.plan);
+    for (auto& t : texts)
+        if (*t.text) out.write(t.text, strlen(t.text));
+    header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
+    out.rewind_to_header(header, sizeof header);
+    out.commit();
+}
+
+static std::string checkpoint_path(const std::string& folder, long step) {
+    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
+}
+
+// Steps of the checkpoints in a folder, newest first, whole or not.
+static std::vector<long> list_checkpoints(const std::string& folder) {
+    std::vector<long> steps;
+    DIR* dir = opendir(folder.c_str());
+    while (dirent* entry = dir ? readdir(dir) : nullptr) {
+        long step;
+        int end = 0;
+        if (sscanf(entry->d_name, "checkpoint_%8ld.bin%n", &step, &end) == 1 && end && !entry->d_name[end])
+            steps.push_back(step);
+    }
+    if (dir) closedir(dir);
+    std::sort(steps.rbegin(), steps.rend());
+    return steps;
+}
+
+// The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
+static WeightsFile newest_checkpoint(const std::string& folder) {
+    std::vector<long> steps = list_checkpoints(folder);
+    for (long step : steps) {
+        static std::string damage;
+        auto before = fail_handler;
+        fail_handler = [](int, const char* message) { throw std::string(message); };
+        try {
+            WeightsFile file = open_weights(checkpoint_path(folder, step));
+            fail_handler = before;
+            return file;
+        } catch (std::string& message) {
+            fail_handler = before;
+            fprintf(stderr, "note: passed over: %s\n", message.c_str());
+        }
+    }
+    fail(
+        "there is no %scheckpoint in %s; start without --resume, or name the run's folder with --resume "
+        "FOLDER",
+        steps.empty() ? "" : "whole ", folder.c_str());
+}
+
+// ---- pictures
+// -------------------------------------------------------------------------------------------------------
+
+static void put_big_endian(std::string* out, uint32_t value) {
+    for (int shift = 24; shift >= 0; shift -= 8) out->push_back((char)(value >> shift));
+}
+
+static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
+    std::string chunk;
+    put_big_endian(&chunk, (uint32_t)data.size());
+    chunk += type + data;
+    put_big_endian(&chunk, crc32(chunk.data() + 4, chunk.size() - 4));
+    out->write(chunk.data(), chunk.size());
+}
+
+// rgb (height, width, 3). Pixels are stored, not compressed (PNG specification, RFC 1950 and 1951): no
+// library is needed, and any viewer reads it.
+static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, int width, int height) {
+    std::string header, raw, data = "\x78\x01";
+    put_big_endian(&header, (uint32_t)width), put_big_endian(&header, (uint32_t)height);
+    header += std::string("\x08\x02\x00\x00\x00", 5);  // 8 bits, RGB
+    for (int y = 0; y < height; y++) {
+        raw += '\0';  // no filter
+        raw.append((const char*)rgb.data() + (size_t)y * width * 3, (size_t)width * 3);
+    }
+    uint32_t a = 1, b = 0;  // Adler-32
+    for (char value : raw) a = (a + (uint8_t)value) % 65521, b = (b + a) % 65521;
+    for (size_t start = 0; start < raw.size(); start += 65535) {
+        size_t bytes = std::min((size_t)65535, raw.size() - start);
+        data += (char)(start + bytes == raw.size());
+        for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
+        data.append(raw, start, bytes);
+    }
+    put_big_endian(&data, b << 16 | a);
+    Writer out(path);
+    out.write("\x89PNG\r\n\x1A\n", 8);
+    write_png_chunk(&out, "IHDR", header);
+    write_png_chunk(&out, "IDAT", data);
+    write_png_chunk(&out, "IEND", "");
+    out.commit();
+}
+
+// pictures (N, H, W, 3) in [-1, 1] as a grid, as square as it can be, two white pixels apart.
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H) {
+    const int gap = 2;
+    int columns = (int)ceil(sqrt((double)N)), rows = (N + columns - 1) / columns;
+    int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
+    std::vector<uint8_t> rgb((size_t)width * height * 3, 255);
+    for (int n = 0; n < N; n++)
+        for (int y = 0; y < H; y++)
+            for (int e = 0; e < 3 * H; e++) {
+                float value = pictures[((size_t)n * H + y) * 3 * H + e];
+                value = value < -1.0f ? -1.0f : value > 1.0f ? 1.0f : value;
+                size_t row = (size_t)(n / columns) * (H + gap) + gap + y,
+                       column = (size_t)(n % columns) * (H + gap) + gap;
+                rgb[(row * width + column) * 3 + e] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
+            }
+    write_png(path, rgb, width, height);
+}
+
+// ---- logs
+// -----------------------------------------------------------------------------------------------------------
+
+static double seconds_now() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static std::string human_time(double seconds) {
+    long s = (long)(seconds + 0.5);
+    if (s < 60) return text("%lds", s);
+    if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
+    return text("%ldh %02ldm", s / 3600, s / 60 % 60);
+}
+
+// metrics.jsonl of a run's folder, a line at a time. On resume, lines of steps that are about to be done
+// again are dropped.
+static FILE* open_metrics(const std::string& path, long resumed_step) {
+    std::string kept;
+    if (FILE* old = fopen(path.c_str(), "r")) {
+        for (char line[1024]; fgets(line, sizeof line, old);) {
+            long step;
+            if (sscanf(line, "{\"step\": %ld", &step) == 1 && step <= resumed_step && strchr(line, '\n'))
+                kept += line;
+        }
+        fclose(old);
+    }
+    Writer out(path);
+    out.write(kept.data(), kept.size());
+    out.commit();
+    FILE* file = fopen(path.c_str(), "a");
+    if (!file) fail("can't write %s: %s", path.c_str(), strerror(errno));
+    return file;
+}
+
+// =====================================================================================================================
+// 9  MAIN
+// =====================================================================================================================
+
+static volatile sig_atomic_t stop_requested = 0;
+
+// The first Ctrl-C or SIGTERM finishes the step, saves and ends; the second ends at once.
+static void request_stop(int signal_number) {
+    stop_requested = 1;
+    signal(signal_number, SIG_DFL);
+}
+
+// ---- a training step
+// ------------------------------------------------------------------------------------------------
+
+struct Trainer {
+    Model model;
+    Dataset images, validation;
+    Shuffle shuffle;
+    long step = 0;       // optimiser steps done
+    float smoothed = 0;  // running mean of the loss
+};
+
+static void upload_schedule(Model* m) {
+    std::vector<double> abar = make_abar(m->config.diffusion_steps, m->config.noise_schedule);
+    std::vector<float> signal, noise;
+    for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
+    backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
+    backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
+}
+
+// Forward, loss and backward of the batch that lies in images and timesteps.
+static double forward_backward(Model* m, uint32_t step) {
+    const Config& c = m->config;
+    int B = c.batch_size, H = c.image_size;
+    size_t elements = (size_t)B * IMAGE_CHANNELS * H * H;
+    add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, H, H, c.predict, c.seed,
+              STREAM_NOISE, 0, step);
+    unet_forward(m, B);
+    mse(m->losses, unet_output_gradient(m), unet_output(m), m->target, elements);
+    backend_zero(m->gradients, m->plan.num_parameters * sizeof(float));
+    unet_backward(m, B);
+    return loss_of(m, elements);
+}
+
+static double gradient_norm(const Model* m) {
+    std::vector<float> parts((m->plan.num_parameters + NORM_CHUNK - 1) / NORM_CHUNK);
+    squared_norm(m->norm_parts, m->gradients, m->plan.num_parameters);
+    backend_download(parts.data(), m->norm_parts, parts.size() * sizeof(float));
+    double sum = 0;
+    for (float part : parts) sum += part;
+    return sqrt(sum);
+}
+
+static void load_batch(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
+    for (int b = 0; b < c.batch_size; b++) {
+        int index = t->shuffle.at((uint64_t)t->step * c.batch_size + b, t->images.count);
+        bool mirrored = c.flip && random_word(c.seed, STREAM_FLIP, 0, b, (uint32_t)t->step) >> 31;
+        copy_image(m->images + b * elements, t->images, index, mirrored);
+        m->timesteps[b] =
+            (int)random_timestep(c.seed, STREAM_TIMESTEP, b, (uint32_t)t->step, c.diffusion_steps);
+    }
+}
+
+struct StepResult {
+    double loss, norm;
+};
+
+// One optimiser step. A loss or gradient that is not finite leaves the weights as they were.
+static StepResult train_step(Trainer* t) {
+    Model* m = &t->model;
+    load_batch(t);
+    StepResult result;
+    result.loss = forward_backward(m, (uint32_t)t->step);
+    result.norm = gradient_norm(m);
+    if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) return result;
+    adamw(m->master, m->ema, m->adam_m, m->adam_v, m->gradients, m->plan.num_parameters,
+          adamw_at(m->config, t->step));
+    t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * (float)result.loss : (float)result.loss;
+    t->step++;
+    return result;
+}
+
+// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
+// would use.
+static double validation_loss(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
+    double sum = 0;
+    if (m->ema) m->weights = m->ema;
+    for (int first = 0; first < t->validation.count; first += c.batch_size) {
+        int B = std::min(c.batch_size, t->validation.count - first);
+        for (int b = 0; b < B; b++) {
+            copy_image(m->images + b * elements, t->validation, first + b, false);
+            m->timesteps[b] =
+                (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
+        }
+        add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
+                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0);
+        unet_forward(m, B);
+        mse(m->losses, nullptr, unet_output(m), m->target, B * elements);
+        sum += loss_of(m, B * elements) * B;
+    }
+    m->weights = m->master;
+    return sum / t->validation.count;
+}
+
+// ---- drawing pictures
+// -----------------------------------------------------------------------------------------------
+
+// pictures (count, H, W, 3): those of seeds first_seed and on. Says how far it is where asked; stops early,
+// and returns false, on Ctrl-C.
+static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uint32_t first_seed,
+                          bool show_progress) {
+    const Config& c = m->config;
+    int H = c.image_size, elements = IMAGE_CHANNELS * H * H;
+    std::vector<SamplerStep> steps = make_sampler(c);
+    pictures->resize((size_t)count * elements);
+    if (c.use_ema && m->ema) m->weights = m->ema;
+    double start = seconds_now(), shown = 0;
+    long calls = 0, all_calls = (long)steps.size() * ((count + m->plan.batch - 1) / m->plan.batch);
+    for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
+        int B = std::min(m->plan.batch, count - first);
+        sampler_start(m->input, B, H, H, first_seed + first);
+        for (size_t i = 0; i < steps.size() && !stop_requested; i++) {
+            for (int b = 0; b < B; b++) m->timesteps[b] = steps[i].timestep;
+            unet_forward(m, B);
+            sampler_step(m->input, unet_output(m), steps[i], B, H, H, first_seed + first, (uint32_t)i + 1);
+            double elapsed = seconds_now() - start;
+            calls++;
+            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || calls == all_calls)) {
+                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", calls, all_calls,
+                       human_time(elapsed / calls * (all_calls - calls)).c_str(),
+                       isatty(1) && calls < all_calls ? "   " : "   \n");
+                fflush(stdout);
+                shown = elapsed;
+            }
+        }
+        backend_download(pictures->data() + (size_t)first * elements, m->input,
+                         (size_t)B * elements * sizeof(float));
+    }
+    m->weights = m->master;
+    return !stop_requested;
+}
+
+// ---- what a run prints
+// ----------------------------------------------------------------------------------------------
+
+static void print_build() {
+#ifdef OPENBLAS
+    const char* products = "matrix products by OpenBLAS";
+#else
+    const char* products = "matrix products by its own loop";
+#endif
+    printf("train_unet on the CPU: fp32, %d threads, %s, %d-wide vectors\n", omp_get_max_threads(), products,
+           (int)VECTOR);
+}
+
+static void print_run(const Config& c, const Plan& plan, size_t bytes) {
+    int column = 0;
+    for (const Flag& flag : FLAGS) {
+        std::string value = flag_text(c, flag);
+        if (flag.group == GROUP_OTHER || value.empty() || flag.kind == FLAG_OPTIONAL_PATH) continue;
+        printf("%-22s %-14s%s", flag.name, value.c_str(), ++column % 3 ? "  " : "\n");
+    }
+    printf("%s\n", column % 3 ? "\n" : "");
+    print_plan(plan);
+    printf(
+        "%zu parameters in %zu tensors; memory: %s weights%s, %s activations, %s their gradients, %s "
+        "scratch; %s in all\n\n",
+        plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
+        plan.training
+            ? text(" (%d times: gradients, AdamW%s)", c.ema_rate > 0 ? 5 : 4, c.ema_rate > 0 ? ", EMA" : "")
+                  .c_str()
+            : "",
+        human_bytes((double)plan.activation_bytes).c_str(), human_bytes((double)plan.gradient_bytes).c_str(),
+        human_bytes((double)plan.scratch_bytes).c_str(), human_bytes((double)bytes).c_str());
+}
+
+// ---- from flags to a run
+// --------------------------------------------------------------------------------------------
+
+// Refuses a typed flag of the given kind that contradicts what a file stores, with both values.
+static void refuse_contradictions(const std::vector<TypedFlag>& typed, const WeightsFile& file,
+                                  bool model_only) {
+    for (const TypedFlag& t : typed) {
+        bool is_model = t.flag->group == GROUP_MODEL || t.flag->group == GROUP_DIFFUSION;
+        if (t.flag->on_resume != FIXED || (model_only && !is_model)) continue;
+        Config wanted = file.config;
+        set_flag(&wanted, *t.flag, t.value);
+        std::string asked = flag_text(wanted, *t.flag), stored = flag_text(file.config, *t.flag);
+        if (asked != stored)
+            fail("--%s %s contradicts %s, which was made with %s; leave the flag out, or start a new run",
+                 t.flag->name, asked.c_str(), file.path.c_str(), stored.c_str());
+    }
+}
+
+static void take_model_flags(Config* config, const Config& from) {
+    for (const Flag& flag : FLAGS)
+        if (flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION)
+            set_flag(config, flag, flag_text(from, flag));
+}
+
+static Config typed_config(const std::vector<TypedFlag>& typed) {
+    Config config = default_config();
+    if (const TypedFlag* preset = was_typed(typed, "preset")) apply_preset(&config, preset->value);
+    apply_typed(&config, typed);
+    return config;
+}
+
+static Dataset load_images(const std::string& path, int image_size) {
+    if (!file_exists(path) && file_exists(path + ".gz"))
+        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path.c_str(), path.c_str());
+    if (!file_exists(path))
+        fail(
+            "there is no %s; make one from a folder of images: python prepare_data.py --data_dir FOLDER "
+            "--image_size %d --output_name %s",
+            path.c_str(), image_size, path.c_str());
+    return read_images(path, image_size);
+}
+
+static int run_generate(const std::vector<TypedFlag>& typed) {
+    Config config = typed_config(typed);
+    std::string folder = *config.resume ? config.resume : config.out_dir;
+    WeightsFile file = *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder);
+    refuse_contradictions(typed, file, true);
+    take_model_flags(&config, file.config);
+    check_config(config);
+    bool use_ema = config.use_ema && file.find("ema");
+    config.ema_rate = 0;  // one set of weights is enough
+    config.batch_size = std::min(config.batch_size, config.generate);
+    Model m = Model();
+    if (config.dry_run) {
+        print_run(config, make_plan(config, config.batch_size, false),
+                  memory_needed(config, config.batch_size, false));
+        return 0;
+    }
+    build_model(&m, config, config.batch_size, false);
+    read_parameters(m.master, file, use_ema ? "ema" : "weights", m.plan);
+    printf("%d pictures with %s (%s, step %ld), %s in %zu steps, seeds %u to %u\n", config.generate,
+           file.path.c_str(), use_ema ? "EMA weights" : "raw weights", file.step,
+           config.sampler == SAMPLER_DDIM ? "DDIM" : "DDPM", make_sampler(config).size(), config.seed,
+           config.seed + config.generate - 1);
+    std::vector<float> pictures;
+    double start = seconds_now();
+    if (!draw_pictures(&m, &pictures, config.generate, config.seed, true)) {
+        fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
+        return 130;
+    }
+    write_grid(config.output_name, pictures, config.generate, config.image_size);
+    printf("%s: %d pictures in %s\n", config.output_name, config.generate,
+           human_time(seconds_now() - start).c_str());
+    free_model(&m);
+    return 0;
+}
+
+// Sets up a run from its flags: new, from given weights, or resumed.
+static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config* config) {
+    *config = typed_config(typed);
+    WeightsFile file;
+    if (config->resume_given) {
+        std::string folder = *config->resume ? config->resume : config->out_dir;
+        file = newest_checkpoint(folder);
+        refuse_contradictions(typed, file, false);
+        *config = file.config;
+        apply_typed(config, typed);
+        strcpy(config->out_dir, folder.c_str());
+        for (const TypedFlag& flag : typed)
+            if (flag.flag->field && flag.flag->on_resume == FREE &&
+                flag_text(file.config, *flag.flag) != flag_text(*config, *flag.flag))
+                printf("changed on resume: --%s %s (was %s)\n", flag.flag->name,
+                       flag_text(*config, *flag.flag).c_str(), flag_text(file.config, *flag.flag).c_str());
+        for (const char* section : {"adam_m", "adam_v", config->ema_rate > 0 ? "ema" : "weights"})
+            if (!file.find(section))
+                fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
+                     file.path.c_str(), section);
+    } else if (*config->model_weights) {
+        file = open_weights(config->model_weights);
+        refuse_contradictions(typed, file, true);
+        take_model_flags(config, file.config);
+    }
+    if (!config->resume_given) config->lr_steps = config->steps;
+    check_config(*config);
+    if (config->dry_run) return;
+
+    if (!config->resume_given && !list_checkpoints(config->out_dir).empty())
+        fail(
+            "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
+            "--out_dir",
+            config->out_dir, list_checkpoints(config->out_dir)[0]);
+    t->images = load_images(config->data_file, config->image_size);
+    if (*config->val_file) t->validation = load_images(config->val_file, config->image_size);
+    make_folder(config->out_dir);
+    build_model(&t->model, *config, config->batch_size, true);
+    upload_schedule(&t->model);
+    t->shuffle.seed = config->seed;
+    if (config->resume_given) {
+        read_parameters(t->model.master, file, "weights", t->model.plan);
+        read_parameters(t->model.adam_m, file, "adam_m", t->model.plan);
+        read_parameters(t->model.adam_v, file, "adam_v", t->model.plan);
+        if (t->model.ema) read_parameters(t->model.ema, file, "ema", t->model.plan);
+        t->step = file.step, t->smoothed = file.smoothed;
+    } else if (*config->model_weights) {
+        read_parameters(t->model.master, file, "weights", t->model.plan);
+        if (t->model.ema)
+            backend_copy(t->model.ema, t->model.master, t->model.plan.num_parameters * sizeof(float));
+    } else {
+        initialise_weights(&t->model, config->seed);
+    }
+}
+
+static void save(const Trainer& t) {
+    const Config& c = t.model.config;
+    write_checkpoint(checkpoint_path(c.out_dir, t.step), t.model, t.step, t.smoothed);
+    std::vector<long> steps = list_checkpoints(c.out_dir);
+    for (size_t i = 0; i < steps.size(); i++)
+        if ((int)i >= c.keep && steps[i] != t.step) unlink(checkpoint_path(c.out_dir, steps[i]).c_str());
+}
+
+static void save_samples(Trainer* t) {
+    const Config& c = t->model.config;
+    std::vector<float> pictures;
+    double start = seconds_now();
+    if (!draw_pictures(&t->model, &pictures, c.num_samples, c.seed, false)) return;
+    std::string path = text("%s/samples_%08ld.png", c.out_dir, t->step);
+    write_grid(path, pictures, c.num_samples, c.image_size);
+    printf("%d pictures in %s: %s\n", c.num_samples, human_time(seconds_now() - start).c_str(), path.c_str());
+}
+
+static void train(Trainer* t) {
+    const Config& c = t->model.config;
+    FILE* metrics = open_metrics(text("%s/metrics.jsonl", c.out_dir), t->step);
+    long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
+    double start = seconds_now(), log_start = start, paused = 0, shown = start;
+    bool terminal = isatty(1);
+    auto due = [&](int every) { return every && t->step % every == 0; };
+    while (t->step < c.steps && !stop_requested) {
+        StepResult result = train_step(t);
+        double now = seconds_now();
+        if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
+            fclose(metrics);
+            fail(
+                "the %s became %s in step %ld; the weights before it are %s; resume from there with a lower "
+                "--lr",
+                std::isfinite(result.loss) ? "gradient" : "loss",
+                std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1,
+                last_saved ? checkpoint_path(c.out_dir, last_saved).c_str() : "not saved yet: start again");
+        }
+        double rate = (t->step - first) / (now - start - paused);
+        std::string to_go = human_time((c.steps - t->step) / rate);
+        // a line every log_every steps, the first step, and at least every 30 seconds
+        if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
+            double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
+            printf(
+                "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
+                "ETA %s\n",
+                terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
+                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str());
+            fprintf(metrics,
+                    "{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                    "\"ms\": %.3f, \"images_per_s\": %.2f}\n",
+                    t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms);
+            fflush(metrics);
+            fflush(stdout);
+            logged = t->step, log_start = shown = now;
+        } else if (terminal && now - shown > 1) {
+            printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss, to_go.c_str());
+            fflush(stdout);
+            shown = now;
+        }
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) {
+            double loss = validation_loss(t);
+            printf("%sstep %ld | validation loss %.5f\n", terminal ? "\r\033[K" : "", t->step, loss);
+            fprintf(metrics, "{\"step\": %ld, \"val_loss\": %.9g}\n", t->step, loss);
+            fflush(metrics);
+        }
+        if (due(c.save_every)) save(*t), last_saved = t->step;
+        if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
+        fflush(stdout);
+        double after = seconds_now();  // saving, sampling and validating are no part of a step's time
+        paused += after - now, log_start += after - now;
+    }
+    if (terminal) printf("\r\033[K");
+    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(*t);
+    if (last_sampled != t->step && !stop_requested) save_samples(t);
+    fclose(metrics);
+    std::string path = checkpoint_path(c.out_dir, t->step);
+    if (t->step > first)
+        printf("%s after %ld steps, %s a step\n", stop_requested ? "stopped" : "done", t->step - first,
+               text("%.1f ms", 1e3 * (seconds_now() - start - paused) / (t->step - first)).c_str());
+    printf("checkpoint: %s\n", path.c_str());
+    if (stop_requested)
+        printf("continue:   ./train_unet --resume %s\n", c.out_dir);
+    else
+        printf("pictures:   ./train_unet --generate 64 --model_weights %s\n", path.c_str());
+}
+
+#ifndef TESTING
+int main(int argc, char** argv) {
+    std::vector<TypedFlag> typed = parse_command_line(argc, argv);
+    Config config = typed_config(typed);
+    if (config.help) {
+        print_help();
+        return 0;
+    }
+#ifdef OPENBLAS
+    openblas_set_num_threads(1);  // the layers' own loops keep every core busy
+#endif
+    signal(SIGINT, request_stop);
+    signal(SIGTERM, request_stop);
+    print_build();
+    if (config.generate) return run_generate(typed);
+    Trainer trainer;
+    prepare_run(&trainer, typed, &config);
+    if (config.dry_run) {
+        print_run(config, make_plan(config, config.batch_size, true),
+                  memory_needed(config, config.batch_size, true));
+        return 0;
+    }
+    print_run(config, trainer.model.plan, trainer.model.bytes + cpu_workspace_bytes());
+    printf("%d images in %s; %s step %ld\n", trainer.images.count, config.data_file,
+           config.resume_given ? "resumed at" : "starting at", trainer.step);
+    fflush(stdout);
+    train(&trainer);
+    free_model(&trainer.model);
+    return 0;
+}
+#endif

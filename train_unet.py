@@ -1,0 +1,703 @@
+"""The PyTorch reference of train_unet.cu: the same UNet, the same diffusion, the same run number for number.
+
+    python train_unet.py --data_dir FOLDER              train on a folder of images
+    python train_unet.py --preset tiny                  the small demo model on data/faces.bin
+    python train_unet.py --init_model_only True         write unet_init.bin for ./train_unet --model_weights
+    python train_unet.py --write_debug_state PREFIX     reference values for the tests of the C++ program
+
+The architecture is that of Dhariwal and Nichol 2021, "Diffusion Models Beat GANs on Image Synthesis"; flags and
+module names are guided-diffusion's. Batches, timesteps, noise, flips and initial weights are functions of the
+seed (unet_io.py), so that a run here and a run of ./train_unet with the same flags see the same numbers.
+
+Shapes: B images, C channels, H = W pixels a side, E = 4 * num_channels the width of the timestep embedding.
+"""
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unet_io
+from unet_io import Checkpoint, Config, Stream, UserError
+
+ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
+                "norm_groups", "max_period", "channel_mult", "attention_resolutions")
+DIFFUSION = ("diffusion_steps", "noise_schedule", "predict")
+
+
+# ----------------------------------------------------------------------------------------------------
+# the model
+
+def timestep_embedding(t, width, max_period):
+    """Sinusoids of each sample's timestep, cosines first: t (B,) -> (B, width) float64.
+
+    Vaswani et al. 2017, "Attention Is All You Need", section 3.5. In float64, since a rounded frequency times
+    t = 999 would already be off by 6e-5.
+    """
+    wide = torch.float32 if t.device.type == "mps" else torch.float64
+    half = width // 2
+    frequencies = torch.exp(-math.log(max_period) * torch.arange(half, dtype=wide, device=t.device) / half)
+    angles = t.to(wide)[:, None] * frequencies[None, :]  # (B, 1) * (1, half)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def group_norm(channels, groups):
+    """Group norm (Wu and He 2018) with eps 1e-5. Refuses fewer than two channels a group."""
+    if channels % groups:
+        raise UserError(f"norm_groups {groups} doesn't divide a layer of {channels} channels")
+    if channels // groups < 2:
+        raise UserError(f"norm_groups {groups} leaves one channel a group in a layer of {channels} channels, and such"
+                        f" a norm wipes out the timestep: use fewer, e.g. --norm_groups 8")
+    return nn.GroupNorm(groups, channels)
+
+
+def zero(module):
+    """Mark a layer whose weight and bias start at zero, so that its residual branch starts as nothing."""
+    module.starts_at_zero = True
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
+class EmbedSequential(nn.Sequential):
+    """Layers in a row; those that want it are given the timestep embedding too."""
+    def forward(self, x, emb):
+        for layer in self:
+            x = layer(x, emb) if isinstance(layer, ResBlock) else layer(x)
+        return x
+
+
+class ResBlock(nn.Module):
+    """GN, SiLU, conv3x3, + linear(SiLU(emb)), GN, SiLU, conv3x3, + skip: (B, C, H, W), (B, E) -> (B, O, H, W)."""
+    def __init__(self, channels, out_channels, emb_width, groups):
+        super().__init__()
+        self.in_layers = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
+                                       nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb_width, out_channels))
+        self.out_layers = nn.Sequential(group_norm(out_channels, groups), nn.SiLU(), nn.Dropout(0.0),
+                                        zero(nn.Conv2d(out_channels, out_channels, 3, padding=1)))
+        same = channels == out_channels
+        self.skip_connection = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x, emb):
+        h = self.in_layers(x) + self.emb_layers(emb)[:, :, None, None]
+        return self.skip_connection(x) + self.out_layers(h)
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over the pixels, added to its input: (B, C, H, W) -> the same.
+
+    The 3C channels of qkv are all of q, then k, then v; heads of `head_channels` lie inside each third.
+    """
+    def __init__(self, channels, head_channels, groups):
+        super().__init__()
+        if channels % head_channels:
+            raise UserError(f"num_head_channels {head_channels} doesn't divide an attention layer of {channels} channels")
+        self.heads = channels // head_channels
+        self.norm = group_norm(channels, groups)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = zero(nn.Conv1d(channels, channels, 1))
+
+    def forward(self, x):
+        B, C, H, W = x.shape
+        qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
+        q, k, v = qkv.reshape(B, 3, self.heads, C // self.heads, H * W).transpose(-1, -2).unbind(1)
+        h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H*W, head_channels), scale 1/sqrt(head_channels)
+        return x + self.proj_out(h.transpose(-1, -2).reshape(B, C, H * W)).reshape(B, C, H, W)
+
+
+class UNet(nn.Module):
+    """model(x, t): x (B, in_channels, image_size, image_size), t (B,) -> the prediction, of x's shape."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config.check()
+        width, groups = config.num_channels, config.norm_groups
+        emb_width, last_level = 4 * width, len(config.channel_mult) - 1
+        self.time_embed = nn.Sequential(nn.Linear(width, emb_width), nn.SiLU(), nn.Linear(emb_width, emb_width))
+
+        def level_layers(channels, out_channels, size):
+            layers = [ResBlock(channels, out_channels, emb_width, groups)]
+            if size in config.attention_resolutions:
+                layers.append(AttentionBlock(out_channels, config.num_head_channels, groups))
+            return layers
+
+        size, channels = config.image_size, config.channel_mult[0] * width
+        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels, channels, 3, padding=1))])
+        skips = [channels]
+        for level, mult in enumerate(config.channel_mult):
+            for _ in range(config.num_res_blocks):
+                self.input_blocks.append(EmbedSequential(*level_layers(channels, mult * width, size)))
+                channels = mult * width
+                skips.append(channels)
+            if level < last_level:
+                self.input_blocks.append(EmbedSequential(nn.AvgPool2d(2)))
+                skips.append(channels)
+                size //= 2
+
+        self.middle_block = EmbedSequential(ResBlock(channels, channels, emb_width, groups),
+                                            AttentionBlock(channels, config.num_head_channels, groups),
+                                            ResBlock(channels, channels, emb_width, groups))
+        self.output_blocks = nn.ModuleList()
+        for level, mult in reversed(list(enumerate(config.channel_mult))):
+            for i in range(config.num_res_blocks + 1):
+                layers = level_layers(channels + skips.pop(), mult * width, size)
+                channels = mult * width
+                if level and i == config.num_res_blocks:
+                    layers.append(nn.Upsample(scale_factor=2, mode="nearest"))
+                    size *= 2
+                self.output_blocks.append(EmbedSequential(*layers))
+        self.out = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
+                                 zero(nn.Conv2d(channels, config.in_channels, 3, padding=1)))
+
+    def forward(self, x, t):
+        if t.shape != x.shape[:1]:
+            raise ValueError(f"t has shape {tuple(t.shape)}, one timestep an image is needed: ({len(x)},)")
+        emb = timestep_embedding(t, self.config.num_channels, self.config.max_period)
+        emb = self.time_embed(emb.to(self.time_embed[0].weight.dtype))
+        skips = []
+        for block in self.input_blocks:
+            x = block(x, emb)
+            skips.append(x)
+        x = self.middle_block(x, emb)
+        for block in self.output_blocks:
+            x = block(torch.cat([x, skips.pop()], dim=1), emb)
+        return self.out(x)
+
+
+# Flags of guided-diffusion's create_model for which there is one value here; None: any, it has no effect.
+FIXED_FLAGS = dict(learn_sigma=False, class_cond=False, use_scale_shift_norm=False, resblock_updown=False,
+                   dropout=0, use_fp16=False, use_new_attention_order=True,
+                   use_checkpoint=None, num_heads=None, num_heads_upsample=None)
+
+
+def create_model(**flags):
+    """UNet from guided-diffusion's flags, e.g. image_size=64, num_channels=64, attention_resolutions="16,8".
+
+    Any field of unet_io.Config may be given; lists as "1,2,3,4" or as tuples. Weights as PyTorch initialises
+    them, see init_weights. Raises UserError for a flag or a value that doesn't exist here.
+    """
+    known = {field.name: field for field in dataclasses.fields(Config)}
+    values = {}
+    for name, value in flags.items():
+        if name in FIXED_FLAGS:
+            if FIXED_FLAGS[name] is not None and value != FIXED_FLAGS[name]:
+                raise UserError(f"create_model: {name}={value!r} is not supported, only {FIXED_FLAGS[name]!r}")
+        elif name not in known:
+            raise UserError(f"create_model: there is no flag {name}")
+        elif known[name].type is tuple:
+            if value != "" or name == "attention_resolutions":  # guided-diffusion's channel_mult="": the default
+                values[name] = unet_io.parse_sizes(value)
+        else:
+            values[name] = value
+    return UNet(Config(**values))
+
+
+def init_weights(model, seed):
+    """Initialise as PyTorch does by default, but with the numbers of stream INIT, as ./train_unet does."""
+    modules = dict(model.named_modules())
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        owner, _, kind = name.rpartition(".")
+        module = modules[owner]
+        if isinstance(module, nn.GroupNorm):
+            value = np.full(parameter.shape, kind == "weight", np.float32)
+        elif getattr(module, "starts_at_zero", False):
+            value = np.zeros(parameter.shape, np.float32)
+        else:
+            value = unet_io.init_uniform(seed, index, tuple(parameter.shape), module.weight[0].numel())
+        parameter.data.copy_(torch.from_numpy(value))
+    return model
+
+
+def perturb(model, seed, scale=0.02):
+    """Add scale * N(0, 1) of stream PERTURB to every parameter: at zero initialisation gradients are mostly 0."""
+    for index, parameter in enumerate(model.parameters()):
+        noise = unet_io.normals(seed, Stream.PERTURB, parameter.numel(), index) * np.float32(scale)
+        parameter.data += torch.from_numpy(noise.reshape(parameter.shape)).to(parameter)
+    return model
+
+
+def set_parameters(parameters, flat, path):
+    """Copy one flat float32 array into the parameters, in order. Raises UserError if the counts differ."""
+    parameters = list(parameters)
+    have = sum(p.numel() for p in parameters)
+    if have != len(flat):
+        raise UserError(f"{path} has {len(flat)} parameters, the model that its header describes has {have}")
+    for parameter, values in zip(parameters, np.split(flat, np.cumsum([p.numel() for p in parameters])[:-1])):
+        parameter.data.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
+
+
+def load_model(path, use_ema=True, overrides=None):
+    """(UNet, Checkpoint) from a .bin, old or new, or a .pt with a state dict of an old model.
+
+    use_ema: take the averaged weights where the file has them. overrides: Config values that replace those of the
+    file (a .pt tells none: it is taken for an old model of 64 channels on 64x64 images, max_period 1000).
+    """
+    checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
+    checkpoint.config = dataclasses.replace(checkpoint.config, **(overrides or {})).check()
+    with torch.device("meta"):  # no memory until the number of parameters is known to be right
+        model = UNet(checkpoint.config)
+    tensors = len(list(model.parameters()))
+    flat = checkpoint.sections["ema" if use_ema and "ema" in checkpoint.sections else "weights"]
+    if checkpoint.tensors not in (0, tensors):
+        raise UserError(f"{path} has {checkpoint.tensors} tensors, the model that its header describes has {tensors}")
+    if sum(p.numel() for p in model.parameters()) == len(flat):
+        model = model.to_empty(device="cpu")
+    set_parameters(model.parameters(), flat, path)
+    return model, checkpoint
+
+
+def _read_pt(path):
+    """Checkpoint of an old model from PyTorch's state dict, whose values stand in the order of the parameters."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} can't be read: no such file") from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{path} is no plain state dict: for safety only tensors are loaded from a .pt") from None
+    except Exception as error:
+        raise UserError(f"{path} can't be loaded as a PyTorch file: {str(error).splitlines()[0]}") from None
+    for key in ("state_dict", "model"):
+        state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
+    if not isinstance(state, dict) or not state or not all(torch.is_tensor(v) for v in state.values()):
+        raise UserError(f"{path} holds no state dict of tensors")
+    state = {name.removeprefix("_orig_mod."): value.float().numpy() for name, value in state.items()}
+    shapes = [value.shape for value in state.values()]
+    width = shapes[0][-1] if len(shapes[0]) == 2 else 0  # time_embed.0.weight is (4 * num_channels, num_channels)
+    config = Config(num_channels=width, max_period=1000).check(path)
+    with torch.device("meta"):
+        expected = UNet(config).named_parameters()
+    for (ours, parameter), theirs in zip(expected, state):
+        if tuple(d for d in parameter.shape if d != 1) != tuple(d for d in state[theirs].shape if d != 1):
+            raise UserError(f"{path}: {theirs} has shape {state[theirs].shape}, where {ours} has"
+                            f" {tuple(parameter.shape)}")
+    weights = np.concatenate([value.reshape(-1) for value in state.values()])
+    return Checkpoint(config, {"weights": weights}, tensors=len(state), old=True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# diffusion
+
+class Diffusion:
+    """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
+    def __init__(self, config, device="cpu"):
+        abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule)
+        self.predict = config.predict
+        self.signal = torch.tensor(np.sqrt(abar), dtype=torch.float32, device=device)     # (T,)
+        self.noise = torch.tensor(np.sqrt(1 - abar), dtype=torch.float32, device=device)  # (T,)
+
+    def noised(self, x0, t, noise):
+        """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
+        a, b = self.signal[t][:, None, None, None], self.noise[t][:, None, None, None]
+        return a * x0 + b * noise, (noise if self.predict == "eps" else a * noise - b * x0)
+
+
+@torch.no_grad()
+def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls):
+    """Pictures in [-1, 1], float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
+
+    sampler: "ddim" with eta 0 (Song et al. 2021, equation 12; 50 steps unless told) or "ddpm" with the posterior
+    variance (Ho et al. 2020, equation 7; all steps unless told). x0 is clamped to [-1, 1] at each step.
+    """
+    config = model.config
+    steps = sample_steps or (min(50, config.diffusion_steps) if sampler == "ddim" else config.diffusion_steps)
+    tables = unet_io.sampler_tables(config.diffusion_steps, config.noise_schedule, steps)
+    shape = (config.in_channels, config.image_size, config.image_size)
+
+    def normals(call):
+        rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
+        return torch.from_numpy(np.stack(rows)).reshape(-1, *shape).to(device)
+
+    x = normals(0)
+    for call, i in enumerate(progress(range(steps - 1, -1, -1)), 1):
+        at = {name: float(table[i]) for name, table in tables.items()}
+        t = torch.full((len(seeds),), int(tables["t"][i]), device=device)
+        prediction = model(x, t).float()
+        if config.predict == "v":
+            x0 = at["sqrt_abar"] * x - at["sqrt_1m_abar"] * prediction
+        else:
+            x0 = (x - at["sqrt_1m_abar"] * prediction) / at["sqrt_abar"]
+        x0 = x0.clamp(-1, 1)
+        if sampler == "ddim":
+            eps = (x - at["sqrt_abar"] * x0) / at["sqrt_1m_abar"]
+            x = at["sqrt_abar_prev"] * x0 + at["sqrt_1m_abar_prev"] * eps
+        else:
+            x = at["x0_weight"] * x0 + at["x_weight"] * x
+            x = x + at["sigma"] * normals(call) if i else x
+    return x.cpu()
+
+
+# ----------------------------------------------------------------------------------------------------
+# training
+
+def make_batch(images, config, step):
+    """What step (0-based) trains on: images float32 (B, C, H, W) in [-1, 1], t int64 (B,), normals float32."""
+    rows = np.arange(config.batch_size)
+    x0 = images.floats(unet_io.batch_indices(config.seed, step, config.batch_size, len(images)), config.image_size)
+    if config.flip:
+        mirrored = unet_io.flips(config.seed, rows, step)
+        x0[mirrored] = x0[mirrored][..., ::-1]
+    t = unet_io.timesteps(config.seed, rows, step, config.diffusion_steps)
+    noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
+    return x0, t, noise
+
+
+class Trainer:
+    """A model with its optimiser, average and place in the run; step() does one step of training.
+
+    dtype float64 gives a reference run, precision "bf16" PyTorch's autocast on top of float32 weights.
+    """
+    def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32", compile=False):
+        self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
+        images.check_size(config.image_size, config.in_channels)
+        self.model = model.to(device, dtype)
+        self.forward = torch.compile(self.model) if compile else self.model
+        self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
+        self.parameters = list(self.model.parameters())
+        self.diffusion = Diffusion(config, device)
+        self.ema = [p.detach().clone() for p in self.parameters] if config.ema_rate > 0 else None
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=(config.beta1, config.beta2),
+                                           eps=config.adam_eps, weight_decay=config.weight_decay)
+        self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
+        self.next_batch = None
+
+    def loss(self, x0, t, noise):
+        """Mean squared error over every element of a batch of NumPy arrays: a scalar tensor."""
+        x0, t, noise = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise))
+        x, target = self.diffusion.noised(x0, t, noise)
+        with self.autocast:
+            prediction = self.forward(x.to(self.dtype), t)
+        return F.mse_loss(prediction.to(self.dtype), target.to(self.dtype))
+
+    def step(self):
+        """One AdamW step and the update of the average; returns the loss, a float. Skipped if not finite."""
+        step = self.steps_done
+        batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
+        self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(*batch)
+        loss.backward()
+        if torch.isfinite(nn.utils.clip_grad_norm_(self.parameters, math.inf)):  # only measures: nothing is clipped
+            for group in self.optimizer.param_groups:
+                group["lr"] = unet_io.learning_rate(self.config, step)
+            self.optimizer.step()
+            if self.ema:
+                keep = unet_io.ema_decay(self.config, step)
+                torch._foreach_lerp_(self.ema, [p.detach() for p in self.parameters], 1 - keep)
+        else:
+            print(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
+        self.steps_done += 1
+        return loss.item()
+
+    @torch.no_grad()
+    def validation_loss(self, images):
+        """The loss over a whole file with fixed timesteps and noise."""
+        total, config = 0.0, self.config
+        for start in range(0, len(images), config.batch_size):
+            rows = np.arange(start, min(start + config.batch_size, len(images)))
+            x0 = images.floats(rows, config.image_size)
+            t = unet_io.timesteps(config.seed, rows, 0, config.diffusion_steps, Stream.VAL_TIMESTEP)
+            noise = unet_io.normals(config.seed, Stream.VAL_NOISE, x0[0].size, rows).reshape(x0.shape)
+            total += self.loss(x0, t, noise).item() * len(rows)
+        return total / len(images)
+
+    def checkpoint(self, smoothed_loss=0.0, **texts):
+        """Everything that resuming needs, as unet_io.Checkpoint; texts: data_file, val_file."""
+        moments = [self.optimizer.state.get(p, {}) for p in self.parameters]
+        tensors = {"weights": self.parameters,
+                   "ema": self.ema,
+                   "adam_m": [s.get("exp_avg", torch.zeros_like(p)) for s, p in zip(moments, self.parameters)],
+                   "adam_v": [s.get("exp_avg_sq", torch.zeros_like(p)) for s, p in zip(moments, self.parameters)]}
+        sections = {name: to_numpy(values) for name, values in tensors.items() if values}
+        sections |= {name: text for name, text in texts.items() if text}
+        return Checkpoint(self.config, sections, self.steps_done, smoothed_loss)
+
+    def restore(self, checkpoint, path):
+        """Continue from a checkpoint: average, moments and step (the weights came with load_model)."""
+        sections, self.steps_done = checkpoint.sections, checkpoint.step
+        if self.ema and "ema" in sections:
+            set_parameters(self.ema, sections["ema"], path)
+        for p in self.parameters:
+            self.optimizer.state[p] = dict(step=torch.tensor(float(checkpoint.step)),
+                                           exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        for name, key in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
+            set_parameters([self.optimizer.state[p][key] for p in self.parameters], sections[name], path)
+
+
+def to_numpy(tensors):
+    """Tensors as a list of float32 NumPy arrays."""
+    return [t.detach().float().cpu().numpy() for t in tensors]
+
+
+def replay(model, images, config, steps, dtype=torch.float32, device="cpu"):
+    """The losses of the first `steps` steps of ./train_unet from the model's weights: float64 (steps,)."""
+    trainer = Trainer(model, images, config, device, dtype)
+    return np.array([trainer.step() for _ in range(steps)])
+
+
+def debug_state(prefix, config, images=None, steps=0):
+    """Write reference values for the tests of the C++ program; the gradients of step 0 in float64.
+
+    PREFIX_weights.bin  the weights: stream INIT, then N(0, 0.02^2) of stream PERTURB added to every parameter
+    PREFIX_images.bin   random images, where none are given
+    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images; t (B,) int32; target float32;
+                        out float64; loss float64; grad.NAME float64 for every parameter; and, with steps > 0,
+                        losses (steps,) float64, those of AdamW in float32
+    Returns the tensors as a dict.
+    """
+    if images is None:
+        shape = (2 * config.batch_size, config.in_channels, config.image_size, config.image_size)
+        pixels = unet_io.words(config.seed, Stream.PERTURB, math.prod(shape), 0, 1) >> np.uint32(24)
+        unet_io.write_images(f"{prefix}_images.bin", pixels.astype(np.uint8).reshape(shape))
+        images = unet_io.read_images(f"{prefix}_images.bin")
+    images.check_size(config.image_size, config.in_channels)
+    model = perturb(init_weights(UNet(config), config.seed), config.seed)
+    unet_io.write_checkpoint(f"{prefix}_weights.bin", Checkpoint(config, {"weights": to_numpy(model.parameters())}))
+
+    x0, t, noise = (torch.from_numpy(array) for array in make_batch(images, config, 0))
+    x, target = Diffusion(config).noised(x0, t, noise)
+    losses = replay(model, images, config, steps) if steps else None
+    model, _ = load_model(f"{prefix}_weights.bin")
+    model.double()
+    out = model(x.double(), t)
+    loss = F.mse_loss(out, target.double())
+    loss.backward()
+    tensors = dict(x=x.numpy(), t=t.numpy().astype(np.int32), target=target.numpy(), out=out.detach().numpy(),
+                   loss=loss.detach().numpy())
+    tensors |= {f"grad.{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    if steps:
+        tensors["losses"] = losses
+    unet_io.write_tensors(f"{prefix}_state.bin", tensors)
+    return tensors
+
+
+# ----------------------------------------------------------------------------------------------------
+# command line
+
+RUN_FLAGS = {  # name: (default, help)
+    "steps": (20000, "total number of optimiser steps, earlier runs included"),
+    "data_file": ("data/emoji.bin", "images from prepare_data.py"),
+    "data_dir": ("", "a folder of images, prepared into OUT_DIR first; replaces --data_file"),
+    "val_file": ("", "images for a validation loss at every save"),
+    "model_weights": ("", "a .bin or .pt to start from instead of new weights"),
+    "out_dir": ("out", "folder for checkpoints, metrics.jsonl and samples"),
+    "log_every": (10, "steps between two lines of the log"),
+    "save_every": (1000, "steps between two checkpoints, 0 for none but the last"),
+    "sample_every": (0, "steps between two grids of 16 pictures, 0 for none"),
+    "init_model_only": (False, "write new weights to --init_model_filename and exit"),
+    "init_model_filename": ("unet_init.bin", "see --init_model_only"),
+    "write_debug_state": ("", "write PREFIX_weights.bin, PREFIX_state.bin for tests and exit"),
+    "debug_steps": (0, "with --write_debug_state: also the losses of this many steps"),
+}
+
+
+def parse_flags(argv=None):
+    """(Config, namespace of the other flags, dict of the flags that the user gave)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes}
+
+    def add(name, kind, default, help, choices=None):
+        shown = ",".join(map(str, default)) if kind is tuple else default
+        parser.add_argument(f"--{name}", type=kinds.get(kind, kind), choices=choices,
+                            metavar=None if choices else "X", help=f"{help} (default: {shown})")
+
+    for field in dataclasses.fields(Config):
+        if field.metadata["help"]:
+            add(field.name, field.type, field.default, field.metadata["help"], field.metadata["choices"])
+    for name, (default, help) in RUN_FLAGS.items():
+        add(name, type(default), default if default != "" else "none", help)
+    parser.add_argument("--resume", nargs="?", const="", metavar="PLACE",
+                        help="continue from a checkpoint, or from a folder's newest (default: that of --out_dir)")
+    parser.add_argument("--preset", choices=list(unet_io.PRESETS), help="defaults for a known model: unet64 or tiny")
+    parser.add_argument("--init", choices=["philox", "torch"], help="numbers for new weights (default: philox)")
+    parser.add_argument("--compile", type=unet_io.parse_bool, metavar="X",
+                        help="use torch.compile (default: 1 on a GPU, else 0)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], help="bf16: autocast (default: fp32)")
+    parser.add_argument("--device", help="cpu, cuda, mps ... (default: the best there is)", metavar="X")
+    given = vars(parser.parse_args(argv))
+    return given, *resolve(given)
+
+
+def resolve(given, config=None):
+    """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
+    values = {name: default for name, (default, _) in RUN_FLAGS.items()}
+    values |= dict(resume=None, preset="unet64", init="philox", compile=None, precision="fp32", device="")
+    values |= unet_io.PRESETS[given.get("preset", "unet64")] | given
+    fields = {field.name for field in dataclasses.fields(Config)}
+    config = Config(**{name: value for name, value in values.items() if name in fields})
+    config.lr_steps = values["steps"]
+    run = argparse.Namespace(**{name: value for name, value in values.items() if name not in fields})
+    for name in ("steps", "log_every"):
+        if getattr(run, name) < 1:
+            raise UserError(f"--{name} must be at least 1")
+    return config.check(), run
+
+
+def pick_device(name=""):
+    """The named device, or else a GPU if PyTorch can use one."""
+    mps = getattr(torch.backends, "mps", None)
+    best = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name or best)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name or best} can't be used: {str(error).splitlines()[0]}") from None
+    return name or best
+
+
+def adopt(config, given, source, path, names):
+    """Take the named settings from a file's Config; refuse flags that contradict the architecture in it."""
+    for name in names:
+        value = getattr(source, name)
+        if name in given and name in ARCHITECTURE + DIFFUSION and given[name] != value:
+            raise UserError(f"--{name} {given[name]} contradicts {path}, which was made with {value}")
+        if name not in given:
+            setattr(config, name, value)
+
+
+def start_model(config, run, given):
+    """(model, checkpoint to restore or None, its path): new weights, --model_weights or --resume."""
+    if run.resume is not None:
+        path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
+        adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
+        for name in unet_io.TEXT_SECTIONS:
+            if name not in given and name in checkpoint.sections:
+                setattr(run, name, checkpoint.sections[name])
+        if "steps" not in given:
+            run.steps = config.lr_steps
+        return load_model(path, use_ema=False)[0], checkpoint, path
+    if run.model_weights:
+        model, checkpoint = load_model(run.model_weights, use_ema=False)
+        adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION)
+        return model, None, run.model_weights
+    torch.manual_seed(config.seed)
+    model = UNet(config)
+    return (model if run.init == "torch" else init_weights(model, config.seed)), None, ""
+
+
+def open_images(config, run):
+    """The images to train on; a folder is first made into a file, which later runs can use directly."""
+    if run.data_dir:
+        from prepare_data import prepare
+        run.data_file = os.path.join(run.out_dir, f"data_{config.image_size}.bin")
+        prepare(run.data_dir, run.data_file, config.image_size)
+        print(f"prepared {run.data_file}; with --data_file {run.data_file} later runs start at once")
+    elif not os.path.exists(run.data_file):
+        raise UserError(f"{run.data_file} does not exist: name images with --data_dir FOLDER or --data_file FILE.bin")
+    return unet_io.read_images(run.data_file)
+
+
+def duration(seconds):
+    """Seconds as h:mm:ss."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def train(config, run, given):
+    """Train, log, save and sample until --steps are done or a signal asks to stop."""
+    device = pick_device(run.device)
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
+    torch.backends.cudnn.benchmark = True
+    model, checkpoint, path = start_model(config, run, given)
+    os.makedirs(run.out_dir, exist_ok=True)
+    images = open_images(config, run)
+    validation = unet_io.read_images(run.val_file) if run.val_file else None
+    if validation:
+        validation.check_size(config.image_size, config.in_channels)
+    compile = device != "cpu" if run.compile is None else run.compile
+    trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile)
+    smoothed = None
+    if checkpoint:
+        trainer.restore(checkpoint, path)
+        smoothed = checkpoint.smoothed_loss
+        print(f"resumed {path} after step {trainer.steps_done}")
+    print(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device} with {torch.get_num_threads()} threads,"
+          f" {len(images)} images from {images.path}, batch {config.batch_size}, seed {config.seed}")
+
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.append(True))
+
+    def save():
+        name = os.path.join(run.out_dir, f"step_{trainer.steps_done:08d}.bin")
+        state = trainer.checkpoint(smoothed or 0.0, data_file=os.path.abspath(images.path),
+                                   val_file=run.val_file and os.path.abspath(run.val_file))
+        unet_io.write_checkpoint(name, state)
+        print(f"saved {name}")
+        return name
+
+    saved = path if checkpoint else ""
+    with open(os.path.join(run.out_dir, "metrics.jsonl"), "a") as metrics:
+        def note(**values):
+            metrics.write(json.dumps(values) + "\n")
+            metrics.flush()
+
+        last_time, last_step = time.time(), trainer.steps_done
+        while trainer.steps_done < run.steps and not stop:
+            loss = trainer.step()
+            smoothed = float(np.float32(loss if smoothed is None else 0.98 * smoothed + 0.02 * loss))  # as saved
+            step = trainer.steps_done
+            if step % run.log_every == 0 or step == run.steps or stop:
+                seconds = (time.time() - last_time) / (step - last_step)
+                rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
+                print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {smoothed:.5f}  {1000 * seconds:.1f} ms"
+                      f"  {rate:.1f} images/s  lr {lr:.2e}  left {duration(seconds * (run.steps - step))}", flush=True)
+                note(step=step, loss=loss, smoothed_loss=smoothed, ms=1000 * seconds, images_per_s=rate, lr=lr)
+                last_time, last_step = time.time(), step
+            final = step == run.steps or stop
+            if final or run.save_every and step % run.save_every == 0:
+                saved = save()
+                if validation:
+                    value = trainer.validation_loss(validation)
+                    print(f"step {step:6d}  validation loss {value:.5f}")
+                    note(step=step, val_loss=value)
+                last_time, last_step = time.time(), step
+            if run.sample_every and step % run.sample_every == 0:
+                name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
+                unet_io.save_grid(name, unet_io.to_uint8(sample_average(trainer, range(16)).numpy()))
+                print(f"wrote {name}")
+                last_time, last_step = time.time(), step
+    if stop:
+        print(f"stopped; to go on: python train_unet.py --resume {saved or run.out_dir} --out_dir {run.out_dir}"
+              f" --steps {run.steps}")
+    else:
+        print(f"done; to see pictures: python generate.py --model_filename {saved}")
+
+
+def sample_average(trainer, seeds):
+    """Pictures from the averaged weights, where there are any, by DDIM."""
+    kept = [p.detach().clone() for p in trainer.parameters]
+    try:
+        if trainer.ema:
+            torch._foreach_copy_([p.data for p in trainer.parameters], trainer.ema)
+        return sample(trainer.model, seeds, device=trainer.device)
+    finally:
+        torch._foreach_copy_([p.data for p in trainer.parameters], kept)
+
+
+def main():
+    given, config, run = parse_flags()
+    if run.write_debug_state:
+        images = unet_io.read_images(run.data_file) if "data_file" in given else None
+        debug_state(run.write_debug_state, config, images, run.debug_steps)
+    elif run.init_model_only:
+        model, _, _ = start_model(config, run, given)
+        checkpoint = Checkpoint(config, {"weights": to_numpy(model.parameters())})
+        unet_io.write_checkpoint(run.init_model_filename, checkpoint)
+        preset = f" --preset {run.preset}" if "preset" in given else ""
+        print(f"wrote {run.init_model_filename}: {sum(p.numel() for p in model.parameters()):,} parameters; to train it:"
+              f"\n./train_unet --model_weights {run.init_model_filename}{preset}")
+    else:
+        train(config, run, given)
+
+
+if __name__ == "__main__":
+    unet_io.run_script(main)

@@ -1,0 +1,785 @@
+"""What train_unet.py, prepare_data.py and generate.py share, in NumPy: random numbers, files, diffusion tables.
+
+Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
+
+1. errors and progress        UserError, run_script, progress
+2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
+3. diffusion                  alphas_bar, space_timesteps, sampler_tables
+4. configuration              Config, PRESETS, learning_rate, ema_decay
+5. image files                Images, read_images, image_writer, write_old_images
+6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, write_old_weights, newest_checkpoint
+7. tensor files               read_tensors, write_tensors
+8. pictures                   to_uint8, save_grid
+
+All files are little-endian, a header of 256 int32 and then data; README.md describes them byte by byte.
+Every reader compares the header with the length of the file before it allocates anything, and raises
+UserError, whose text is one sentence for the user, when the file can't be used.
+"""
+import argparse
+import contextlib
+import dataclasses
+import enum
+import functools
+import math
+import os
+import sys
+import time
+import zlib
+
+import numpy as np
+
+HEADER_BYTES = 1024
+IMAGES_MAGIC = 20240620
+OLD_WEIGHTS_MAGIC = 12345678
+WEIGHTS_MAGIC = 0x54454E55  # the bytes "UNET"
+TENSORS_MAGIC = 0x534E4554  # the bytes "TENS"
+
+
+# ----------------------------------------------------------------------------------------------------
+# 1. errors and progress
+
+class UserError(Exception):
+    """A mistake that the user can mend. The text is one sentence: what is wrong, where, and what to do."""
+
+
+def run_script(main):
+    """Run main(). A UserError becomes `error: ...` on stderr and exit status 1; Ctrl-C exits with 130."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename or 'file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def parse_bool(text):
+    """True, False, 1, 0, yes, no (any case) as a bool; for argparse's `type`."""
+    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower())
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return value
+
+
+def parse_sizes(text):
+    """'1,2,3,4' (or any sequence of ints) as a tuple of positive ints; '' and 'none' are ()."""
+    parts = text.split(",") if isinstance(text, str) else list(text)
+    try:
+        sizes = tuple(int(part) for part in parts) if parts not in (["none"], [""]) else ()
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes) or len(sizes) > 8:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most 8 positive numbers such as 1,2,3,4")
+    return sizes
+
+
+def progress(items, total, label, out=None):
+    """Yield the items while showing how far we are: one live line in a terminal, one line each 10% in a file."""
+    out = out or sys.stderr
+    live, start, shown, done = out.isatty(), time.time(), 0.0, 0
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.time()
+        if live and (now - shown > 0.1 or done >= total):
+            bar = "#" * (30 * done // max(total, 1))
+            left = (now - start) / done * (total - done)
+            out.write(f"\r{label} [{bar:<30}] {done}/{total}  {left:.0f} s left ")
+            shown = now
+        elif not live and (10 * done // max(total, 1)) > (10 * (done - 1) // max(total, 1)):
+            out.write(f"{label} {done}/{total}  {now - start:.1f} s\n")
+        out.flush()
+    if live and done:
+        out.write("\n")
+
+
+# ----------------------------------------------------------------------------------------------------
+# 2. random numbers
+#
+# Randomness is a function, not a state: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
+# 1, 2, 3", 2011) with key = (seed, stream) and counter = (e / 4, sample, step, 0); number e is lane e % 4.
+# Integers equal those of the C++ program to the bit, normals to 2e-6.
+
+class Stream(enum.IntEnum):
+    """What a random number is for. The same list stands in train_unet.cu."""
+    INIT = 0
+    SHUFFLE = 1
+    TIMESTEP = 2
+    NOISE = 3
+    FLIP = 4
+    DROPOUT = 5
+    SAMPLER = 6
+    VAL_TIMESTEP = 7
+    VAL_NOISE = 8
+    PERTURB = 9
+    LABEL = 10
+
+
+LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+def philox4x32(counter, key):
+    """Ten rounds of Philox4x32. counter: four uint64 arrays holding 32 bits each; key: two ints.
+
+    Returns four uint64 arrays of the broadcast shape, each below 2^32.
+    """
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = ((p1 >> SHIFT32) ^ c1 ^ np.uint64(k0), p1 & LOW32,
+                          (p0 >> SHIFT32) ^ c3 ^ np.uint64(k1), p0 & LOW32)
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def words(seed, stream, count, sample=0, step=0):
+    """The random words e = 0 ... count-1. sample, step: ints or arrays; returns uint32 (*their shape, count)."""
+    sample, step = np.broadcast_arrays(np.asarray(sample, np.uint64), np.asarray(step, np.uint64))
+    block = np.arange((count + 3) // 4, dtype=np.uint64)
+    lanes = philox4x32((block, sample[..., None], step[..., None], np.uint64(0)), (int(seed), int(stream)))
+    out = np.empty((*sample.shape, len(block), 4), np.uint32)
+    for lane, value in enumerate(lanes):
+        out[..., lane] = value
+    return out.reshape(*sample.shape, -1)[..., :count]
+
+
+def normals(seed, stream, count, sample=0, step=0):
+    """Standard normals e = 0 ... count-1 by Box-Muller, computed in float64: float32 (*shape, count)."""
+    x = words(seed, stream, count + count % 2, sample, step) >> np.uint32(8)
+    u1, u2 = (x[..., 0::2] + 1.0) * 2.0**-24, x[..., 1::2] * 2.0**-24
+    radius, angle = np.sqrt(-2.0 * np.log(u1)), 2.0 * np.pi * u2
+    out = np.empty(x.shape, np.float32)
+    out[..., 0::2], out[..., 1::2] = radius * np.cos(angle), radius * np.sin(angle)
+    return out[..., :count]
+
+
+def timesteps(seed, sample, step, diffusion_steps, stream=Stream.TIMESTEP):
+    """One timestep in [0, diffusion_steps) a sample: int64 of the shape of `sample`."""
+    x = words(seed, stream, 1, sample, step)[..., 0].astype(np.uint64)
+    return ((x * np.uint64(diffusion_steps)) >> SHIFT32).astype(np.int64)
+
+
+def flips(seed, sample, step):
+    """Whether each sample is mirrored left-right at this step: bool of the shape of `sample`."""
+    return words(seed, Stream.FLIP, 1, sample, step)[..., 0] >> np.uint32(31) != 0
+
+
+@functools.lru_cache(maxsize=4)
+def permutation(seed, epoch, n):
+    """Epoch's order of n images, a Fisher-Yates shuffle from the last place down: int64 (n,)."""
+    places = np.arange(1, n + 1, dtype=np.uint64)
+    swaps = ((words(seed, Stream.SHUFFLE, n, 0, epoch) * places) >> SHIFT32).tolist()
+    order = list(range(n))
+    for i in range(n - 1, 0, -1):
+        j = swaps[i]
+        order[i], order[j] = order[j], order[i]
+    return np.array(order, np.int64)
+
+
+def batch_indices(seed, step, batch_size, n):
+    """Which of the n images make up the batch of this step (0-based): int64 (batch_size,)."""
+    places = range(step * batch_size, (step + 1) * batch_size)
+    return np.array([permutation(seed, place // n, n)[place % n] for place in places], np.int64)
+
+
+def init_uniform(seed, tensor_index, shape, fan_in):
+    """Uniform in +-1/sqrt(fan_in), PyTorch's default for convolutions and linear layers: float32 of `shape`."""
+    x = words(seed, Stream.INIT, math.prod(shape), tensor_index) >> np.uint32(8)
+    unit = x.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # exact in float32
+    return (unit * np.float32(1.0 / math.sqrt(fan_in))).reshape(shape)
+
+
+# ----------------------------------------------------------------------------------------------------
+# 3. diffusion (T = diffusion_steps; t = 0 ... T-1 indexes the tables and the timestep embedding alike)
+
+def alphas_bar(diffusion_steps, noise_schedule):
+    """The cumulative products of 1 - beta: float64 (T,).
+
+    linear: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", section 4, stretched for T other than
+    1000; cosine: Nichol and Dhariwal 2021, "Improved DDPM", equation 17.
+    """
+    T = diffusion_steps
+    if noise_schedule == "linear":
+        betas = np.linspace(1e-4 * 1000 / T, 0.02 * 1000 / T, T, dtype=np.float64)
+        betas = np.minimum(betas, 0.999)
+    else:
+        f = np.cos((np.arange(T + 1) / T + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = np.minimum(1 - f[1:] / f[:-1], 0.999)
+    return np.cumprod(1 - betas)
+
+
+def space_timesteps(diffusion_steps, sample_steps):
+    """The sample_steps timesteps that a respaced chain visits, ascending, first and last included: int64.
+
+    As guided-diffusion's space_timesteps(T, [N]): positions accumulated in float64, rounded half to even.
+    """
+    if not 1 <= sample_steps <= diffusion_steps:
+        raise UserError(f"--sample_steps {sample_steps} must lie between 1 and the {diffusion_steps} steps trained")
+    stride = (diffusion_steps - 1) / (sample_steps - 1) if sample_steps > 1 else 0.0
+    taken, position = [], 0.0
+    for _ in range(sample_steps):
+        taken.append(round(position))
+        position += stride
+    return np.array(taken, np.int64)
+
+
+def sampler_tables(diffusion_steps, noise_schedule, sample_steps):
+    """Everything the samplers need, indexed by the place i = 0 ... S-1 in the respaced chain (0 is the last call).
+
+    Returns a dict: "t" int64 (S,), the timestep shown to the network, and float32 (S,) tables, abar being the
+    cumulative product here and abar_prev that one place nearer to the image (1 at i = 0):
+      sqrt_abar, sqrt_1m_abar             roots of abar and of 1 - abar
+      sqrt_abar_prev, sqrt_1m_abar_prev   roots of abar_prev and of 1 - abar_prev
+      x0_weight, x_weight, sigma          q(x_prev | x, x0): mean x0_weight * x0 + x_weight * x and standard
+                                          deviation, 0 at i = 0 (Ho et al. 2020, equation 7)
+    """
+    t = space_timesteps(diffusion_steps, sample_steps)
+    abar = alphas_bar(diffusion_steps, noise_schedule)[t]
+    abar_prev = np.append(1.0, abar[:-1])
+    beta = 1 - abar / abar_prev
+    tables = dict(sqrt_abar=np.sqrt(abar), sqrt_1m_abar=np.sqrt(1 - abar),
+                  sqrt_abar_prev=np.sqrt(abar_prev), sqrt_1m_abar_prev=np.sqrt(1 - abar_prev),
+                  x0_weight=beta * np.sqrt(abar_prev) / (1 - abar),
+                  x_weight=(1 - abar_prev) * np.sqrt(1 - beta) / (1 - abar),
+                  sigma=np.sqrt(beta * (1 - abar_prev) / (1 - abar)))
+    return {"t": t} | {name: table.astype(np.float32) for name, table in tables.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# 4. configuration
+
+def _setting(default, index, help=None, choices=None, low=None, high=None):
+    """A Config field: its place in the header of a .bin, its --help text (None: no flag), what it may be."""
+    return dataclasses.field(default=default, metadata=dict(index=index, help=help, choices=choices,
+                                                            low=low, high=high))
+
+
+@dataclasses.dataclass
+class Config:
+    """Architecture, diffusion and optimiser: what a .bin's header holds, and a flag each where help is given."""
+    image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=1, high=4096)
+    in_channels: int = _setting(3, 17, low=1, high=16)
+    num_channels: int = _setting(64, 18, "width of the first level, a multiple of 32", low=32, high=8192)
+    num_res_blocks: int = _setting(2, 19, "residual blocks a level", low=1, high=64)
+    num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=8192)
+    norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=8192)
+    max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=1, high=2**31 - 1)
+    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level, in units of num_channels", high=256)
+    attention_resolutions: tuple = _setting((16, 8), 32, "image sizes that get attention, or none", high=4096)
+    diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=1, high=10**6)
+    noise_schedule: str = _setting("linear", 41, "how the noise grows with t", choices=("linear", "cosine"))
+    predict: str = _setting("eps", 42, "what the network predicts: the noise or v", choices=("eps", "v"))
+    batch_size: int = _setting(32, 48, "images a step", low=1, high=2**20)
+    seed: int = _setting(0, 49, "seed of every random number", low=0, high=2**32 - 1)
+    flip: bool = _setting(False, 50, "mirror half of the images left-right")
+    lr: float = _setting(1e-4, 51, "learning rate", low=0)
+    lr_schedule: str = _setting("constant", 52, "learning rate after warm-up", choices=("constant", "cosine"))
+    warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=2**31 - 1)
+    lr_steps: int = _setting(20000, 54, low=0, high=2**31 - 1)
+    weight_decay: float = _setting(0.0, 55, "AdamW's weight decay", low=0)
+    beta1: float = _setting(0.9, 56, low=0)
+    beta2: float = _setting(0.999, 57, low=0)
+    adam_eps: float = _setting(1e-8, 58, low=0)
+    ema_rate: float = _setting(0.999, 59, "rate of the weights' moving average, 0 for none", low=0, high=1)
+
+    def check(self, where=""):
+        """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
+        prefix = f"{where}: " if where else "--"
+        for field in dataclasses.fields(self):
+            value, rule = getattr(self, field.name), field.metadata
+            if field.type is str:
+                fine, wanted = value in rule["choices"], " or ".join(rule["choices"])
+            elif field.type is tuple:
+                fine, wanted = all(1 <= v <= rule["high"] for v in value), f"numbers from 1 to {rule['high']}"
+            else:
+                low, high = rule["low"] or 0, math.inf if rule["high"] is None else rule["high"]
+                fine, wanted = low <= value <= high and math.isfinite(value), f"from {low} to {high}"
+            if not fine:
+                raise UserError(f"{prefix}{field.name} is {value}, it must be {wanted}")
+        if not self.channel_mult:
+            raise UserError(f"{prefix}channel_mult is empty, it must name the width of each level, e.g. 1,2,3,4")
+        if self.image_size % 2 ** (len(self.channel_mult) - 1):
+            raise UserError(f"{prefix}image_size {self.image_size} can't be halved {len(self.channel_mult) - 1} times"
+                            f" for the {len(self.channel_mult)} levels of channel_mult")
+        if self.num_channels % 32:
+            raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
+        return self
+
+
+PRESETS = {
+    "unet64": {},
+    "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
+                 attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine", batch_size=8,
+                 lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
+                 steps=2000, data_file="data/faces.bin"),
+}
+
+
+def learning_rate(config, step):
+    """The learning rate of step (0-based): linear warm-up, then constant or half a cosine down to 0."""
+    rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    if config.lr_schedule == "cosine" and step >= config.warmup_steps:
+        span = max(config.lr_steps - config.warmup_steps, 1)
+        rate *= 0.5 * (1 + math.cos(math.pi * min((step - config.warmup_steps) / span, 1.0)))
+    return rate
+
+
+def ema_decay(config, step):
+    """How much of the average is kept at the update of step (0-based); less at first, so that it warms up."""
+    return min(config.ema_rate, 1 - (2 + step) ** -0.75)
+
+
+# ----------------------------------------------------------------------------------------------------
+# files in general
+
+def _map_file(path):
+    """(header int32 (256,), whole file uint8 as a read-only mapping)."""
+    try:
+        size = os.path.getsize(path)
+        if os.path.isdir(path):
+            raise UserError(f"{path} is a folder, a file is needed")
+        if size < HEADER_BYTES:
+            raise UserError(f"{path} is only {size} bytes long, shorter than a header of {HEADER_BYTES}")
+        data = np.memmap(path, np.uint8, "r")
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    return data[:HEADER_BYTES].view("<i4").copy(), data
+
+
+def _need_size(path, data, expected, what):
+    """Raise UserError unless the file is exactly `expected` bytes long."""
+    if len(data) != expected:
+        state = "cut short" if len(data) < expected else "too long"
+        raise UserError(f"{path} is {state}: {what} need {expected} bytes, the file has {len(data)}")
+
+
+def _check_crc(path, header, data, field):
+    """Compare the checksum in header[field] with that of the data and then of the header with the field at 0."""
+    crc = 0
+    for start in range(HEADER_BYTES, len(data), 1 << 24):
+        crc = zlib.crc32(data[start:start + (1 << 24)], crc)
+    blank = header.copy()
+    blank[field] = 0
+    if zlib.crc32(blank.tobytes(), crc) != int(header[field]) & 0xFFFFFFFF:
+        raise UserError(f"{path} is damaged: its checksum doesn't match, so make or copy the file again")
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Open a temporary file beside path; flush and rename it to path at the end, or remove it on an error."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        if isinstance(error, OSError):
+            raise UserError(f"{path} can't be written: {error.strerror}") from None
+        raise
+
+
+def _write_with_header(file, header, blocks, crc_field):
+    """Write the data blocks first and the header with their checksum last, at the start of the file."""
+    crc = 0
+    file.write(bytes(HEADER_BYTES))
+    for block in blocks:
+        crc = zlib.crc32(block, crc)
+        file.write(block)
+    _write_header(file, header, crc, crc_field)
+
+
+def _write_header(file, header, crc, crc_field):
+    header[crc_field] = 0
+    crc = zlib.crc32(header.tobytes(), crc)
+    header[crc_field] = np.uint32(crc).view(np.int32)
+    file.seek(0)
+    file.write(header.tobytes())
+
+
+# ----------------------------------------------------------------------------------------------------
+# 5. image files: [20240620, N, C, H, W, version, type, classes, bytes of class names, CRC-32, 0 ...]
+#    version 0 (old): float32 in [-1, 1]; version 1: uint8, then int32 labels and the class names if there are any
+
+@dataclasses.dataclass
+class Images:
+    """A data set. pixels: (N, C, H, W), uint8 or float32 in [-1, 1], mapped from the file and read on demand."""
+    pixels: np.ndarray
+    labels: np.ndarray = None  # int32 (N,) or None
+    class_names: tuple = ()
+    path: str = "images"
+
+    def __len__(self):
+        return len(self.pixels)
+
+    def check_size(self, image_size, channels=3):
+        """Raise UserError unless floats() can give images of this size (the same, or smaller by a whole factor)."""
+        _, have, height, width = self.pixels.shape
+        if have != channels:
+            raise UserError(f"{self.path} has {have} channels, the model takes {channels}")
+        if height != width or height % image_size:
+            raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make a file"
+                            f" with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
+                            f" --image_size {image_size}")
+
+    def floats(self, indices, image_size=None):
+        """Images in [-1, 1]: float32 (len(indices), C, image_size, image_size).
+
+        Box-filtered where the file's images are larger by a whole factor k: the sum of the k*k values, row by
+        row in float32, divided once.
+        """
+        x = self.pixels[indices].astype(np.float32)
+        k = x.shape[-1] // (image_size or x.shape[-1])
+        total = x[..., ::k, ::k]
+        for place in range(1, k * k):
+            total = total + x[..., place // k::k, place % k::k]
+        if self.pixels.dtype == np.uint8:
+            return total / np.float32(127.5 * k * k) - np.float32(1)
+        return total / np.float32(k * k)
+
+
+def read_images(path):
+    """Images from a .bin, old (float32) or new (uint8, checked against its checksum). Raises UserError."""
+    header, data = _map_file(path)
+    magic, n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[:9])
+    if magic != IMAGES_MAGIC:
+        raise UserError(f"{path} holds no images (its first number is not {IMAGES_MAGIC}): make such a file with"
+                        f" prepare_data.py")
+    if min(n, channels, height, width) < 1:
+        raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be positive")
+    if version not in (0, 1) or version == 1 and kind != 1:
+        raise UserError(f"{path} has version {version} and element type {kind}, which this program doesn't know")
+    shape, count = (n, channels, height, width), n * channels * height * width
+    if version == 0:
+        _need_size(path, data, HEADER_BYTES + 4 * count, f"{n} images of {channels}x{height}x{width} floats")
+        return Images(data[HEADER_BYTES:].view("<f4").reshape(shape), path=path)
+    if classes < 0 or name_bytes < 0 or (classes == 0) != (name_bytes == 0):
+        raise UserError(f"{path} claims to have {classes} classes with names of {name_bytes} bytes")
+    end = HEADER_BYTES + count
+    labels_end = end + (4 * n if classes else 0)
+    _need_size(path, data, labels_end + name_bytes, f"{n} images of {channels}x{height}x{width} bytes")
+    _check_crc(path, header, data, 9)
+    images = Images(data[HEADER_BYTES:end].reshape(shape), path=path)
+    if classes:
+        images.labels = np.frombuffer(data[end:labels_end].tobytes(), "<i4")
+        names = data[labels_end:].tobytes().decode("utf-8", "replace")
+        images.class_names = tuple(names.split("\n")[:-1])
+        if not names.endswith("\n") or len(images.class_names) != classes:
+            raise UserError(f"{path} has {len(images.class_names)} class names for {classes} classes")
+        if images.labels.min() < 0 or images.labels.max() >= classes:
+            raise UserError(f"{path} has a label outside 0 ... {classes - 1}")
+    return images
+
+
+class ImageWriter:
+    """Takes the images of a new file one by one; only a small label each stays in memory. See image_writer."""
+    def __init__(self, file):
+        self.file, self.n, self.shape, self.crc, self.labels = file, 0, None, 0, []
+        file.write(bytes(HEADER_BYTES))
+
+    def add(self, pixels, label=None):
+        """Append one image, uint8 (C, H, W), with the name of its class or None (for all images or for none)."""
+        self.shape = self.shape or pixels.shape
+        assert pixels.dtype == np.uint8 and pixels.shape == self.shape
+        self._write(np.ascontiguousarray(pixels).data)
+        self.labels.append(label)
+        self.n += 1
+
+    def _write(self, block):
+        self.crc = zlib.crc32(block, self.crc)
+        self.file.write(block)
+
+    def finish(self):
+        """Append labels and class names, sorted, and write the header."""
+        names = sorted({label for label in self.labels if label is not None})
+        block = "".join(f"{name}\n" for name in names).encode("utf-8", "replace")
+        if names:
+            number = {name: i for i, name in enumerate(names)}
+            self._write(np.array([number[label] for label in self.labels], "<i4").tobytes())
+            self._write(block)
+        header = np.zeros(256, "<i4")
+        header[:9] = [IMAGES_MAGIC, self.n, *self.shape, 1, 1, len(names), len(block)]
+        _write_header(self.file, header, self.crc, 9)
+
+
+@contextlib.contextmanager
+def image_writer(path):
+    """`with image_writer(path) as writer: writer.add(...)`. The file appears under `path` once it is whole."""
+    with replacing(path) as file:
+        writer = ImageWriter(file)
+        yield writer
+        if not writer.n:
+            raise UserError(f"{path} is not written, since there was no image to put into it")
+        writer.finish()
+
+
+def write_images(path, pixels, labels=None):
+    """Write a new image file from uint8 (N, C, H, W) and, if given, N class names."""
+    with image_writer(path) as writer:
+        for i, image in enumerate(pixels):
+            writer.add(image, labels[i] if labels is not None else None)
+
+
+def write_old_images(path, pixels):
+    """Write an old image file from float32 (N, C, H, W) in [-1, 1]; only for tests."""
+    header = np.zeros(256, "<i4")
+    header[:5] = [IMAGES_MAGIC, *pixels.shape]
+    with replacing(path) as file:
+        file.write(header.tobytes() + np.asarray(pixels, "<f4").tobytes())
+
+
+# ----------------------------------------------------------------------------------------------------
+# 6. weights and checkpoints: [UNET, version, CRC-32, sections, step, parameters, tensors, ..., the Config,
+#    ..., from field 128 on 32 bytes a section: name (24) and length (8)], then the sections
+
+TENSOR_SECTIONS = ("weights", "ema", "adam_m", "adam_v")  # float32, all parameters in named_parameters() order
+TEXT_SECTIONS = ("data_file", "val_file")
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """What a .bin holds. sections: name -> float32 (parameters,) or, for TEXT_SECTIONS, str."""
+    config: Config
+    sections: dict
+    step: int = 0
+    smoothed_loss: float = 0.0
+    tensors: int = 0  # number of parameter tensors; 0 when the file doesn't tell
+    old: bool = False
+
+
+def _pack_config(header, config):
+    floats = header.view("<f4")
+    for field in dataclasses.fields(config):
+        value, index = getattr(config, field.name), field.metadata["index"]
+        if field.type is float:
+            floats[index] = value
+        elif field.type is tuple:
+            header[index:index + len(value)] = value
+        elif field.type is str:
+            header[index] = field.metadata["choices"].index(value)
+        else:
+            header[index] = np.uint32(value).view(np.int32)
+
+
+def _unpack_config(header, path):
+    floats, config = header.view("<f4"), Config()
+    for field in dataclasses.fields(Config):
+        index, choices = field.metadata["index"], field.metadata["choices"]
+        value = int(header[index])
+        if field.type is float:
+            value = float(np.float64(str(floats[index])))  # the shortest decimal: 1e-4, not 9.99999974e-05
+        elif field.type is tuple:
+            value = tuple(int(v) for v in header[index:index + 8])
+            value = value[:value.index(0)] if 0 in value else value
+        elif field.type is str:
+            value = choices[value] if 0 <= value < len(choices) else f"number {value}"
+        elif field.type is bool:
+            value = bool(value)
+        elif field.name == "seed":
+            value &= 0xFFFFFFFF
+        setattr(config, field.name, value)
+    return config.check(path)
+
+
+def read_checkpoint(path):
+    """Checkpoint from a .bin with weights, old or new, its checksum checked. Raises UserError."""
+    header, data = _map_file(path)
+    if header[0] == OLD_WEIGHTS_MAGIC:
+        return _read_old_weights(path, header, data)
+    if header[0] != WEIGHTS_MAGIC:
+        raise UserError(f"{path} holds no weights (its first bytes are neither UNET nor those of an old file)")
+    version, count, step, parameters, tensors = (int(header[i]) for i in (1, 3, 4, 5, 6))
+    if version != 1:
+        raise UserError(f"{path} has version {version}, this program knows version 1")
+    if not 1 <= count <= 16 or step < 0 or parameters < 1 or tensors < 1:
+        raise UserError(f"{path} is damaged: {count} sections, step {step}, {parameters} parameters in {tensors} tensors")
+    table, start = {}, HEADER_BYTES
+    for i in range(count):
+        entry = header[128 + 8 * i:136 + 8 * i].tobytes()
+        name, length = entry[:24].rstrip(b"\0").decode("ascii", "replace"), int.from_bytes(entry[24:], "little")
+        if name in table or not name.isprintable() or not name:
+            raise UserError(f"{path} is damaged: section {i} has the name {name!r}")
+        if name in TENSOR_SECTIONS and length != 4 * parameters:
+            raise UserError(f"{path} is damaged: section {name} has {length} bytes for {parameters} parameters")
+        table[name] = (start, start + length)
+        start += length
+    _need_size(path, data, start, "its sections")
+    if "weights" not in table or ("adam_m" in table) != ("adam_v" in table):
+        raise UserError(f"{path} is damaged: its sections are {', '.join(table)}")
+    _check_crc(path, header, data, 2)
+    sections = {}
+    for name, (first, last) in table.items():
+        if name in TENSOR_SECTIONS:
+            sections[name] = np.frombuffer(data[first:last], "<f4")
+        elif name in TEXT_SECTIONS:
+            sections[name] = data[first:last].tobytes().decode("utf-8", "replace")
+    return Checkpoint(_unpack_config(header, path), sections, step, float(header.view("<f4")[60]), tensors)
+
+
+def _read_old_weights(path, header, data):
+    """[12345678, B, C_in, C_model, C_out, H, W, max_period, has_adamw, has_rng, undefined ...], then parameters."""
+    batch, c_in, c_model, c_out, height, width, max_period, has_adamw, has_rng = (int(v) for v in header[1:10])
+    if c_in != c_out or height != width:
+        raise UserError(f"{path} is a model from {c_in} to {c_out} channels at {height}x{width}, which can't be used"
+                        f" here: both sizes and both channels must be equal")
+    if not (has_adamw in (0, 1) and has_rng in (0, 1) and batch >= 0):
+        raise UserError(f"{path} is damaged: its fields B, has_adamw and has_rng are {batch}, {has_adamw}, {has_rng}")
+    config = Config(image_size=height, in_channels=c_in, num_channels=c_model, max_period=max_period,
+                    attention_resolutions=(height // 4, height // 8)).check(path)
+    skipped = 48 * batch * c_in * height * width if has_rng else 0  # the old program's generator states
+    parameters, rest = divmod(len(data) - HEADER_BYTES - skipped, 4 * (3 if has_adamw else 1))
+    if rest or parameters < 1:
+        raise UserError(f"{path} is cut short or too long: its {len(data)} bytes fit no number of parameters")
+    names = TENSOR_SECTIONS[:1] + (TENSOR_SECTIONS[2:] if has_adamw else ())
+    block = data[HEADER_BYTES:HEADER_BYTES + 4 * parameters * len(names)].view("<f4").reshape(len(names), -1)
+    return Checkpoint(config, dict(zip(names, block)), old=True)
+
+
+def write_checkpoint(path, checkpoint):
+    """Write a new .bin; it replaces `path` only once it is whole.
+
+    The tensor sections are float32 arrays of any shape or lists of the parameters' arrays in PyTorch's order;
+    checkpoint.tensors must be set when they are plain arrays.
+    """
+    header = np.zeros(256, "<i4")
+    blocks, sections = [], checkpoint.sections
+    as_list = {name: sections[name] if isinstance(sections[name], (list, tuple)) else [sections[name]]
+               for name in TENSOR_SECTIONS if name in sections}
+    for i, name in enumerate(n for n in TENSOR_SECTIONS + TEXT_SECTIONS if n in sections):
+        if name in TEXT_SECTIONS:
+            parts = [sections[name].encode("utf-8", "surrogateescape")]
+        else:
+            parts = [np.ascontiguousarray(part, "<f4").reshape(-1).view(np.uint8).data for part in as_list[name]]
+        length = sum(len(part) for part in parts)
+        entry = name.encode("ascii").ljust(24, b"\0") + length.to_bytes(8, "little")
+        header[128 + 8 * i:136 + 8 * i] = np.frombuffer(entry, "<i4")
+        header[3] = i + 1
+        blocks += parts
+    parameters = sum(np.size(part) for part in as_list["weights"])
+    assert all(sum(np.size(part) for part in parts) == parameters for parts in as_list.values())
+    header[:2] = [WEIGHTS_MAGIC, 1]
+    header[4:7] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
+    _pack_config(header, checkpoint.config)
+    header.view("<f4")[60] = checkpoint.smoothed_loss
+    with replacing(path) as file:
+        _write_with_header(file, header, blocks, 2)
+
+
+def write_old_weights(path, config, weights, m=None, v=None, batch=0, has_rng=False):
+    """Write an old weights file from flat float32 arrays, with junk in the undefined fields; only for tests."""
+    header = np.full(256, -559038737, "<i4")
+    header[:10] = [OLD_WEIGHTS_MAGIC, batch, config.in_channels, config.num_channels, config.in_channels,
+                   config.image_size, config.image_size, config.max_period, m is not None, has_rng]
+    with replacing(path) as file:
+        file.write(header.tobytes())
+        for array in (weights, m, v):
+            file.write(b"" if array is None else np.asarray(array, "<f4").tobytes())
+        file.write(bytes(48 * batch * config.in_channels * config.image_size**2 * bool(has_rng)))
+
+
+def newest_checkpoint(place):
+    """(path, Checkpoint) of the file `place`, or of the whole checkpoint with the most steps in the folder."""
+    paths = [place]
+    if os.path.isdir(place):
+        paths = [os.path.join(place, name) for name in os.listdir(place) if name.endswith(".bin")]
+        steps = {}
+        for path in paths:
+            with contextlib.suppress(UserError):
+                header, _ = _map_file(path)
+                if header[0] == WEIGHTS_MAGIC:
+                    steps[path] = int(header[4])
+        paths = sorted(steps, key=steps.get, reverse=True)
+    for path in paths:
+        try:
+            checkpoint = read_checkpoint(path)
+        except UserError as error:
+            if path == place:
+                raise
+            print(f"skipped: {error}", file=sys.stderr)
+            continue
+        if "adam_m" in checkpoint.sections:
+            return path, checkpoint
+    raise UserError(f"{place} holds no checkpoint to resume from (weights alone start a new run: --model_weights FILE)")
+
+
+# ----------------------------------------------------------------------------------------------------
+# 7. tensor files, for tests: [TENS, version, count, 0 ...]; a tensor: name (64 bytes), type, ndim, 4 dims, data
+
+TENSOR_TYPES = (np.dtype("<f4"), np.dtype("<f8"), np.dtype("<i4"))
+TENSOR_HEADER = np.dtype([("name", "S64"), ("type", "<i4"), ("ndim", "<i4"), ("dims", "<i8", 4)])
+
+
+def write_tensors(path, tensors):
+    """Write {name: float32, float64 or int32 array of at most 4 dimensions}."""
+    header = np.zeros(256, "<i4")
+    header[:3] = [TENSORS_MAGIC, 1, len(tensors)]
+    with replacing(path) as file:
+        file.write(header.tobytes())
+        for name, array in tensors.items():
+            array = np.asarray(array)
+            dims = list(array.shape) + [1] * (4 - array.ndim)
+            assert len(name) <= 64, name
+            entry = np.array((name.encode(), TENSOR_TYPES.index(array.dtype), array.ndim, dims), TENSOR_HEADER)
+            file.write(entry.tobytes() + array.tobytes())
+
+
+def read_tensors(path):
+    """{name: array} from a tensor file. Raises UserError."""
+    header, data = _map_file(path)
+    if header[0] != TENSORS_MAGIC or header[1] != 1:
+        raise UserError(f"{path} is no tensor file of version 1")
+    tensors, at = {}, HEADER_BYTES
+    for _ in range(int(header[2])):
+        if at + TENSOR_HEADER.itemsize > len(data):
+            raise UserError(f"{path} is cut short at byte {at}")
+        entry = np.frombuffer(data[at:at + TENSOR_HEADER.itemsize].tobytes(), TENSOR_HEADER)[0]
+        at += TENSOR_HEADER.itemsize
+        kind, ndim, dims = int(entry["type"]), int(entry["ndim"]), [int(d) for d in entry["dims"]]
+        if not (0 <= kind < 3 and 0 <= ndim <= 4 and min(dims) >= 0):
+            raise UserError(f"{path} is damaged at byte {at}")
+        size = math.prod(dims) * TENSOR_TYPES[kind].itemsize
+        if at + size > len(data):
+            raise UserError(f"{path} is cut short at byte {at}")
+        values = np.frombuffer(data[at:at + size].tobytes(), TENSOR_TYPES[kind])
+        tensors[entry["name"].decode("ascii", "replace")] = values.reshape(dims[:ndim])
+        at += size
+    return tensors
+
+
+# ----------------------------------------------------------------------------------------------------
+# 8. pictures
+
+def to_uint8(x):
+    """Pixels of images in [-1, 1] (clamped): floor((x + 1) * 127.5 + 0.5) in float32, as uint8 of x's shape."""
+    x = np.clip(np.asarray(x, np.float32), -1, 1)
+    return np.floor((x + np.float32(1)) * np.float32(127.5) + np.float32(0.5)).astype(np.uint8)
+
+
+def save_picture(path, pixels):
+    """Write uint8 (C, H, W), C = 1 or 3, in any format that Pillow knows by the name's ending."""
+    from PIL import Image
+    array = np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+    try:
+        Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+def save_grid(path, pixels, columns=None, gap=2):
+    """Write uint8 (N, C, H, W) as one picture, row by row on white, `gap` pixels around and between.
+
+    columns: ceil(sqrt(N)) unless given.
+    """
+    n, channels, height, width = pixels.shape
+    columns = columns or math.ceil(math.sqrt(n))
+    rows = -(-n // columns)
+    grid = np.full((channels, gap + rows * (height + gap), gap + columns * (width + gap)), 255, np.uint8)
+    for i in range(n):
+        y, x = gap + i // columns * (height + gap), gap + i % columns * (width + gap)
+        grid[:, y:y + height, x:x + width] = pixels[i]
+    save_picture(path, grid)
