@@ -1,9 +1,9 @@
 """Pictures from trained weights: a new or old .bin, or an old model's .pt.
 
-    python generate.py --model_filename out/step_00020000.bin
+    python generate.py --model_filename out/checkpoint_00020000.bin
 
-writes samples.png. Picture n comes from seed + n alone, so that batches and --num_images change none of them, and
-the same seed and weights give the same picture as `./train_unet --generate`.
+writes samples.png. Picture n comes from seed + n alone, so that batches and --num_images change none of them,
+and the same seed and weights give the same picture as `./train_unet --generate`.
 """
 import argparse
 import dataclasses
@@ -20,8 +20,8 @@ from unet_io import Config, UserError
 def nearest(pictures, images, image_size, chunk=1024):
     """Each picture's nearest training image by Euclidean distance.
 
-    pictures: uint8 (N, C, H, W). Returns (indices int64 (N,), root mean square differences float64 (N,) in units
-    of pixel values 0 ... 255).
+    pictures: uint8 (N, C, H, W). Returns (indices int64 (N,), root mean square differences float64 (N,) in
+    units of pixel values 0 ... 255).
     """
     wanted = pictures.reshape(len(pictures), -1).astype(np.float32)
     best, where = np.full(len(wanted), np.inf), np.zeros(len(wanted), np.int64)
@@ -37,21 +37,23 @@ def nearest(pictures, images, image_size, chunk=1024):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model_filename", required=True, metavar="FILE", help="weights: .bin or .pt")
     add("--num_images", type=int, default=16, metavar="N", help="how many pictures (default: 16)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the first picture (default: 0)")
     add("--sampler", choices=["ddim", "ddpm"], default="ddim", help="default: ddim")
-    add("--sample_steps", type=int, metavar="N", help="calls of the network (default: ddim 50, ddpm all timesteps)")
+    add("--sample_steps", type=int, metavar="N",
+        help="calls of the network (default: ddim 50, ddpm all timesteps)")
     add("--batch_size", type=int, default=16, metavar="N", help="pictures at a time (default: 16)")
     add("--use_ema", type=unet_io.parse_bool, default=True, metavar="X",
         help="the averaged weights where the file has them (default: True)")
-    add("--output_name", default="samples.png", metavar="FILE", help="all pictures in a grid (default: samples.png)")
+    add("--output_name", default="samples.png", metavar="FILE",
+        help="all pictures in a grid (default: samples.png)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")
     add("--nearest", metavar="FILE.bin",
-        help="also write OUTPUT_nearest.png: each picture on the left, the training image nearest to it on the right")
+        help="also write OUTPUT_nearest.png: each picture with the training image nearest to it on its right")
     add("--device", default="", metavar="X", help="cpu, cuda, mps ... (default: the best there is)")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
     kinds = {tuple: unet_io.parse_sizes}
@@ -68,7 +70,8 @@ def main():
 
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
-    overrides = {name: getattr(args, name) for name in ARCHITECTURE + DIFFUSION if getattr(args, name, None) is not None}
+    overrides = {name: value for name, value in vars(args).items()
+                 if name in ARCHITECTURE + DIFFUSION and value is not None}
     model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
     model.to(device).eval()
     config = model.config

@@ -2,9 +2,9 @@
 
     python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
 
-Takes whatever Pillow reads. Each picture is turned as its EXIF data says, laid on white where it is transparent,
-cropped to its central square and resized with antialiasing. Files that can't be read are named, counted and
-skipped. Memory use doesn't grow with the number of images, only a path and a label each are kept.
+Takes whatever Pillow reads. Each picture is turned as its EXIF data says, laid on white where it is
+transparent, cropped to its central square and resized with antialiasing. Files that can't be read are named,
+counted and skipped. Images are written as they come, so that only a path and a label each stay in memory.
 """
 import argparse
 import concurrent.futures
@@ -60,7 +60,7 @@ class Zip:
 
 
 def may_be_image(name, extensions):
-    """Whether to try a file: its ending is one that Pillow knows, or it has none; no hidden or system files."""
+    """Whether to try a file: its ending is one that Pillow knows, or it has none, and it isn't hidden."""
     base, ending = os.path.basename(name), os.path.splitext(name)[1].lower()
     return not base.startswith(".") and "__MACOSX" not in name and (not ending or ending in extensions)
 
@@ -103,7 +103,8 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
     extensions = set(Image.registered_extensions())
     names = [name for name in source.names if may_be_image(name, extensions)]
     if not names:
-        raise UserError(f"{data_dir} has no images: none of its {len(source.names)} files ends in .png, .jpg or the like")
+        raise UserError(f"{data_dir} has no images: none of its {len(source.names)} files ends in .png,"
+                        f" .jpg or the like")
     held_out = round(val_fraction * len(names))
     if val_fraction and not 0 < held_out < len(names):
         raise UserError(f"--val_fraction {val_fraction} of {len(names)} images leaves nothing on one side")
@@ -113,8 +114,8 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
         try:
             return load_image(source.read(name), image_size), None
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            reason = "not an image that Pillow can read" if isinstance(error, UnidentifiedImageError) else error
-            return None, f"{name}: {reason}"
+            known = not isinstance(error, UnidentifiedImageError)
+            return None, f"{name}: {error if known else 'not an image that Pillow can read'}"
 
     def pictures(pool):
         for start in range(0, len(names), CHUNK):
@@ -141,8 +142,8 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data_dir", required=True, metavar="PLACE", help="a folder, searched to any depth, or a zip")
     add("--output_name", required=True, metavar="FILE.bin", help="the file to write")
@@ -153,16 +154,17 @@ def main():
         help="hold out this part of the images, as FILE_val.bin (default: 0)")
     args = parser.parse_args()
     if not 1 <= args.image_size <= 4096:
-        raise UserError(f"--image_size {args.image_size} must be from 1 to 4096, and for training a multiple of 8")
+        raise UserError(f"--image_size {args.image_size} must be from 1 to 4096, and for training a"
+                        f" multiple of 8")
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction} must be from 0 to below 1")
     written, held_out, skipped = prepare(args.data_dir, args.output_name, args.image_size, args.labels,
                                          args.val_fraction)
-    print(f"wrote {args.output_name}: {written} images of {args.image_size}x{args.image_size}, {held_out} more held out"
-          f" for validation, {skipped} files skipped")
+    print(f"wrote {args.output_name}: {written} images of {args.image_size}x{args.image_size},"
+          f" {held_out} more held out for validation, {skipped} files skipped")
 
 
-warnings.simplefilter("error", Image.DecompressionBombWarning)  # such a file is skipped like any other bad one
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # such a file is skipped like any bad one
 
 if __name__ == "__main__":
     unet_io.run_script(main)

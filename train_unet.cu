@@ -964,15 +964,15 @@ static void silu_backward_cpu(float* dx, const float* dout, const float* x, size
 // gradient of what was added per image, the time embedding).
 #ifdef CPU_LAYERS
 static void bias_backward_cpu(float* dbias, float* per_image, const float* dout, int B, int T, int O) {
-    Pieces channels = cut(O, 64);
+    Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
     for (int piece = 0; piece < channels.count; piece++) {
         int o0 = channels.begin(piece), n = channels.end(piece) - o0;
-        double total[64] = {0};
+        double total[16] = {0};
         for (int b = 0; b < B; b++) {
-            double image[64] = {0};
+            double image[16] = {0};
             for (int t0 = 0; t0 < T; t0 += 64) {  // short float sums, long double ones
-                float sum[64] = {0};
+                float sum[16] = {0};
                 for (int t = t0; t < std::min(t0 + 64, T); t++) {
                     const float* row = dout + ((size_t)b * T + t) * O + o0;
 #pragma omp simd
@@ -1184,24 +1184,24 @@ static NormItem norm_item(const Pieces& groups, int b, int piece, const float* x
     return item;
 }
 
-// sums (channels of the item) = over the image's pixels of value(x, channel), pixels in short float sums,
-// those in double.
-template <typename Value>
-static void norm_reduce(double* sums, const NormItem& item, int T, Value value) {
+// Sums over the image's pixels: accumulate(sum, row, c0, n, t) adds pixel t's channels [c0, c0 + n) to the
+// SUMS rows of sum, short float sums that are then added up in double. sums (SUMS, channels of the item).
+template <int SUMS, typename Accumulate>
+static void norm_reduce(double* sums, const NormItem& item, int T, Accumulate accumulate) {
+    int channels = (item.g1 - item.g0) * item.group;
     for (const NormRun& run : item.runs)
         for (int start = 0; start < run.n; start += NORM_CHANNELS) {
             int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
-            double total[NORM_CHANNELS] = {0};
+            double total[SUMS][NORM_CHANNELS] = {};
             for (int t0 = 0; t0 < T; t0 += 64) {
-                float sum[NORM_CHANNELS] = {0};
-                for (int t = t0; t < std::min(t0 + 64, T); t++) {
-                    const float* row = run.x + (size_t)t * run.stride + start;
-#pragma omp simd
-                    for (int c = 0; c < n; c++) sum[c] += value(row[c], c0 + c, t);
-                }
-                for (int c = 0; c < n; c++) total[c] += sum[c];
+                float sum[SUMS][NORM_CHANNELS] = {};
+                for (int t = t0; t < std::min(t0 + 64, T); t++)
+                    accumulate(sum, run.x + (size_t)t * run.stride + start, c0, n, t);
+                for (int i = 0; i < SUMS; i++)
+                    for (int c = 0; c < n; c++) total[i][c] += sum[i][c];
             }
-            for (int c = 0; c < n; c++) sums[c0 + c - item.g0 * item.group] = total[c];
+            for (int i = 0; i < SUMS; i++)
+                for (int c = 0; c < n; c++) sums[i * channels + c0 + c - item.g0 * item.group] = total[i][c];
         }
 }
 
@@ -1251,7 +1251,10 @@ static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const fl
             float* room = thread_floats();
             float *center = room, *scale = room + channels, *shift = room + 2 * channels;
             double* sums = (double*)(room + 4 * channels);
-            norm_reduce(sums, item, T, [](float v, int, int) { return v; });
+            norm_reduce<1>(sums, item, T, [](float sum[][NORM_CHANNELS], const float* row, int, int n, int) {
+#pragma omp simd
+                for (int c = 0; c < n; c++) sum[0][c] += row[c];
+            });
             for (int g = item.g0; g < item.g1; g++) {
                 double total = 0;
                 for (int c = g * item.group; c < (g + 1) * item.group; c++) total += sums[c - base];
@@ -1259,8 +1262,13 @@ static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const fl
                 for (int c = g * item.group; c < (g + 1) * item.group; c++)
                     center[c - base] = mean[b * G + g];
             }
-            norm_reduce(sums, item, T,
-                        [=](float v, int c, int) { return (v - center[c - base]) * (v - center[c - base]); });
+            norm_reduce<1>(sums, item, T,
+                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int) {
+                               const float* middle = center + c0 - base;
+#pragma omp simd
+                               for (int c = 0; c < n; c++)
+                                   sum[0][c] += (row[c] - middle[c]) * (row[c] - middle[c]);
+                           });
             for (int g = item.g0; g < item.g1; g++) {
                 double squares = 0;
                 for (int c = g * item.group; c < (g + 1) * item.group; c++) squares += sums[c - base];
@@ -1307,22 +1315,33 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
             float *scale = room, *shift = room + channels, *slope = room + 2 * channels,
                   *offset = room + 3 * channels;
             double* totals = (double*)(room + 4 * channels);
-            const float* upstream = dout + (size_t)b * T * K;
             norm_affine(scale, shift, item, mean, rstd, w, bias, G);
-            auto dy = [=](float v, int c, int t) {
-                float g = upstream[(size_t)t * K + c];
-                return silu ? g * silu_gradient_cpu(v * scale[c - base] + shift[c - base]) : g;
-            };
-            float *sum = sums + (size_t)b * K, *sum_normed = sums + (size_t)(B + b) * K;
             for (int g = item.g0; g < item.g1; g++)
                 for (int c = g * item.group; c < (g + 1) * item.group; c++)  // x^ = x slope + offset
                     slope[c - base] = rstd[b * G + g], offset[c - base] = -mean[b * G + g] * rstd[b * G + g];
-            norm_reduce(totals, item, T, dy);
-            for (int c = 0; c < channels; c++) sum[base + c] = (float)totals[c];
-            norm_reduce(totals, item, T, [=](float v, int c, int t) {
-                return dy(v, c, t) * (v * slope[c - base] + offset[c - base]);
-            });
-            for (int c = 0; c < channels; c++) sum_normed[base + c] = (float)totals[c];
+            // dy of pixel t's channels [c0, c0 + n)
+            auto dy_row = [=](float* dy, const float* row, int c0, int n, int t) {
+                const float *upstream = dout + ((size_t)b * T + t) * K + c0, *s = scale + c0 - base,
+                            *h = shift + c0 - base;
+                if (silu)
+#pragma omp simd
+                    for (int c = 0; c < n; c++) dy[c] = upstream[c] * silu_gradient_cpu(row[c] * s[c] + h[c]);
+                else
+#pragma omp simd
+                    for (int c = 0; c < n; c++) dy[c] = upstream[c];
+            };
+            norm_reduce<2>(totals, item, T,
+                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int t) {
+                               float dy[NORM_CHANNELS];
+                               const float *s = slope + c0 - base, *h = offset + c0 - base;
+                               dy_row(dy, row, c0, n, t);
+#pragma omp simd
+                               for (int c = 0; c < n; c++)
+                                   sum[0][c] += dy[c], sum[1][c] += dy[c] * (row[c] * s[c] + h[c]);
+                           });
+            float *sum = sums + (size_t)b * K, *sum_normed = sums + (size_t)(B + b) * K;
+            for (int c = 0; c < channels; c++)
+                sum[base + c] = (float)totals[c], sum_normed[base + c] = (float)totals[channels + c];
             // dx = scale dy - (x alpha + beta), from the group's two sums
             float *alpha = slope, *beta = offset;
             for (int g = item.g0; g < item.g1; g++) {
@@ -1335,22 +1354,29 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
                     beta[c - base] = (float)(r * (a - r * m * q) / n);
                 }
             }
-            for (int r = 0; r < 2; r++) {
-                const NormRun& run = item.runs[r];
-                for (int t = 0; run.n && t < T; t++) {
-                    const float* row = run.x + (size_t)t * run.stride;
-                    size_t at = ((size_t)b * T + t) * run.stride + run.c0 - (r ? C : 0);
-                    float* target = (r ? dx2 : dx) + at;
-                    const float* around = dresidual ? dresidual + at : nullptr;
+            for (int r = 0; r < 2; r++)
+                for (int start = 0; start < item.runs[r].n; start += NORM_CHANNELS) {
+                    const NormRun& run = item.runs[r];
+                    int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
+                    const float *s = scale + c0 - base, *a = alpha + c0 - base, *h = beta + c0 - base;
+                    for (int t = 0; t < T; t++) {
+                        float dy[NORM_CHANNELS];
+                        const float* row = run.x + (size_t)t * run.stride + start;
+                        size_t at = ((size_t)b * T + t) * run.stride + c0 - (r ? C : 0);
+                        float* target = (r ? dx2 : dx) + at;
+                        dy_row(dy, row, c0, n, t);
 #pragma omp simd
-                    for (int c = 0; c < run.n; c++) {
-                        int i = run.c0 - base + c;
-                        float value = scale[i] * dy(row[c], run.c0 + c, t) - (row[c] * alpha[i] + beta[i]);
-                        if (around) value += around[c];
-                        target[c] = accumulate ? target[c] + value : value;
+                        for (int c = 0; c < n; c++) dy[c] = s[c] * dy[c] - (row[c] * a[c] + h[c]);
+                        if (dresidual)
+#pragma omp simd
+                            for (int c = 0; c < n; c++) dy[c] += dresidual[at + c];
+                        if (accumulate)
+#pragma omp simd
+                            for (int c = 0; c < n; c++) target[c] += dy[c];
+                        else
+                            memcpy(target, dy, n * sizeof(float));
                     }
                 }
-            }
         }
 #pragma omp parallel for
     for (int c = 0; c < K; c++) {

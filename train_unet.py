@@ -5,9 +5,9 @@
     python train_unet.py --init_model_only True         write unet_init.bin for ./train_unet --model_weights
     python train_unet.py --write_debug_state PREFIX     reference values for the tests of the C++ program
 
-The architecture is that of Dhariwal and Nichol 2021, "Diffusion Models Beat GANs on Image Synthesis"; flags and
-module names are guided-diffusion's. Batches, timesteps, noise, flips and initial weights are functions of the
-seed (unet_io.py), so that a run here and a run of ./train_unet with the same flags see the same numbers.
+The architecture is that of Dhariwal and Nichol 2021, "Diffusion Models Beat GANs on Image Synthesis"; flags
+and module names are guided-diffusion's. Batches, timesteps, noise, flips and initial weights are functions of
+the seed (unet_io.py), so that a run here and a run of ./train_unet with the same flags see the same numbers.
 
 Shapes: B images, C channels, H = W pixels a side, E = 4 * num_channels the width of the timestep embedding.
 """
@@ -56,8 +56,8 @@ def group_norm(channels, groups):
     if channels % groups:
         raise UserError(f"norm_groups {groups} doesn't divide a layer of {channels} channels")
     if channels // groups < 2:
-        raise UserError(f"norm_groups {groups} leaves one channel a group in a layer of {channels} channels, and such"
-                        f" a norm wipes out the timestep: use fewer, e.g. --norm_groups 8")
+        raise UserError(f"norm_groups {groups} leaves one channel a group in a layer of {channels} channels,"
+                        f" and such a norm wipes out the timestep: use fewer, e.g. --norm_groups 8")
     return nn.GroupNorm(groups, channels)
 
 
@@ -78,7 +78,10 @@ class EmbedSequential(nn.Sequential):
 
 
 class ResBlock(nn.Module):
-    """GN, SiLU, conv3x3, + linear(SiLU(emb)), GN, SiLU, conv3x3, + skip: (B, C, H, W), (B, E) -> (B, O, H, W)."""
+    """GN, SiLU, conv3x3, + linear(SiLU(emb)), GN, SiLU, conv3x3, + skip.
+
+    (B, C, H, W) and (B, E) -> (B, O, H, W); the skip is a 1x1 convolution where O differs from C.
+    """
     def __init__(self, channels, out_channels, emb_width, groups):
         super().__init__()
         self.in_layers = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
@@ -102,7 +105,8 @@ class AttentionBlock(nn.Module):
     def __init__(self, channels, head_channels, groups):
         super().__init__()
         if channels % head_channels:
-            raise UserError(f"num_head_channels {head_channels} doesn't divide an attention layer of {channels} channels")
+            raise UserError(f"num_head_channels {head_channels} doesn't divide an attention layer of"
+                            f" {channels} channels")
         self.heads = channels // head_channels
         self.norm = group_norm(channels, groups)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
@@ -112,7 +116,7 @@ class AttentionBlock(nn.Module):
         B, C, H, W = x.shape
         qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
         q, k, v = qkv.reshape(B, 3, self.heads, C // self.heads, H * W).transpose(-1, -2).unbind(1)
-        h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H*W, head_channels), scale 1/sqrt(head_channels)
+        h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H*W, d), softmax(q k^T / sqrt(d)) v
         return x + self.proj_out(h.transpose(-1, -2).reshape(B, C, H * W)).reshape(B, C, H, W)
 
 
@@ -123,7 +127,8 @@ class UNet(nn.Module):
         self.config = config.check()
         width, groups = config.num_channels, config.norm_groups
         emb_width, last_level = 4 * width, len(config.channel_mult) - 1
-        self.time_embed = nn.Sequential(nn.Linear(width, emb_width), nn.SiLU(), nn.Linear(emb_width, emb_width))
+        self.time_embed = nn.Sequential(nn.Linear(width, emb_width), nn.SiLU(),
+                                        nn.Linear(emb_width, emb_width))
 
         def level_layers(channels, out_channels, size):
             layers = [ResBlock(channels, out_channels, emb_width, groups)]
@@ -132,7 +137,8 @@ class UNet(nn.Module):
             return layers
 
         size, channels = config.image_size, config.channel_mult[0] * width
-        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels, channels, 3, padding=1))])
+        conv_in = nn.Conv2d(config.in_channels, channels, 3, padding=1)
+        self.input_blocks = nn.ModuleList([EmbedSequential(conv_in)])
         skips = [channels]
         for level, mult in enumerate(config.channel_mult):
             for _ in range(config.num_res_blocks):
@@ -191,11 +197,12 @@ def create_model(**flags):
     for name, value in flags.items():
         if name in FIXED_FLAGS:
             if FIXED_FLAGS[name] is not None and value != FIXED_FLAGS[name]:
-                raise UserError(f"create_model: {name}={value!r} is not supported, only {FIXED_FLAGS[name]!r}")
+                raise UserError(f"create_model: {name}={value!r} is not supported, only"
+                                f" {FIXED_FLAGS[name]!r}")
         elif name not in known:
             raise UserError(f"create_model: there is no flag {name}")
         elif known[name].type is tuple:
-            if value != "" or name == "attention_resolutions":  # guided-diffusion's channel_mult="": the default
+            if value != "" or name == "attention_resolutions":  # channel_mult="" asks for the default
                 values[name] = unet_io.parse_sizes(value)
         else:
             values[name] = value
@@ -219,7 +226,7 @@ def init_weights(model, seed):
 
 
 def perturb(model, seed, scale=0.02):
-    """Add scale * N(0, 1) of stream PERTURB to every parameter: at zero initialisation gradients are mostly 0."""
+    """Add scale * N(0, 1) of stream PERTURB to every parameter: as initialised, most gradients are 0."""
     for index, parameter in enumerate(model.parameters()):
         noise = unet_io.normals(seed, Stream.PERTURB, parameter.numel(), index) * np.float32(scale)
         parameter.data += torch.from_numpy(noise.reshape(parameter.shape)).to(parameter)
@@ -239,17 +246,22 @@ def set_parameters(parameters, flat, path):
 def load_model(path, use_ema=True, overrides=None):
     """(UNet, Checkpoint) from a .bin, old or new, or a .pt with a state dict of an old model.
 
-    use_ema: take the averaged weights where the file has them. overrides: Config values that replace those of the
-    file (a .pt tells none: it is taken for an old model of 64 channels on 64x64 images, max_period 1000).
+    use_ema: take the averaged weights where the file has them. overrides: Config values that replace those of
+    the file (a .pt tells only its width: it is taken for an old model of 64x64 images, max_period 1000).
     """
     checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
-    checkpoint.config = dataclasses.replace(checkpoint.config, **(overrides or {})).check()
+    overrides = dict(overrides or {})
+    if checkpoint.old and "image_size" in overrides:  # attention at the third and fourth level
+        size = overrides["image_size"]
+        overrides.setdefault("attention_resolutions", (size // 4, size // 8))
+    checkpoint.config = dataclasses.replace(checkpoint.config, **overrides).check()
     with torch.device("meta"):  # no memory until the number of parameters is known to be right
         model = UNet(checkpoint.config)
     tensors = len(list(model.parameters()))
     flat = checkpoint.sections["ema" if use_ema and "ema" in checkpoint.sections else "weights"]
     if checkpoint.tensors not in (0, tensors):
-        raise UserError(f"{path} has {checkpoint.tensors} tensors, the model that its header describes has {tensors}")
+        raise UserError(f"{path} has {checkpoint.tensors} tensors, the model that its header describes has"
+                        f" {tensors}")
     if sum(p.numel() for p in model.parameters()) == len(flat):
         model = model.to_empty(device="cpu")
     set_parameters(model.parameters(), flat, path)
@@ -257,13 +269,14 @@ def load_model(path, use_ema=True, overrides=None):
 
 
 def _read_pt(path):
-    """Checkpoint of an old model from PyTorch's state dict, whose values stand in the order of the parameters."""
+    """Checkpoint of an old model from a state dict, whose values stand in the order of the parameters."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} can't be read: no such file") from None
     except pickle.UnpicklingError:
-        raise UserError(f"{path} is no plain state dict: for safety only tensors are loaded from a .pt") from None
+        raise UserError(f"{path} is no plain state dict: for safety only tensors are loaded from a"
+                        f" .pt") from None
     except Exception as error:
         raise UserError(f"{path} can't be loaded as a PyTorch file: {str(error).splitlines()[0]}") from None
     for key in ("state_dict", "model"):
@@ -272,7 +285,7 @@ def _read_pt(path):
         raise UserError(f"{path} holds no state dict of tensors")
     state = {name.removeprefix("_orig_mod."): value.float().numpy() for name, value in state.items()}
     shapes = [value.shape for value in state.values()]
-    width = shapes[0][-1] if len(shapes[0]) == 2 else 0  # time_embed.0.weight is (4 * num_channels, num_channels)
+    width = shapes[0][-1] if len(shapes[0]) == 2 else 0  # time_embed.0.weight: (4 num_channels, num_channels)
     config = Config(num_channels=width, max_period=1000).check(path)
     with torch.device("meta"):
         expected = UNet(config).named_parameters()
@@ -305,8 +318,8 @@ class Diffusion:
 def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls):
     """Pictures in [-1, 1], float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
-    sampler: "ddim" with eta 0 (Song et al. 2021, equation 12; 50 steps unless told) or "ddpm" with the posterior
-    variance (Ho et al. 2020, equation 7; all steps unless told). x0 is clamped to [-1, 1] at each step.
+    sampler: "ddim" with eta 0 (Song et al. 2021, equation 12; 50 steps unless told) or "ddpm" with the
+    posterior variance (Ho et al. 2020, equation 7; all steps unless told). Each step clamps x0 to [-1, 1].
     """
     config = model.config
     steps = sample_steps or (min(50, config.diffusion_steps) if sampler == "ddim" else config.diffusion_steps)
@@ -340,9 +353,10 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
 # training
 
 def make_batch(images, config, step):
-    """What step (0-based) trains on: images float32 (B, C, H, W) in [-1, 1], t int64 (B,), normals float32."""
+    """What step (0-based) trains on: float32 images (B, C, H, W) in [-1, 1], t int64 (B,), float32 noise."""
     rows = np.arange(config.batch_size)
-    x0 = images.floats(unet_io.batch_indices(config.seed, step, config.batch_size, len(images)), config.image_size)
+    places = unet_io.batch_indices(config.seed, step, config.batch_size, len(images))
+    x0 = images.floats(places, config.image_size)
     if config.flip:
         mirrored = unet_io.flips(config.seed, rows, step)
         x0[mirrored] = x0[mirrored][..., ::-1]
@@ -356,7 +370,8 @@ class Trainer:
 
     dtype float64 gives a reference run, precision "bf16" PyTorch's autocast on top of float32 weights.
     """
-    def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32", compile=False):
+    def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
+                 compile=False):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
         images.check_size(config.image_size, config.in_channels)
         self.model = model.to(device, dtype)
@@ -386,7 +401,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*batch)
         loss.backward()
-        if torch.isfinite(nn.utils.clip_grad_norm_(self.parameters, math.inf)):  # only measures: nothing is clipped
+        if torch.isfinite(nn.utils.clip_grad_norm_(self.parameters, math.inf)):  # measures, clips nothing
             for group in self.optimizer.param_groups:
                 group["lr"] = unet_io.learning_rate(self.config, step)
             self.optimizer.step()
@@ -412,11 +427,11 @@ class Trainer:
 
     def checkpoint(self, smoothed_loss=0.0, **texts):
         """Everything that resuming needs, as unet_io.Checkpoint; texts: data_file, val_file."""
-        moments = [self.optimizer.state.get(p, {}) for p in self.parameters]
-        tensors = {"weights": self.parameters,
-                   "ema": self.ema,
-                   "adam_m": [s.get("exp_avg", torch.zeros_like(p)) for s, p in zip(moments, self.parameters)],
-                   "adam_v": [s.get("exp_avg_sq", torch.zeros_like(p)) for s, p in zip(moments, self.parameters)]}
+        def moments(key):
+            return [self.optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in self.parameters]
+
+        tensors = {"weights": self.parameters, "ema": self.ema,
+                   "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
         sections = {name: to_numpy(values) for name, values in tensors.items() if values}
         sections |= {name: text for name, text in texts.items() if text}
         return Checkpoint(self.config, sections, self.steps_done, smoothed_loss)
@@ -449,9 +464,9 @@ def debug_state(prefix, config, images=None, steps=0):
 
     PREFIX_weights.bin  the weights: stream INIT, then N(0, 0.02^2) of stream PERTURB added to every parameter
     PREFIX_images.bin   random images, where none are given
-    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images; t (B,) int32; target float32;
-                        out float64; loss float64; grad.NAME float64 for every parameter; and, with steps > 0,
-                        losses (steps,) float64, those of AdamW in float32
+    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images; t (B,) int32; target
+                        float32; out float64; loss float64; grad.NAME float64 for every parameter; and, with
+                        steps > 0, losses (steps,) float64, those of AdamW in float32
     Returns the tensors as a dict.
     """
     if images is None:
@@ -461,7 +476,8 @@ def debug_state(prefix, config, images=None, steps=0):
         images = unet_io.read_images(f"{prefix}_images.bin")
     images.check_size(config.image_size, config.in_channels)
     model = perturb(init_weights(UNet(config), config.seed), config.seed)
-    unet_io.write_checkpoint(f"{prefix}_weights.bin", Checkpoint(config, {"weights": to_numpy(model.parameters())}))
+    weights = to_numpy(model.parameters())
+    unet_io.write_checkpoint(f"{prefix}_weights.bin", Checkpoint(config, {"weights": weights}))
 
     x0, t, noise = (torch.from_numpy(array) for array in make_batch(images, config, 0))
     x, target = Diffusion(config).noised(x0, t, noise)
@@ -490,9 +506,9 @@ RUN_FLAGS = {  # name: (default, help)
     "val_file": ("", "images for a validation loss at every save"),
     "model_weights": ("", "a .bin or .pt to start from instead of new weights"),
     "out_dir": ("out", "folder for checkpoints, metrics.jsonl and samples"),
-    "log_every": (10, "steps between two lines of the log"),
+    "log_every": (50, "steps between two lines of the log"),
     "save_every": (1000, "steps between two checkpoints, 0 for none but the last"),
-    "sample_every": (0, "steps between two grids of 16 pictures, 0 for none"),
+    "sample_every": (1000, "steps between two grids of 16 pictures, 0 for none"),
     "init_model_only": (False, "write new weights to --init_model_filename and exit"),
     "init_model_filename": ("unet_init.bin", "see --init_model_only"),
     "write_debug_state": ("", "write PREFIX_weights.bin, PREFIX_state.bin for tests and exit"),
@@ -501,14 +517,16 @@ RUN_FLAGS = {  # name: (default, help)
 
 
 def parse_flags(argv=None):
-    """(Config, namespace of the other flags, dict of the flags that the user gave)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    """(dict of the flags that the user gave, Config, namespace of the other flags)."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes}
 
     def add(name, kind, default, help, choices=None):
         shown = ",".join(map(str, default)) if kind is tuple else default
-        parser.add_argument(f"--{name}", type=kinds.get(kind, kind), choices=choices,
+        optional = dict(nargs="?", const=True) if kind is bool else {}  # --flip is --flip True
+        parser.add_argument(f"--{name}", type=kinds.get(kind, kind), choices=choices, **optional,
                             metavar=None if choices else "X", help=f"{help} (default: {shown})")
 
     for field in dataclasses.fields(Config):
@@ -517,9 +535,10 @@ def parse_flags(argv=None):
     for name, (default, help) in RUN_FLAGS.items():
         add(name, type(default), default if default != "" else "none", help)
     parser.add_argument("--resume", nargs="?", const="", metavar="PLACE",
-                        help="continue from a checkpoint, or from a folder's newest (default: that of --out_dir)")
-    parser.add_argument("--preset", choices=list(unet_io.PRESETS), help="defaults for a known model: unet64 or tiny")
-    parser.add_argument("--init", choices=["philox", "torch"], help="numbers for new weights (default: philox)")
+                        help="continue from a checkpoint or a folder's newest (default: --out_dir's)")
+    parser.add_argument("--preset", choices=list(unet_io.PRESETS), help="defaults for a known model")
+    parser.add_argument("--init", choices=["philox", "torch"],
+                        help="who draws new weights: philox as ./train_unet, or torch (default: philox)")
     parser.add_argument("--compile", type=unet_io.parse_bool, metavar="X",
                         help="use torch.compile (default: 1 on a GPU, else 0)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="bf16: autocast (default: fp32)")
@@ -528,7 +547,7 @@ def parse_flags(argv=None):
     return given, *resolve(given)
 
 
-def resolve(given, config=None):
+def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
     values = {name: default for name, (default, _) in RUN_FLAGS.items()}
     values |= dict(resume=None, preset="unet64", init="philox", compile=None, precision="fp32", device="")
@@ -592,7 +611,8 @@ def open_images(config, run):
         prepare(run.data_dir, run.data_file, config.image_size)
         print(f"prepared {run.data_file}; with --data_file {run.data_file} later runs start at once")
     elif not os.path.exists(run.data_file):
-        raise UserError(f"{run.data_file} does not exist: name images with --data_dir FOLDER or --data_file FILE.bin")
+        raise UserError(f"{run.data_file} does not exist: name images with --data_dir FOLDER or"
+                        f" --data_file FILE.bin")
     return unet_io.read_images(run.data_file)
 
 
@@ -619,15 +639,20 @@ def train(config, run, given):
         trainer.restore(checkpoint, path)
         smoothed = checkpoint.smoothed_loss
         print(f"resumed {path} after step {trainer.steps_done}")
-    print(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device} with {torch.get_num_threads()} threads,"
-          f" {len(images)} images from {images.path}, batch {config.batch_size}, seed {config.seed}")
+    print(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device}, {len(images)} images from"
+          f" {images.path}, batch {config.batch_size}, seed {config.seed}")
 
     stop = []
+
+    def finish_step(number, _):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.append(True))
+        signal.signal(number, finish_step)
 
     def save():
-        name = os.path.join(run.out_dir, f"step_{trainer.steps_done:08d}.bin")
+        name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
         state = trainer.checkpoint(smoothed or 0.0, data_file=os.path.abspath(images.path),
                                    val_file=run.val_file and os.path.abspath(run.val_file))
         unet_io.write_checkpoint(name, state)
@@ -643,14 +668,17 @@ def train(config, run, given):
         last_time, last_step = time.time(), trainer.steps_done
         while trainer.steps_done < run.steps and not stop:
             loss = trainer.step()
-            smoothed = float(np.float32(loss if smoothed is None else 0.98 * smoothed + 0.02 * loss))  # as saved
+            smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
+            smoothed = float(np.float32(smoothed))  # as it is saved
             step = trainer.steps_done
             if step % run.log_every == 0 or step == run.steps or stop:
                 seconds = (time.time() - last_time) / (step - last_step)
                 rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-                print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {smoothed:.5f}  {1000 * seconds:.1f} ms"
-                      f"  {rate:.1f} images/s  lr {lr:.2e}  left {duration(seconds * (run.steps - step))}", flush=True)
-                note(step=step, loss=loss, smoothed_loss=smoothed, ms=1000 * seconds, images_per_s=rate, lr=lr)
+                left = duration(seconds * (run.steps - step))
+                print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {smoothed:.5f}"
+                      f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}", flush=True)
+                note(step=step, loss=loss, smoothed=smoothed, ms=1000 * seconds, images_per_s=rate,
+                     lr=lr)
                 last_time, last_step = time.time(), step
             final = step == run.steps or stop
             if final or run.save_every and step % run.save_every == 0:
@@ -666,8 +694,8 @@ def train(config, run, given):
                 print(f"wrote {name}")
                 last_time, last_step = time.time(), step
     if stop:
-        print(f"stopped; to go on: python train_unet.py --resume {saved or run.out_dir} --out_dir {run.out_dir}"
-              f" --steps {run.steps}")
+        print(f"stopped; to go on: python train_unet.py --resume {saved or run.out_dir}"
+              f" --out_dir {run.out_dir} --steps {run.steps}")
     else:
         print(f"done; to see pictures: python generate.py --model_filename {saved}")
 
@@ -693,7 +721,8 @@ def main():
         checkpoint = Checkpoint(config, {"weights": to_numpy(model.parameters())})
         unet_io.write_checkpoint(run.init_model_filename, checkpoint)
         preset = f" --preset {run.preset}" if "preset" in given else ""
-        print(f"wrote {run.init_model_filename}: {sum(p.numel() for p in model.parameters()):,} parameters; to train it:"
+        count = sum(p.numel() for p in model.parameters())
+        print(f"wrote {run.init_model_filename}: {count:,} parameters; to train it:"
               f"\n./train_unet --model_weights {run.init_model_filename}{preset}")
     else:
         train(config, run, given)

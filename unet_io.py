@@ -1,4 +1,4 @@
-"""What train_unet.py, prepare_data.py and generate.py share, in NumPy: random numbers, files, diffusion tables.
+"""What train_unet.py, prepare_data.py and generate.py share: random numbers, files, diffusion tables (NumPy).
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
@@ -7,7 +7,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 3. diffusion                  alphas_bar, space_timesteps, sampler_tables
 4. configuration              Config, PRESETS, learning_rate, ema_decay
 5. image files                Images, read_images, image_writer, write_old_images
-6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, write_old_weights, newest_checkpoint
+6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
 8. pictures                   to_uint8, save_grid
 
@@ -44,6 +44,7 @@ class UserError(Exception):
 
 def run_script(main):
     """Run main(). A UserError becomes `error: ...` on stderr and exit status 1; Ctrl-C exits with 130."""
+    sys.stdout.reconfigure(line_buffering=True)
     try:
         main()
     except UserError as error:
@@ -64,19 +65,20 @@ def parse_bool(text):
 
 
 def parse_sizes(text):
-    """'1,2,3,4' (or any sequence of ints) as a tuple of positive ints; '' and 'none' are ()."""
+    """'1,2,3,4' (or any sequence of ints) as a tuple of positive ints; '', '0' and 'none' are ()."""
     parts = text.split(",") if isinstance(text, str) else list(text)
     try:
-        sizes = tuple(int(part) for part in parts) if parts not in (["none"], [""]) else ()
+        sizes = tuple(int(part) for part in parts) if parts not in (["none"], ["0"], [""]) else ()
     except ValueError:
         sizes = (0,)
     if any(size < 1 for size in sizes) or len(sizes) > 8:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most 8 positive numbers such as 1,2,3,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most 8 positive numbers such as"
+                                         f" 1,2,3,4")
     return sizes
 
 
 def progress(items, total, label, out=None):
-    """Yield the items while showing how far we are: one live line in a terminal, one line each 10% in a file."""
+    """Yield the items and show how far we are: one live line in a terminal, one line each 10% in a file."""
     out = out or sys.stderr
     live, start, shown, done = out.isatty(), time.time(), 0.0, 0
     for done, item in enumerate(items, 1):
@@ -135,7 +137,7 @@ def philox4x32(counter, key):
 
 
 def words(seed, stream, count, sample=0, step=0):
-    """The random words e = 0 ... count-1. sample, step: ints or arrays; returns uint32 (*their shape, count)."""
+    """The random words e = 0 ... count-1: uint32 (*shape, count), shape that of the arrays sample, step."""
     sample, step = np.broadcast_arrays(np.asarray(sample, np.uint64), np.asarray(step, np.uint64))
     block = np.arange((count + 3) // 4, dtype=np.uint64)
     lanes = philox4x32((block, sample[..., None], step[..., None], np.uint64(0)), (int(seed), int(stream)))
@@ -185,7 +187,7 @@ def batch_indices(seed, step, batch_size, n):
 
 
 def init_uniform(seed, tensor_index, shape, fan_in):
-    """Uniform in +-1/sqrt(fan_in), PyTorch's default for convolutions and linear layers: float32 of `shape`."""
+    """Uniform in +-1/sqrt(fan_in), PyTorch's default for convolutions and linear layers: float32 (*shape)."""
     x = words(seed, Stream.INIT, math.prod(shape), tensor_index) >> np.uint32(8)
     unit = x.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # exact in float32
     return (unit * np.float32(1.0 / math.sqrt(fan_in))).reshape(shape)
@@ -216,7 +218,8 @@ def space_timesteps(diffusion_steps, sample_steps):
     As guided-diffusion's space_timesteps(T, [N]): positions accumulated in float64, rounded half to even.
     """
     if not 1 <= sample_steps <= diffusion_steps:
-        raise UserError(f"--sample_steps {sample_steps} must lie between 1 and the {diffusion_steps} steps trained")
+        raise UserError(f"--sample_steps {sample_steps} must lie between 1 and the {diffusion_steps} steps"
+                        f" trained")
     stride = (diffusion_steps - 1) / (sample_steps - 1) if sample_steps > 1 else 0.0
     taken, position = [], 0.0
     for _ in range(sample_steps):
@@ -226,7 +229,7 @@ def space_timesteps(diffusion_steps, sample_steps):
 
 
 def sampler_tables(diffusion_steps, noise_schedule, sample_steps):
-    """Everything the samplers need, indexed by the place i = 0 ... S-1 in the respaced chain (0 is the last call).
+    """What the samplers need, indexed by the place i = 0 ... S-1 in the respaced chain (0: the last call).
 
     Returns a dict: "t" int64 (S,), the timestep shown to the network, and float32 (S,) tables, abar being the
     cumulative product here and abar_prev that one place nearer to the image (1 at i = 0):
@@ -258,7 +261,7 @@ def _setting(default, index, help=None, choices=None, low=None, high=None):
 
 @dataclasses.dataclass
 class Config:
-    """Architecture, diffusion and optimiser: what a .bin's header holds, and a flag each where help is given."""
+    """Architecture, diffusion, optimiser: what a .bin's header holds, and a flag each where help is given."""
     image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=1, high=4096)
     in_channels: int = _setting(3, 17, low=1, high=16)
     num_channels: int = _setting(64, 18, "width of the first level, a multiple of 32", low=32, high=8192)
@@ -266,8 +269,8 @@ class Config:
     num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=8192)
     norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=8192)
     max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=1, high=2**31 - 1)
-    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level, in units of num_channels", high=256)
-    attention_resolutions: tuple = _setting((16, 8), 32, "image sizes that get attention, or none", high=4096)
+    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels", high=256)
+    attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", high=4096)
     diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=1, high=10**6)
     noise_schedule: str = _setting("linear", 41, "how the noise grows with t", choices=("linear", "cosine"))
     predict: str = _setting("eps", 42, "what the network predicts: the noise or v", choices=("eps", "v"))
@@ -279,9 +282,9 @@ class Config:
     warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=2**31 - 1)
     lr_steps: int = _setting(20000, 54, low=0, high=2**31 - 1)
     weight_decay: float = _setting(0.0, 55, "AdamW's weight decay", low=0)
-    beta1: float = _setting(0.9, 56, low=0)
-    beta2: float = _setting(0.999, 57, low=0)
-    adam_eps: float = _setting(1e-8, 58, low=0)
+    beta1: float = _setting(0.9, 56, "AdamW's first moment", low=0, high=1)
+    beta2: float = _setting(0.999, 57, "AdamW's second moment", low=0, high=1)
+    adam_eps: float = _setting(1e-8, 58, "AdamW's epsilon", low=0)
     ema_rate: float = _setting(0.999, 59, "rate of the weights' moving average, 0 for none", low=0, high=1)
 
     def check(self, where=""):
@@ -299,10 +302,12 @@ class Config:
             if not fine:
                 raise UserError(f"{prefix}{field.name} is {value}, it must be {wanted}")
         if not self.channel_mult:
-            raise UserError(f"{prefix}channel_mult is empty, it must name the width of each level, e.g. 1,2,3,4")
+            raise UserError(f"{prefix}channel_mult is empty, it must name the width of each level, e.g."
+                            f" 1,2,3,4")
         if self.image_size % 2 ** (len(self.channel_mult) - 1):
-            raise UserError(f"{prefix}image_size {self.image_size} can't be halved {len(self.channel_mult) - 1} times"
-                            f" for the {len(self.channel_mult)} levels of channel_mult")
+            levels = len(self.channel_mult)
+            raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
+                            f" {levels} levels of channel_mult")
         if self.num_channels % 32:
             raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         return self
@@ -311,9 +316,9 @@ class Config:
 PRESETS = {
     "unet64": {},
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
-                 attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine", batch_size=8,
-                 lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
-                 steps=2000, data_file="data/faces.bin"),
+                 attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine",
+                 batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
+                 steps=2000, save_every=500, sample_every=500, data_file="data/faces.bin"),
 }
 
 
@@ -356,7 +361,7 @@ def _need_size(path, data, expected, what):
 
 
 def _check_crc(path, header, data, field):
-    """Compare the checksum in header[field] with that of the data and then of the header with the field at 0."""
+    """Compare the checksum in header[field] with that of the data, then of the header with the field at 0."""
     crc = 0
     for start in range(HEADER_BYTES, len(data), 1 << 24):
         crc = zlib.crc32(data[start:start + (1 << 24)], crc)
@@ -404,11 +409,11 @@ def _write_header(file, header, crc, crc_field):
 
 # ----------------------------------------------------------------------------------------------------
 # 5. image files: [20240620, N, C, H, W, version, type, classes, bytes of class names, CRC-32, 0 ...]
-#    version 0 (old): float32 in [-1, 1]; version 1: uint8, then int32 labels and the class names if there are any
+#    version 0 (old): float32 in [-1, 1]; version 1: uint8, then int32 labels and the class names if any
 
 @dataclasses.dataclass
 class Images:
-    """A data set. pixels: (N, C, H, W), uint8 or float32 in [-1, 1], mapped from the file and read on demand."""
+    """A data set. pixels: (N, C, H, W), uint8 or float32 in [-1, 1], mapped and read on demand."""
     pixels: np.ndarray
     labels: np.ndarray = None  # int32 (N,) or None
     class_names: tuple = ()
@@ -418,13 +423,13 @@ class Images:
         return len(self.pixels)
 
     def check_size(self, image_size, channels=3):
-        """Raise UserError unless floats() can give images of this size (the same, or smaller by a whole factor)."""
+        """Raise UserError unless floats() can give this size: the file's, or smaller by a whole factor."""
         _, have, height, width = self.pixels.shape
         if have != channels:
             raise UserError(f"{self.path} has {have} channels, the model takes {channels}")
         if height != width or height % image_size:
-            raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make a file"
-                            f" with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
+            raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make"
+                            " a file with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
                             f" --image_size {image_size}")
 
     def floats(self, indices, image_size=None):
@@ -448,12 +453,14 @@ def read_images(path):
     header, data = _map_file(path)
     magic, n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[:9])
     if magic != IMAGES_MAGIC:
-        raise UserError(f"{path} holds no images (its first number is not {IMAGES_MAGIC}): make such a file with"
-                        f" prepare_data.py")
+        raise UserError(f"{path} holds no images (its first number is not {IMAGES_MAGIC}): make such a file"
+                        f" with prepare_data.py")
     if min(n, channels, height, width) < 1:
-        raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be positive")
+        raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be"
+                        f" positive")
     if version not in (0, 1) or version == 1 and kind != 1:
-        raise UserError(f"{path} has version {version} and element type {kind}, which this program doesn't know")
+        raise UserError(f"{path} has version {version} and element type {kind}, which this program doesn't"
+                        f" know")
     shape, count = (n, channels, height, width), n * channels * height * width
     if version == 0:
         _need_size(path, data, HEADER_BYTES + 4 * count, f"{n} images of {channels}x{height}x{width} floats")
@@ -477,13 +484,13 @@ def read_images(path):
 
 
 class ImageWriter:
-    """Takes the images of a new file one by one; only a small label each stays in memory. See image_writer."""
+    """Takes the images of a new file one by one; only a label each stays in memory. See image_writer."""
     def __init__(self, file):
         self.file, self.n, self.shape, self.crc, self.labels = file, 0, None, 0, []
         file.write(bytes(HEADER_BYTES))
 
     def add(self, pixels, label=None):
-        """Append one image, uint8 (C, H, W), with the name of its class or None (for all images or for none)."""
+        """Append one image, uint8 (C, H, W), with the name of its class or, for every image, None."""
         self.shape = self.shape or pixels.shape
         assert pixels.dtype == np.uint8 and pixels.shape == self.shape
         self._write(np.ascontiguousarray(pixels).data)
@@ -509,7 +516,7 @@ class ImageWriter:
 
 @contextlib.contextmanager
 def image_writer(path):
-    """`with image_writer(path) as writer: writer.add(...)`. The file appears under `path` once it is whole."""
+    """`with image_writer(path) as writer: writer.add(...)`. The file appears as `path` once it is whole."""
     with replacing(path) as file:
         writer = ImageWriter(file)
         yield writer
@@ -537,7 +544,7 @@ def write_old_images(path, pixels):
 # 6. weights and checkpoints: [UNET, version, CRC-32, sections, step, parameters, tensors, ..., the Config,
 #    ..., from field 128 on 32 bytes a section: name (24) and length (8)], then the sections
 
-TENSOR_SECTIONS = ("weights", "ema", "adam_m", "adam_v")  # float32, all parameters in named_parameters() order
+TENSOR_SECTIONS = ("weights", "ema", "adam_m", "adam_v")  # float32, in named_parameters() order
 TEXT_SECTIONS = ("data_file", "val_file")
 
 
@@ -592,20 +599,24 @@ def read_checkpoint(path):
     if header[0] == OLD_WEIGHTS_MAGIC:
         return _read_old_weights(path, header, data)
     if header[0] != WEIGHTS_MAGIC:
-        raise UserError(f"{path} holds no weights (its first bytes are neither UNET nor those of an old file)")
+        raise UserError(f"{path} holds no weights (its first bytes are neither UNET nor those of an old"
+                        f" file)")
     version, count, step, parameters, tensors = (int(header[i]) for i in (1, 3, 4, 5, 6))
     if version != 1:
         raise UserError(f"{path} has version {version}, this program knows version 1")
     if not 1 <= count <= 16 or step < 0 or parameters < 1 or tensors < 1:
-        raise UserError(f"{path} is damaged: {count} sections, step {step}, {parameters} parameters in {tensors} tensors")
+        raise UserError(f"{path} is damaged: {count} sections, step {step}, {parameters} parameters in"
+                        f" {tensors} tensors")
     table, start = {}, HEADER_BYTES
     for i in range(count):
         entry = header[128 + 8 * i:136 + 8 * i].tobytes()
-        name, length = entry[:24].rstrip(b"\0").decode("ascii", "replace"), int.from_bytes(entry[24:], "little")
+        name = entry[:24].rstrip(b"\0").decode("ascii", "replace")
+        length = int.from_bytes(entry[24:], "little")
         if name in table or not name.isprintable() or not name:
             raise UserError(f"{path} is damaged: section {i} has the name {name!r}")
         if name in TENSOR_SECTIONS and length != 4 * parameters:
-            raise UserError(f"{path} is damaged: section {name} has {length} bytes for {parameters} parameters")
+            raise UserError(f"{path} is damaged: section {name} has {length} bytes for {parameters}"
+                            f" parameters")
         table[name] = (start, start + length)
         start += length
     _need_size(path, data, start, "its sections")
@@ -622,13 +633,15 @@ def read_checkpoint(path):
 
 
 def _read_old_weights(path, header, data):
-    """[12345678, B, C_in, C_model, C_out, H, W, max_period, has_adamw, has_rng, undefined ...], then parameters."""
-    batch, c_in, c_model, c_out, height, width, max_period, has_adamw, has_rng = (int(v) for v in header[1:10])
+    """[12345678, B, C_in, C_model, C_out, H, W, max_period, has_adamw, has_rng, undefined ...], then data."""
+    batch, c_in, c_model, c_out, height, width = (int(v) for v in header[1:7])
+    max_period, has_adamw, has_rng = (int(v) for v in header[7:10])
     if c_in != c_out or height != width:
-        raise UserError(f"{path} is a model from {c_in} to {c_out} channels at {height}x{width}, which can't be used"
-                        f" here: both sizes and both channels must be equal")
+        raise UserError(f"{path} is a model from {c_in} to {c_out} channels at {height}x{width}, which can't"
+                        f" be used here: both sizes and both channels must be equal")
     if not (has_adamw in (0, 1) and has_rng in (0, 1) and batch >= 0):
-        raise UserError(f"{path} is damaged: its fields B, has_adamw and has_rng are {batch}, {has_adamw}, {has_rng}")
+        raise UserError(f"{path} is damaged: its fields B, has_adamw and has_rng are {batch}, {has_adamw},"
+                        f" {has_rng}")
     config = Config(image_size=height, in_channels=c_in, num_channels=c_model, max_period=max_period,
                     attention_resolutions=(height // 4, height // 8)).check(path)
     skipped = 48 * batch * c_in * height * width if has_rng else 0  # the old program's generator states
@@ -654,7 +667,7 @@ def write_checkpoint(path, checkpoint):
         if name in TEXT_SECTIONS:
             parts = [sections[name].encode("utf-8", "surrogateescape")]
         else:
-            parts = [np.ascontiguousarray(part, "<f4").reshape(-1).view(np.uint8).data for part in as_list[name]]
+            parts = [np.ascontiguousarray(part, "<f4").ravel().view(np.uint8).data for part in as_list[name]]
         length = sum(len(part) for part in parts)
         entry = name.encode("ascii").ljust(24, b"\0") + length.to_bytes(8, "little")
         header[128 + 8 * i:136 + 8 * i] = np.frombuffer(entry, "<i4")
@@ -671,7 +684,7 @@ def write_checkpoint(path, checkpoint):
 
 
 def write_old_weights(path, config, weights, m=None, v=None, batch=0, has_rng=False):
-    """Write an old weights file from flat float32 arrays, with junk in the undefined fields; only for tests."""
+    """Write an old weights file from flat float32 arrays, junk in the undefined fields; only for tests."""
     header = np.full(256, -559038737, "<i4")
     header[:10] = [OLD_WEIGHTS_MAGIC, batch, config.in_channels, config.num_channels, config.in_channels,
                    config.image_size, config.image_size, config.max_period, m is not None, has_rng]
@@ -683,7 +696,7 @@ def write_old_weights(path, config, weights, m=None, v=None, batch=0, has_rng=Fa
 
 
 def newest_checkpoint(place):
-    """(path, Checkpoint) of the file `place`, or of the whole checkpoint with the most steps in the folder."""
+    """(path, Checkpoint) of the file `place`, or of the folder's whole checkpoint with the most steps."""
     paths = [place]
     if os.path.isdir(place):
         paths = [os.path.join(place, name) for name in os.listdir(place) if name.endswith(".bin")]
@@ -704,11 +717,12 @@ def newest_checkpoint(place):
             continue
         if "adam_m" in checkpoint.sections:
             return path, checkpoint
-    raise UserError(f"{place} holds no checkpoint to resume from (weights alone start a new run: --model_weights FILE)")
+    raise UserError(f"{place} holds no checkpoint to resume from (weights alone start a new run:"
+                    f" --model_weights FILE)")
 
 
 # ----------------------------------------------------------------------------------------------------
-# 7. tensor files, for tests: [TENS, version, count, 0 ...]; a tensor: name (64 bytes), type, ndim, 4 dims, data
+# 7. tensor files, for tests: [TENS, version, count, 0 ...]; each: name (64 bytes), type, ndim, 4 dims, data
 
 TENSOR_TYPES = (np.dtype("<f4"), np.dtype("<f8"), np.dtype("<i4"))
 TENSOR_HEADER = np.dtype([("name", "S64"), ("type", "<i4"), ("ndim", "<i4"), ("dims", "<i8", 4)])
@@ -724,8 +738,8 @@ def write_tensors(path, tensors):
             array = np.asarray(array)
             dims = list(array.shape) + [1] * (4 - array.ndim)
             assert len(name) <= 64, name
-            entry = np.array((name.encode(), TENSOR_TYPES.index(array.dtype), array.ndim, dims), TENSOR_HEADER)
-            file.write(entry.tobytes() + array.tobytes())
+            entry = (name.encode(), TENSOR_TYPES.index(array.dtype), array.ndim, dims)
+            file.write(np.array(entry, TENSOR_HEADER).tobytes() + array.tobytes())
 
 
 def read_tensors(path):
@@ -755,7 +769,7 @@ def read_tensors(path):
 # 8. pictures
 
 def to_uint8(x):
-    """Pixels of images in [-1, 1] (clamped): floor((x + 1) * 127.5 + 0.5) in float32, as uint8 of x's shape."""
+    """Pixels of images in [-1, 1] (clamped): floor((x + 1) * 127.5 + 0.5) in float32, as uint8."""
     x = np.clip(np.asarray(x, np.float32), -1, 1)
     return np.floor((x + np.float32(1)) * np.float32(127.5) + np.float32(0.5)).astype(np.uint8)
 
