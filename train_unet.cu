@@ -10,7 +10,7 @@
 // training objective that of "Denoising Diffusion Probabilistic Models" (Ho, Jain and Abbeel, 2020).
 // train_unet.py holds the same model in PyTorch; it checks this file and is never needed to run it.
 //
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Contracts: what every function here may rely on
 //
 // Names       B images a batch, H W height and width, C input and O output channels, T = H*W, E embedding
@@ -40,7 +40,7 @@
 // Reductions
 //             run in an order that the shapes alone decide.
 //
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Contents
 //
 //   1  CONFIGURATION, COMMAND LINE, ERRORS
@@ -85,12 +85,11 @@ static int omp_get_thread_num() { return 0; }
 #include <cblas.h>
 #endif
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 1  CONFIGURATION, COMMAND LINE, ERRORS
-// =====================================================================================================================
+// ===========================================================================================================
 
-// ---- errors
-// ---------------------------------------------------------------------------------------------------------
+// ---- errors -----------------------------------------------------------------------------------------------
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1.
 // The fuzzer of test_unet.cu replaces the handler by one that throws, to see that a bad file always ends here
@@ -138,8 +137,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// ---- configuration
-// --------------------------------------------------------------------------------------------------
+// ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3 };
 
@@ -321,8 +319,7 @@ static const Preset PRESETS[] = {
       {"val_every", "500"}}},
 };
 
-// ---- flags as text
-// --------------------------------------------------------------------------------------------------
+// ---- flags as text ----------------------------------------------------------------------------------------
 
 static const Flag* find_flag(const std::string& name) {
     for (const Flag& flag : FLAGS)
@@ -586,12 +583,11 @@ static void check_config(const Config& c) {
              c.diffusion_steps);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 2  ARENAS AND TENSORS
-// =====================================================================================================================
+// ===========================================================================================================
 
-// ---- backend: the only place but the layers where the two builds differ
-// ----------------------------------------------
+// ---- backend: the only place but the layers where the two builds differ -----------------------------------
 
 #if !defined(__CUDACC__) || defined(TESTING)
 #define CPU_LAYERS 1  // the specification of every layer is compiled
@@ -609,8 +605,7 @@ static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, 
 static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 
-// ---- arenas
-// ---------------------------------------------------------------------------------------------------------
+// ---- arenas -----------------------------------------------------------------------------------------------
 
 // A block of memory of a known size. What lives as long as the arena is placed by the plan (offsets); what
 // lives as long as a layer is taken and released in stack order.
@@ -638,8 +633,7 @@ static void release(Arena* arena, size_t mark) {
     arena->used = mark;
 }
 
-// ---- tensors
-// --------------------------------------------------------------------------------------------------------
+// ---- tensors ----------------------------------------------------------------------------------------------
 
 enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS };
 
@@ -673,8 +667,7 @@ static void reorder(float* to, const float* from, const Tensor& t, bool to_memor
             }
 }
 
-// ---- randomness
-// -----------------------------------------------------------------------------------------------------
+// ---- randomness -------------------------------------------------------------------------------------------
 
 // Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
 // counter = (e/4, sample, step, 0), and element e takes word e mod 4.
@@ -747,14 +740,13 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
     }
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 3  LAYERS
-// =====================================================================================================================
+// ===========================================================================================================
 
 #ifdef CPU_LAYERS
 
-// ---- CPU workspace
-// --------------------------------------------------------------------------------------------------
+// ---- CPU workspace ----------------------------------------------------------------------------------------
 
 // Each thread's own room: gathered inputs of a matrix product, attention scores, and matmul's packed panels.
 enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
@@ -780,8 +772,7 @@ static Pieces cut(int total, int most, int multiple = 1) {
     return {(total + size - 1) / size, size, total};
 }
 
-// ---- matrix product
-// -------------------------------------------------------------------------------------------------
+// ---- matrix product ---------------------------------------------------------------------------------------
 
 // Rows and columns of the register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of
 // AVX2's 16.
@@ -914,8 +905,7 @@ static inline float sigmoid_cpu(float x) { return 1.0f / (1.0f + exp_cpu(-x)); }
 
 #endif  // CPU_LAYERS
 
-// ---- timestep embedding
-// ---------------------------------------------------------------------------------------------
+// ---- timestep embedding -----------------------------------------------------------------------------------
 
 // out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2. t (B). The angles
 // are formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
@@ -934,8 +924,7 @@ static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int 
 #define timestep_embedding_forward timestep_embedding_forward_cpu
 #endif
 
-// ---- SiLU
-// -----------------------------------------------------------------------------------------------------------
+// ---- SiLU -------------------------------------------------------------------------------------------------
 
 // F.silu(x): x * sigmoid(x), elementwise; only the embedding needs it alone, elsewhere group norm carries it.
 #ifdef CPU_LAYERS
@@ -957,8 +946,7 @@ static void silu_backward_cpu(float* dx, const float* dout, const float* x, size
 #define silu_backward silu_backward_cpu
 #endif
 
-// ---- bias gradient
-// --------------------------------------------------------------------------------------------------
+// ---- bias gradient ----------------------------------------------------------------------------------------
 
 // dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, O) = over T, where it is wanted (the
 // gradient of what was added per image, the time embedding).
@@ -992,8 +980,7 @@ static void bias_backward_cpu(float* dbias, float* per_image, const float* dout,
 #define bias_backward bias_backward_cpu
 #endif
 
-// ---- linear and 1x1 convolution
-// -------------------------------------------------------------------------------------
+// ---- linear and 1x1 convolution ---------------------------------------------------------------------------
 
 // out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
 // embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
@@ -1056,11 +1043,10 @@ static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, 
 #define linear_backward linear_backward_cpu
 #endif
 
-// ---- 3x3 convolution
-// ------------------------------------------------------------------------------------------------
+// ---- 3x3 convolution --------------------------------------------------------------------------------------
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, with x (B, H, W, C),
-// w (O, 3, 3, C), bias (O), emb (B, O) or null, residual (B, H, W, O) or null.
+// w (O, 3, 3, C), bias (O), emb (B, O) or null, residual (B, H, W, O) or null; residual may be out itself.
 #ifdef CPU_LAYERS
 // Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
 // p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
@@ -1100,13 +1086,14 @@ static void conv3x3_forward_cpu(float* out, const float* x, const float* w, cons
             float* columns = thread_floats();  // (p1 - p0, 9, C)
             im2col_cpu(columns, x, p0, p1, 0, 9 * C, H, W, C);
             matmul(out + (size_t)p0 * O + o0, columns, w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0, 9 * C, O,
-                   9 * C, 9 * C, false, true, false);
+                   9 * C, 9 * C, false, true, residual == out);
             for (int p = p0; p < p1; p++) {
-                const float* added = emb ? emb + (size_t)(p / (H * W)) * O : nullptr;
+                const float* per_image = emb ? emb + (size_t)(p / (H * W)) * O : nullptr;
+                const float* added = residual && residual != out ? residual + (size_t)p * O : nullptr;
 #pragma omp simd
                 for (int o = o0; o < o1; o++)
                     out[(size_t)p * O + o] +=
-                        bias[o] + (added ? added[o] : 0.0f) + (residual ? residual[(size_t)p * O + o] : 0.0f);
+                        bias[o] + (per_image ? per_image[o] : 0.0f) + (added ? added[o] : 0.0f);
             }
         }
 }
@@ -1148,8 +1135,7 @@ static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb
 #define conv3x3_backward conv3x3_backward_cpu
 #endif
 
-// ---- group norm + SiLU
-// ----------------------------------------------------------------------------------------------
+// ---- group norm + SiLU ------------------------------------------------------------------------------------
 
 // out (B, T, C + C2) = F.silu(F.group_norm(cat([x, x2], 1), G, w, bias, eps=1e-5)), or without the SiLU. x
 // (B, T, C) and x2 (B, T, C2) are read where they lie; a group may straddle them. mean, rstd (B, G). Wu and
@@ -1393,8 +1379,7 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
 #define groupnorm_backward groupnorm_backward_cpu
 #endif
 
-// ---- attention
-// ------------------------------------------------------------------------------------------------------
+// ---- attention --------------------------------------------------------------------------------------------
 
 // out (B, T, C) = F.scaled_dot_product_attention(q, k, v) in heads of d = C / heads channels; qkv (B, T, 3C)
 // holds all of q, then k, then v, heads inside each. lse (B, heads, T): log of the softmax's denominator, all
@@ -1475,8 +1460,7 @@ static void attention_backward_cpu(float* dqkv, const float* dout, const float* 
 #define attention_backward attention_backward_cpu
 #endif
 
-// ---- up- and down-sampling
-// ------------------------------------------------------------------------------------------
+// ---- up- and down-sampling --------------------------------------------------------------------------------
 
 // upsample:   out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), x (B, H, W, C).
 // downsample: out (B, H/2, W/2, C) = F.avg_pool2d(x, 2).
@@ -1529,8 +1513,7 @@ static void downsample_backward_cpu(float* dx, const float* dout, int B, int H, 
 #define downsample_backward downsample_backward_cpu
 #endif
 
-// ---- loss
-// -----------------------------------------------------------------------------------------------------------
+// ---- loss -------------------------------------------------------------------------------------------------
 
 // F.mse_loss(out, target) over n elements, and dout = 2 (out - target) / n. losses (n / LOSS_CHUNK rounded
 // up): the sum of squares of each chunk, in order; the loss is their sum over n.
@@ -1555,9 +1538,9 @@ static void mse_cpu(float* losses, float* dout, const float* out, const float* t
 #define mse mse_cpu
 #endif
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 4  BLOCKS
-// =====================================================================================================================
+// ===========================================================================================================
 
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
 static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
@@ -1634,8 +1617,7 @@ static const floatX* skip_of(const Model* m, const Block& block) {
     return block.skip < 0 ? nullptr : output_of(m, block.skip);
 }
 
-// ---- embedding: sinusoids -> linear -> SiLU -> linear, and the SiLU that every residual block would apply
-// -----------
+// ---- embedding: sinusoids -> linear -> SiLU -> linear, and the SiLU that every residual block would apply -
 
 enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
 
@@ -1674,8 +1656,7 @@ static void embed_backward(Model* m, const Block& block, int B) {
     release(&m->scratch, mark);
 }
 
-// ---- first convolution
-// ----------------------------------------------------------------------------------------------
+// ---- first convolution ------------------------------------------------------------------------------------
 
 static void conv_in_forward(Model* m, const Block& block, int B) {
     conv3x3_forward(activation(m, block.out), m->input, weight_of(m, block, 0), weight_of(m, block, 1),
@@ -1687,8 +1668,7 @@ static void conv_in_backward(Model* m, const Block& block, int B, const floatX* 
                      weight_of(m, block, 0), B, block.H, block.H, block.C, block.O);
 }
 
-// ---- residual block
-// -------------------------------------------------------------------------------------------------
+// ---- residual block ---------------------------------------------------------------------------------------
 
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
 // through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics; the
@@ -1777,8 +1757,7 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
     release(&m->scratch, mark);
 }
 
-// ---- attention block
-// ------------------------------------------------------------------------------------------------
+// ---- attention block --------------------------------------------------------------------------------------
 
 // out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
 enum { ATT_NORM_W, ATT_NORM_B, ATT_QKV_W, ATT_QKV_B, ATT_PROJ_W, ATT_PROJ_B };
@@ -1824,8 +1803,7 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
     release(&m->scratch, mark);
 }
 
-// ---- last block: group norm, SiLU, convolution to the image
-// ---------------------------------------------------------
+// ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
 
 enum { OUT_NORM_W, OUT_NORM_B, OUT_CONV_W, OUT_CONV_B };
 
@@ -1859,12 +1837,11 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
     release(&m->scratch, mark);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 5  PLAN AND UNET WALK
-// =====================================================================================================================
+// ===========================================================================================================
 
-// ---- plan
-// -----------------------------------------------------------------------------------------------------------
+// ---- plan -------------------------------------------------------------------------------------------------
 
 static void add_tensor(Plan* plan, Block* block, const char* name, std::vector<int> shape, Init init,
                        int fan_in) {
@@ -2085,8 +2062,7 @@ static void print_plan(const Plan& plan) {
     }
 }
 
-// ---- memory
-// ---------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 
 enum { NORM_CHUNK = 65536 };
 
@@ -2183,8 +2159,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
     if (m->ema) backend_copy(m->ema, m->master, m->plan.num_parameters * sizeof(float));
 }
 
-// ---- walk
-// -----------------------------------------------------------------------------------------------------------
+// ---- walk -------------------------------------------------------------------------------------------------
 
 // input (B, H, W, 3) and timesteps (B) -> the last block's output (B, H, W, 3). B may be less than the plan's
 // batch.
@@ -2241,12 +2216,11 @@ static double loss_of(const Model* m, size_t elements) {
     return sum / (double)elements;
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 6  DIFFUSION
-// =====================================================================================================================
+// ===========================================================================================================
 
-// ---- schedules
-// ------------------------------------------------------------------------------------------------------
+// ---- schedules --------------------------------------------------------------------------------------------
 
 // The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
 // to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17.
@@ -2271,8 +2245,7 @@ static std::vector<int> space_timesteps(int T, int count) {
     return taken;
 }
 
-// ---- noising
-// --------------------------------------------------------------------------------------------------------
+// ---- noising ----------------------------------------------------------------------------------------------
 
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D. x_t, target (B, H, W,
@@ -2301,8 +2274,7 @@ static void add_noise_cpu(floatX* x_t, float* target, const float* images, const
 #define add_noise add_noise_cpu
 #endif
 
-// ---- samplers
-// -------------------------------------------------------------------------------------------------------
+// ---- samplers ---------------------------------------------------------------------------------------------
 
 // One step of a sampler is linear in the clamped prediction and the noisy image, whichever sampler it is:
 //   x0 = clamp(from_x x + from_out out, -1, 1),  x <- to_x0 x0 + to_x x + sigma noise
@@ -2381,9 +2353,9 @@ static void sampler_step_cpu(floatX* x, const floatX* out, SamplerStep s, int B,
 #define sampler_step sampler_step_cpu
 #endif
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 7  OPTIMISER
-// =====================================================================================================================
+// ===========================================================================================================
 
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, in order.
 #ifdef CPU_LAYERS
@@ -2459,12 +2431,11 @@ static AdamW adamw_at(const Config& c, long s) {
             (float)(1 - decay)};
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 8  DATA, CHECKPOINTS, LOGS, IMAGES
-// =====================================================================================================================
+// ===========================================================================================================
 
-// ---- checksums
-// ------------------------------------------------------------------------------------------------------
+// ---- checksums --------------------------------------------------------------------------------------------
 
 // CRC-32 as zlib computes it, eight bytes at a time; continue a sum by passing it in.
 struct Crc32Table {
@@ -2495,8 +2466,7 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
     return ~crc;
 }
 
-// ---- files
-// ----------------------------------------------------------------------------------------------------------
+// ---- files ------------------------------------------------------------------------------------------------
 
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 
@@ -2605,8 +2575,7 @@ struct Writer {
     }
 };
 
-// ---- images
-// ---------------------------------------------------------------------------------------------------------
+// ---- images -----------------------------------------------------------------------------------------------
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHECKSUM_FIELD = 9 };
 
@@ -2720,8 +2689,7 @@ struct Shuffle {
     }
 };
 
-// ---- weights and checkpoints
-// ----------------------------------------------------------------------------------------
+// ---- weights and checkpoints ------------------------------------------------------------------------------
 
 enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 1, OLD_WEIGHTS_MAGIC = 12345678, RNG_RECORD_BYTES = 48 };
 enum {
@@ -2989,8 +2957,7 @@ static WeightsFile newest_checkpoint(const std::string& folder) {
         steps.empty() ? "" : "whole ", folder.c_str());
 }
 
-// ---- pictures
-// -------------------------------------------------------------------------------------------------------
+// ---- pictures ---------------------------------------------------------------------------------------------
 
 static void put_big_endian(std::string* out, uint32_t value) {
     for (int shift = 24; shift >= 0; shift -= 8) out->push_back((char)(value >> shift));
@@ -3049,8 +3016,7 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
     write_png(path, rgb, width, height);
 }
 
-// ---- logs
-// -----------------------------------------------------------------------------------------------------------
+// ---- logs -------------------------------------------------------------------------------------------------
 
 static double seconds_now() {
     timespec now;
@@ -3085,9 +3051,9 @@ static FILE* open_metrics(const std::string& path, long resumed_step) {
     return file;
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 9  MAIN
-// =====================================================================================================================
+// ===========================================================================================================
 
 static volatile sig_atomic_t stop_requested = 0;
 
@@ -3097,8 +3063,7 @@ static void request_stop(int signal_number) {
     signal(signal_number, SIG_DFL);
 }
 
-// ---- a training step
-// ------------------------------------------------------------------------------------------------
+// ---- a training step --------------------------------------------------------------------------------------
 
 struct Trainer {
     Model model;
@@ -3196,8 +3161,7 @@ static double validation_loss(Trainer* t) {
     return sum / t->validation.count;
 }
 
-// ---- drawing pictures
-// -----------------------------------------------------------------------------------------------
+// ---- drawing pictures -------------------------------------------------------------------------------------
 
 // pictures (count, H, W, 3): those of seeds first_seed and on. Says how far it is where asked; stops early,
 // and returns false, on Ctrl-C.
@@ -3234,8 +3198,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uin
     return !stop_requested;
 }
 
-// ---- what a run prints
-// ----------------------------------------------------------------------------------------------
+// ---- what a run prints ------------------------------------------------------------------------------------
 
 static void print_build() {
 #ifdef OPENBLAS
@@ -3268,8 +3231,7 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
         human_bytes((double)plan.scratch_bytes).c_str(), human_bytes((double)bytes).c_str());
 }
 
-// ---- from flags to a run
-// --------------------------------------------------------------------------------------------
+// ---- from flags to a run ----------------------------------------------------------------------------------
 
 // Refuses a typed flag of the given kind that contradicts what a file stores, with both values.
 static void refuse_contradictions(const std::vector<TypedFlag>& typed, const WeightsFile& file,

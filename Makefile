@@ -1,0 +1,126 @@
+# train_unet.cu: see README.md. The targets a newcomer needs: make train, make test.
+#
+#   DEVICE=cpu|cuda     what train_unet is built for   (default: cuda where nvcc and a GPU are found)
+#   PRECISION=bf16|fp32 what the GPU computes in       (default: bf16; the CPU always computes in fp32)
+#   GPU_ARCH=80|86|89|90 the GPU to build for          (default: the one in this machine)
+#   BLAS=openblas|own   matrix products on the CPU     (default: openblas where found)
+#   ALL_ARCHS=1         make test also compiles for every GPU architecture and precision
+
+CXX ?= g++
+BUILD := build
+CXXFLAGS := -std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -Wall -Wextra -Werror
+ARCHS := 80 86 89 90
+
+# ---- what this machine has ----------------------------------------------------------------------------------
+
+compiles = $(shell echo '$(1)' | $(CXX) -x c++ - $(2) -o /dev/null 2>/dev/null && echo yes)
+
+OPENMP := $(call compiles,int main() {},-fopenmp)
+OPENBLAS := $(call compiles,extern "C" void openblas_set_num_threads(int); int main() { openblas_set_num_threads(1); },-include cblas.h -lopenblas)
+BLAS ?= $(if $(OPENBLAS),openblas,own)
+NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+GPU := $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+DEVICE ?= $(if $(and $(NVCC),$(GPU)),cuda,cpu)
+PRECISION ?= bf16
+
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error DEVICE is cpu or cuda, not '$(DEVICE)')
+endif
+ifeq ($(filter $(BLAS),openblas own),)
+$(error BLAS is openblas or own, not '$(BLAS)')
+endif
+ifeq ($(filter $(PRECISION),bf16 fp32),)
+$(error PRECISION is bf16 or fp32, not '$(PRECISION)')
+endif
+
+OMP_FLAGS := $(if $(OPENMP),-fopenmp,-Wno-unknown-pragmas)
+BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
+
+# Any python3 with PyTorch 2.4 or later is used as it is; one that only lacks small packages gets them in a .venv that
+# still sees its PyTorch; otherwise the .venv holds everything.
+SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))'
+SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest'
+
+.PHONY: train test bench toc data clean report python settings
+.DELETE_ON_ERROR:
+
+# ---- build --------------------------------------------------------------------------------------------------
+
+report:
+	@echo "C++ compiler: $$($(CXX) --version 2>/dev/null | head -n 1 | grep . || echo 'not found: install g++, or name one with CXX=')"
+	@echo "OpenMP:       $(if $(OPENMP),found,not found: $(CXX) does not take -fopenmp; the program will use one core)"
+	@echo "OpenBLAS:     $(if $(OPENBLAS),found,not found: no cblas.h or libopenblas (Debian: libopenblas-dev); not needed)$(if $(filter own,$(BLAS)), -> its own matrix products, -> used)"
+	@echo "nvcc:         $(or $(NVCC),not found on the PATH or in /usr/local/cuda/bin)"
+	@echo "GPU:          $(if $(GPU),$(GPU) (sm_$(GPU_ARCH)),not found: nvidia-smi lists none)"
+	@echo "building for: the $(if $(filter cpu,$(DEVICE)),CPU,GPU)"
+
+# Rewritten only when a setting changes, so that everything built with the old ones is built again.
+$(BUILD)/settings: settings
+	@mkdir -p $(BUILD)
+	@echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(BLAS_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' | cmp -s - $@ || \
+		echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(BLAS_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' > $@
+
+data/%.bin: data/%.bin.gz
+	gzip -dc $< > $@.tmp && mv $@.tmp $@
+
+data: data/emoji.bin data/faces.bin
+
+train_unet: train_unet.cu $(BUILD)/settings | report data
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+
+test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+
+$(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
+
+$(BUILD)/test_unet_openblas: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ -DOPENBLAS -lopenblas
+
+# File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
+$(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all $< -o $@
+
+# ---- the demo -----------------------------------------------------------------------------------------------
+
+# Continues where an earlier `make train` was stopped.
+PRESET := tiny
+train: train_unet
+	./train_unet --preset $(PRESET) --out_dir out/$(PRESET) \
+		$$(ls out/$(PRESET)/checkpoint_*.bin >/dev/null 2>&1 && echo --resume)
+
+# ---- tests and benchmark ------------------------------------------------------------------------------------
+
+python:
+	@if $(SYSTEM_READY) 2>/dev/null; then echo "Python:       the system's python3 has PyTorch"; \
+	elif [ -e .venv/ready ] && [ .venv/ready -nt requirements.txt ]; then echo "Python:       .venv"; \
+	elif ! python3 -c 'import venv, ensurepip' 2>/dev/null; then \
+		echo "Python:       python3 with its venv module is needed (Debian: python3-venv)"; exit 1; \
+	elif $(SYSTEM_TORCH) 2>/dev/null; then echo "Python:       adding pytest, pillow and numpy in .venv (some 30 MB)"; \
+		python3 -m venv --system-site-packages .venv && .venv/bin/pip install -q numpy pillow pytest && touch .venv/ready; \
+	else echo "Python:       no python3 with PyTorch 2.4 or later; installing requirements.txt into .venv"; \
+		echo "              (on Linux about 2.5 GB to download, 5.5 GB on the disk; once)"; \
+		python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && touch .venv/ready; fi
+
+RUN_PYTHON = $$(if $(SYSTEM_READY) 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
+
+TEST_BINARIES := train_unet test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
+
+test: python $(TEST_BINARIES) toc $(if $(ALL_ARCHS),all_archs)
+	@$(RUN_PYTHON) test_unet.py
+
+# One full training step against PyTorch on this machine; writes its table into README.md.
+bench: python train_unet
+	@$(RUN_PYTHON) train_unet.py --benchmark True
+
+# ---- housekeeping -------------------------------------------------------------------------------------------
+
+# The contents list of train_unet.cu must name its banners, in order.
+toc:
+	@awk '/^\/\/   [0-9]  /{listed = listed substr($$0, 6) "\n"} /^\/\/ [0-9]  /{banners = banners substr($$0, 4) "\n"} \
+		END{if (listed == "" || listed != banners){print "contents list:\n" listed "banners:\n" banners; exit 1}}' train_unet.cu
+	@echo "contents list and banners of train_unet.cu agree"
+
+clean:
+	rm -rf $(BUILD) train_unet test_unet __pycache__ data/emoji.bin data/faces.bin
