@@ -13,32 +13,25 @@
 // -----------------------------------------------------------------------------------------------------------
 // Contracts: what every function here may rely on
 //
-// Names       B images a batch, H W height and width, C input and O output channels, T = H*W, E embedding
-// width, G groups.
-//             x input, y or out output, w weight, dx dy dw their gradients, mean rstd a group's statistics.
-// Layout      Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
-// PyTorch's
-//             order; every other weight lies in memory as it does in files.
-// Precision   floatX holds activations, their gradients and the working weights (float on the CPU). Weight
-// gradients,
-//             optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients   Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
-// two
-//             consumers: an encoder output is read by the next block and, as a skip, by the decoder. The
-//             decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate says
-//             so.
-// Memory      Everything is sized from the plan and allocated once, before the first step. Scratch is taken
-// and released
-//             in stack order. A layer never allocates.
-// Layers      X_forward_cpu is the specification of layer X. X_forward is what the network calls: a launcher
-// in the CUDA
-//             build, otherwise another name for the specification. Arguments: outputs, inputs, sizes.
-// Randomness  A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
-// can be
-//             recomputed alone, and resuming needs no saved generator.
-// Determinism Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
-// Reductions
-//             run in an order that the shapes alone decide.
+// Names        B images a batch, H W height and width, C input and O output channels, T = H*W, E embedding
+//              width, G groups; x input, y or out output, w weight, dx dy dw their gradients, mean rstd a
+//              group's statistics.
+// Layout       Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
+//              PyTorch's order; every other weight lies in memory as it does in files.
+// Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
+//              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
+// Gradients    Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
+//              two consumers: an encoder output is read by the next block and, as a skip, by the decoder. The
+//              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
+// Memory       Everything is sized from the plan and allocated once, before the first step. Scratch is taken
+//              and released in stack order. A layer never allocates.
+// Layers       X_forward_cpu is the specification of layer X. X_forward is what the network calls: a launcher
+//              in the CUDA build, otherwise another name for the specification. Arguments: outputs, inputs,
+//              sizes. Launchers own their geometry, never synchronise, always check.
+// Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
+//              can be recomputed alone, and resuming needs no saved generator.
+// Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
+//              Reductions run in an order that the shapes alone decide.
 //
 // -----------------------------------------------------------------------------------------------------------
 // Contents
@@ -3450,6 +3443,9 @@ static void train(Trainer* t) {
 
 #ifndef TESTING
 int main(int argc, char** argv) {
+    // Threads that spin while they wait are no faster here, and many times slower where something else runs
+    // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
+    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
     std::vector<TypedFlag> typed = parse_command_line(argc, argv);
     Config config = typed_config(typed);
     if (config.help) {
