@@ -306,10 +306,10 @@ static const Preset PRESETS[] = {
       {"lr_schedule", "cosine"},
       {"warmup_steps", "100"},
       {"ema_rate", "0.995"},
-      {"steps", "2000"},
-      {"save_every", "500"},
-      {"sample_every", "500"},
-      {"val_every", "500"}}},
+      {"steps", "4000"},
+      {"save_every", "1000"},
+      {"sample_every", "1000"},
+      {"val_every", "1000"}}},
 };
 
 // ---- flags as text ----------------------------------------------------------------------------------------
