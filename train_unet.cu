@@ -586,17 +586,168 @@ static void check_config(const Config& c) {
 #define CPU_LAYERS 1  // the specification of every layer is compiled
 #endif
 
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#ifdef PRECISION_FP32
 typedef float floatX;
+#else
+typedef __nv_bfloat16 floatX;
+#endif
+enum { STEPS_IN_FLIGHT = 3 };  // steps begun before the first of them is awaited
 
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
+static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
+    if (status != cudaSuccess)
+        fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
+}
+
+static cudaStream_t main_stream;
+// Partial sums of split reductions. A launcher splits no further than fits; uses follow each other on main_stream.
+static float* gpu_workspace;
+static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;
+static int gpu_multiprocessors;
+static cudaEvent_t gpu_marks[8];
+
+static void backend_init() {
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaErrorInsufficientDriver)
+        fail(
+            "the GPU's driver is older than this program's CUDA %d.%d; update the driver, or build for the "
+            "CPU: make train_unet DEVICE=cpu",
+            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    if (status != cudaSuccess || !count)
+        fail(
+            "this program was built for a GPU and finds none (%s); build it for the CPU: make train_unet "
+            "DEVICE=cpu",
+            cudaGetErrorString(status));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    if (properties.major < 8)
+        fail(
+            "%s is too old: compute capability %d.%d, and 8.0 is the least; build for the CPU: make "
+            "train_unet DEVICE=cpu",
+            properties.name, properties.major, properties.minor);
+    gpu_multiprocessors = properties.multiProcessorCount;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&main_stream, cudaStreamNonBlocking));
+    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
+}
+static std::string backend_name() {
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    return text("%s: %s", properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
+}
 static void* backend_allocate(size_t bytes) {
     void* memory = nullptr;
-    if (posix_memalign(&memory, 4096, bytes)) return nullptr;
+    if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
+    cudaGetLastError();  // not to be found by the next check
+    return nullptr;
+}
+static void backend_free(void* memory) { CUDA_CHECK(cudaFree(memory)); }
+static void* backend_allocate_host(size_t bytes) {
+    void* memory = nullptr;
+    CUDA_CHECK(cudaMallocHost(&memory, bytes));
     return memory;
 }
+static void backend_free_host(void* memory) { CUDA_CHECK(cudaFreeHost(memory)); }
+static void backend_zero(void* memory, size_t bytes) {
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream));
+}
+static void backend_copy(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, main_stream));
+}
+static void backend_upload_async(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, main_stream));
+}
+static void backend_upload(void* to, const void* from, size_t bytes) {
+    backend_upload_async(to, from, bytes);
+    CUDA_CHECK(cudaStreamSynchronize(main_stream));
+}
+static void backend_download_async(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, main_stream));
+}
+static void backend_download(void* to, const void* from, size_t bytes) {
+    backend_download_async(to, from, bytes);
+    CUDA_CHECK(cudaStreamSynchronize(main_stream));
+}
+
+// A sequence of launches that is the same every time: run as it is the first time (which also sets up what a launch
+// sets up once), recorded as a graph the second, replayed from then on.
+struct Recording {
+    cudaGraphExec_t graph = nullptr;
+    int runs = 0;
+};
+template <typename Launches>
+static void backend_replay(Recording* recording, Launches launches) {
+    if (recording->runs++ == 0) {
+        launches();
+        return;
+    }
+    if (!recording->graph) {
+        cudaGraph_t graph;
+        CUDA_CHECK(cudaStreamBeginCapture(main_stream, cudaStreamCaptureModeThreadLocal));
+        launches();
+        CUDA_CHECK(cudaStreamEndCapture(main_stream, &graph));
+        CUDA_CHECK(cudaGraphInstantiate(&recording->graph, graph, 0));
+        CUDA_CHECK(cudaGraphDestroy(graph));
+    }
+    CUDA_CHECK(cudaGraphLaunch(recording->graph, main_stream));
+}
+static void backend_forget(Recording* recording) {
+    if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy(recording->graph));
+    *recording = Recording();
+}
+// A point in the work given to the device, and waiting until it is reached.
+static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_stream)); }
+static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
+
+static size_t backend_memory_available() {
+    size_t available = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return available;
+}
+#else
+#define HOST_DEVICE
+typedef float floatX;
+enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
+
+static void backend_init() {}
+static std::string backend_name() { return "the CPU: fp32"; }
+static void* backend_allocate(size_t bytes) {
+    void* memory = nullptr;
+    return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
+}
+static void backend_free(void* memory) { free(memory); }
+static void* backend_allocate_host(size_t bytes) { return backend_allocate(bytes); }
+static void backend_free_host(void* memory) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_upload_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
+// A sequence of launches that is the same every time; on the GPU it is recorded once and replayed.
+struct Recording {};
+template <typename Launches>
+static void backend_replay(Recording*, Launches launches) {
+    launches();
+}
+static void backend_forget(Recording*) {}
+static void backend_mark(int) {}   // a point in the work given to the device
+static void backend_await(int) {}  // until it is reached
+
+// Bytes that this machine can still give; 0 where it does not tell.
+static size_t backend_memory_available() {
+    size_t kilobytes = 0;
+    FILE* f = fopen("/proc/meminfo", "r");
+    for (char line[128]; f && fgets(line, sizeof line, f);)
+        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
+    if (f) fclose(f);
+    return kilobytes * 1024;
+}
+#endif
 
 // ---- arenas -----------------------------------------------------------------------------------------------
 
@@ -678,12 +829,6 @@ enum Stream {  // mirrored in unet_io.py
     STREAM_LABEL
 };
 
-#ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__
-#else
-#define HOST_DEVICE
-#endif
-
 struct Philox {
     uint32_t word[4];
 };
@@ -717,8 +862,8 @@ static inline void random_normals(float normal[4], uint32_t seed, uint32_t strea
     }
 }
 
-static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample, uint32_t step,
-                                       int diffusion_steps) {
+HOST_DEVICE static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample,
+                                                   uint32_t step, int diffusion_steps) {
     return (uint32_t)(((uint64_t)random_word(seed, stream, 0, sample, step) * (uint32_t)diffusion_steps) >>
                       32);
 }
@@ -1569,11 +1714,29 @@ struct Plan {
     bool training;
 };
 
+// What an update of the weights depends on, besides the gradient.
+struct AdamW {
+    float lr, weight_decay, beta1, beta2, eps;
+    float correction1, correction2;  // 1 - beta^n
+    float ema_weight;                // share of the new weights in the running mean
+};
+
+// What changes from step to step. It lives on the device, so that a step takes no arguments from the host.
+struct StepState {
+    int64_t step;      // optimiser steps done
+    AdamW update;      // of the step under way
+    int finite;        // its loss and gradient norm are: the weights may be updated
+    float loss, norm;  // and these are they
+};
+enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
+enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
+
 // Section 5 and up own the memory; a block sees it through these.
 struct Model {
     Config config;
     Plan plan;
-    floatX* weights;   // what the layers read: `master`, or the EMA while sampling
+    floatX*
+        weights;  // what the layers read: `master`, or the EMA while sampling; a copy where floatX is no float
     float* master;     // (num_parameters)
     float* gradients;  // (num_parameters)
     float *adam_m, *adam_v, *ema;
@@ -1583,6 +1746,8 @@ struct Model {
     float* target;          // (B, H, W, 3)
     float* images;          // (B, 3, H, W): clean, planar, as in the files
     int* timesteps;         // (B)
+    int* sources;           // (B): the image of each sample, or -1 - image where it is mirrored
+    StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;          // one a LOSS_CHUNK of the batch
     float* norm_parts;      // one a NORM_CHUNK of the parameters
     float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
@@ -2057,7 +2222,27 @@ static void print_plan(const Plan& plan) {
 
 // ---- memory -----------------------------------------------------------------------------------------------
 
-enum { NORM_CHUNK = 65536 };
+// What the layers need besides scratch.
+static size_t workspace_bytes() {
+    size_t bytes = 0;
+#ifdef CPU_LAYERS
+    bytes += cpu_workspace_bytes();
+#endif
+#ifdef __CUDACC__
+    bytes += GPU_WORKSPACE_BYTES;
+#endif
+    return bytes;
+}
+static bool allocate_workspace() {
+#ifdef CPU_LAYERS
+    if (!cpu_workspace && posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes())) return false;
+#endif
+#ifdef __CUDACC__
+    if (!gpu_workspace) gpu_workspace = (float*)backend_allocate(GPU_WORKSPACE_BYTES);
+    if (!gpu_workspace) return false;
+#endif
+    return true;
+}
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
@@ -2066,7 +2251,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     size_t pixels = B * IMAGE_CHANNELS * plan.image_size * plan.image_size;
     auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
     m->master = (float*)place(P * sizeof(float));
-    m->weights = m->master;
+    m->weights = (floatX*)m->master;
+    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)place(P * sizeof(floatX));
     if (m->config.ema_rate > 0) m->ema = (float*)place(P * sizeof(float));
     if (plan.training) {
         m->gradients = (float*)place(P * sizeof(float));
@@ -2082,6 +2268,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     m->target = (float*)place(pixels * sizeof(float));
     m->images = (float*)place(pixels * sizeof(float));
     m->timesteps = (int*)place(B * sizeof(int));
+    m->sources = (int*)place(B * sizeof(int));
+    m->state = (StepState*)place((1 + RESULT_SLOTS) * sizeof(StepState));
     m->signal = (float*)place(m->config.diffusion_steps * sizeof(float));
     m->noise = (float*)place(m->config.diffusion_steps * sizeof(float));
     m->losses = (float*)place((pixels / LOSS_CHUNK + 1) * sizeof(float));
@@ -2092,24 +2280,14 @@ static size_t lay_out_model(Model* m, char* memory) {
 static size_t memory_needed(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
-    return lay_out_model(&m, nullptr) + cpu_workspace_bytes();
-}
-
-// Bytes that this machine can still give; 0 where it does not tell.
-static size_t memory_available() {
-    size_t kilobytes = 0;
-    FILE* f = fopen("/proc/meminfo", "r");
-    for (char line[128]; f && fgets(line, sizeof line, f);)
-        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
-    if (f) fclose(f);
-    return kilobytes * 1024;
+    return lay_out_model(&m, nullptr) + workspace_bytes();
 }
 
 static void build_model(Model* m, const Config& config, int batch, bool training) {
     m->config = config;
     m->plan = make_plan(config, batch, training);
     m->bytes = lay_out_model(m, nullptr);
-    size_t needed = m->bytes + cpu_workspace_bytes(), available = memory_available();
+    size_t needed = m->bytes + workspace_bytes(), available = backend_memory_available();
     if (available && needed > available) {
         int fits = batch;
         while (fits > 0 && memory_needed(config, fits, training) > available) fits /= 2;
@@ -2119,8 +2297,7 @@ static void build_model(Model* m, const Config& config, int batch, bool training
                   : "no batch size would fit: use a smaller model");
     }
     m->memory = (char*)backend_allocate(m->bytes);
-    if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes());
-    if (!m->memory || !cpu_workspace)
+    if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
              human_bytes((double)needed).c_str());
     backend_zero(m->memory, m->bytes);
@@ -2128,8 +2305,17 @@ static void build_model(Model* m, const Config& config, int batch, bool training
 }
 
 static void free_model(Model* m) {
-    free(m->memory);
+    backend_free(m->memory);
     *m = Model();
+}
+
+// Makes the layers read these parameters: master, or ema.
+static void use_weights(Model* m, const float* parameters) {
+#if defined(__CUDACC__) && !defined(PRECISION_FP32)
+    round_weights(m->weights, parameters, m->plan.num_parameters);
+#else
+    m->weights = (floatX*)parameters;
+#endif
 }
 
 // Fresh weights, as PyTorch's defaults draw them: uniform within 1 / sqrt(fan_in), with guided-diffusion's
@@ -2149,6 +2335,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
         reorder(reordered.data(), values.data(), t, true);
         backend_upload(m->master + t.offset, reordered.data(), t.count * sizeof(float));
     }
+    use_weights(m, m->master);
     if (m->ema) backend_copy(m->ema, m->master, m->plan.num_parameters * sizeof(float));
 }
 
@@ -2243,12 +2430,14 @@ static std::vector<int> space_timesteps(int T, int count) {
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D. x_t, target (B, H, W,
 // 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t). Image
-// b's noise is that of sample first + b.
+// b's noise is that of sample first + b. The step is the
+// state's (null: 0).
 #ifdef CPU_LAYERS
-static void add_noise_cpu(floatX* x_t, float* target, const float* images, const int* timesteps,
+static void add_noise_cpu(float* x_t, float* target, const float* images, const int* timesteps,
                           const float* signal, const float* noise, int B, int H, int W, int predict,
-                          uint32_t seed, Stream stream, uint32_t first, uint32_t step) {
+                          uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
     int elements = IMAGE_CHANNELS * H * W;
+    uint32_t step = state ? (uint32_t)state->step : 0;
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++)
         for (int quad = 0; quad < (elements + 3) / 4; quad++) {
@@ -2310,21 +2499,24 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
 // Pictures number n and on of a run with seed s are those of seeds s + n and on, whatever the batch they are
 // drawn in.
 #ifdef CPU_LAYERS
-static void sampler_start_cpu(floatX* x, int B, int H, int W, uint32_t first_seed) {
+// x (B, H, W, 3): pure noise; input is its copy for the network.
+static void sampler_start_cpu(float* x, float* input, int B, int H, int W, uint32_t first_seed) {
     int elements = IMAGE_CHANNELS * H * W;
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++)
         for (int quad = 0; quad < (elements + 3) / 4; quad++) {
             float normal[4];
             random_normals(normal, first_seed + b, STREAM_SAMPLER, quad, 0, 0);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++)
-                x[((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W)] = normal[e % 4];
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
+                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
+                input[at] = x[at] = normal[e % 4];
+            }
         }
 }
 
-// x (B, H, W, 3) updated in place from out (B, H, W, 3), the network's prediction; call counts the network's
-// calls from 1.
-static void sampler_step_cpu(floatX* x, const floatX* out, SamplerStep s, int B, int H, int W,
+// x (B, H, W, 3) updated in place, and input, its copy for the network, from out (B, H, W, 3), the network's
+// prediction; call counts the network's calls from 1.
+static void sampler_step_cpu(float* x, float* input, const float* out, SamplerStep s, int B, int H, int W,
                              uint32_t first_seed, uint32_t call) {
     int elements = IMAGE_CHANNELS * H * W;
 #pragma omp parallel for collapse(2)
@@ -2336,7 +2528,7 @@ static void sampler_step_cpu(floatX* x, const floatX* out, SamplerStep s, int B,
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
                 float x0 = s.from_x * x[at] + s.from_out * out[at];
                 x0 = x0 < -1.0f ? -1.0f : x0 > 1.0f ? 1.0f : x0;
-                x[at] = s.to_x0 * x0 + s.to_x * x[at] + s.sigma * normal[e % 4];
+                input[at] = x[at] = s.to_x0 * x0 + s.to_x * x[at] + s.sigma * normal[e % 4];
             }
         }
 }
@@ -2373,17 +2565,14 @@ static void squared_norm_cpu(float* parts, const float* x, size_t n) {
 #define squared_norm squared_norm_cpu
 #endif
 
-// What an update depends on, besides the gradient.
-struct AdamW {
-    float lr, weight_decay, beta1, beta2, eps;
-    float correction1, correction2;  // 1 - beta^n
-    float ema_weight;                // share of the new weights in the running mean
-};
-
-// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW;
-// then the EMA. All (n); ema may be null.
+// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW; then
+// the EMA. All (n); ema may be null; working: the layers' copy of the weights where floatX is no float, otherwise
+// null. The state says how, and a step that is not finite changes nothing.
 #ifdef CPU_LAYERS
-static void adamw_cpu(float* w, float* ema, float* m, float* v, const float* gradient, size_t n, AdamW a) {
+static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const float* gradient, size_t n,
+                      const StepState* state) {
+    AdamW a = state->update;
+    if (!state->finite) return;
     float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
 #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
@@ -2399,21 +2588,31 @@ static void adamw_cpu(float* w, float* ema, float* m, float* v, const float* gra
 #define adamw adamw_cpu
 #endif
 
-// The learning rate of step s, counted from 0.
-static double learning_rate(const Config& c, long s) {
-    double rate = c.lr;
-    if (s < c.warmup_steps)
-        rate *= (double)(s + 1) / c.warmup_steps;
-    else if (c.lr_schedule == LR_COSINE) {
-        double span = std::max(1, c.lr_steps - c.warmup_steps),
-               done = std::min(1.0, (double)(s - c.warmup_steps) / span);
-        rate *= 0.5 * (1 + cos(M_PI * done));
-    }
-    return rate;
+// What the optimiser's settings are: the part of Config that a kernel can be handed.
+struct Hyper {
+    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate;
+    int lr_schedule, warmup_steps, lr_steps;
+};
+static Hyper hyper_of(const Config& c) {
+    return {c.lr,       c.weight_decay, c.beta1,        c.beta2,   c.adam_eps,
+            c.ema_rate, c.lr_schedule,  c.warmup_steps, c.lr_steps};
 }
 
-static AdamW adamw_at(const Config& c, long s) {
-    double n = (double)(s + 1), decay = std::min((double)c.ema_rate, 1 - pow(1 + n, -0.75));
+// The learning rate of step s, counted from 0; Settings: Config or Hyper.
+template <typename Settings>
+HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
+    double rate = c.lr;
+    if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
+    if (c.lr_schedule != LR_COSINE) return rate;
+    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
+           done = (double)(s - c.warmup_steps) / span;
+    return rate * 0.5 * (1 + cos(M_PI * (done < 1 ? done : 1)));
+}
+
+template <typename Settings>
+HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s) {
+    double n = (double)(s + 1), decay = 1 - pow(1 + n, -0.75);
+    if (decay > (double)c.ema_rate) decay = (double)c.ema_rate;
     return {(float)learning_rate(c, s),
             c.weight_decay,
             c.beta1,
@@ -2423,6 +2622,72 @@ static AdamW adamw_at(const Config& c, long s) {
             (float)(1 - pow((double)c.beta2, n)),
             (float)(1 - decay)};
 }
+
+// ---- the first and the last launch of a step -----------------------------------------------------------------------
+
+// All images, (count, 3, size, size), as bytes or as floats (the other is null), where the device can read them, and what
+// decides which of them a step takes: sample n = step * batch + b of the run is image order[n mod count] of epoch
+// n / count, whose order lies in row (n / count) mod slots.
+struct BatchSource {
+    const uint8_t* bytes;
+    const float* floats;
+    const int* order;  // (slots, count)
+    int count, slots, batch, size, flip, diffusion_steps;
+    uint32_t seed;
+};
+
+// Sample b of step s: its timestep, and its image, or -1 - image where it is mirrored.
+HOST_DEVICE static inline void choose_sample(int* timestep, int* source, const BatchSource& s, int b,
+                                             int64_t step) {
+    uint64_t n = (uint64_t)step * s.batch + b;
+    int image = s.order[n / s.count % s.slots * s.count + n % s.count];
+    bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, (uint32_t)step) >> 31;
+    *source = mirrored ? -1 - image : image;
+    *timestep = (int)random_timestep(s.seed, STREAM_TIMESTEP, b, (uint32_t)step, s.diffusion_steps);
+}
+
+// Element e of sample b, a float in [-1, 1], from the image that its source names.
+HOST_DEVICE static inline float pixel_of(const BatchSource& s, int source, int e) {
+    int W = s.size, elements = IMAGE_CHANNELS * W * W;
+    size_t at = (size_t)(source < 0 ? -1 - source : source) * elements +
+                (source < 0 ? e - e % W + (W - 1 - e % W) : e);
+    return s.bytes ? (float)s.bytes[at] / 127.5f - 1.0f : s.floats[at];
+}
+
+// begin_step: the state's update, and each sample's timestep and source. load_images: images (batch, 3, size, size).
+// finish_step: loss and gradient norm from their parts; where both are finite the step counts; state[1 + slot] keeps
+// what the host will read.
+#ifdef CPU_LAYERS
+static void begin_step_cpu(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
+    state->update = adamw_at(hyper, state->step);
+    for (int b = 0; b < source.batch; b++) choose_sample(timesteps + b, sources + b, source, b, state->step);
+}
+static void load_images_cpu(float* images, const int* sources, BatchSource source) {
+    int elements = IMAGE_CHANNELS * source.size * source.size;
+#pragma omp parallel for
+    for (int b = 0; b < source.batch; b++)
+        for (int e = 0; e < elements; e++) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
+}
+static void finish_step_cpu(StepState* state, const float* losses, size_t elements, const float* norm_parts,
+                            size_t parameters) {
+    double loss = 0, norm = 0;
+    for (size_t i = 0; i < (elements + LOSS_CHUNK - 1) / LOSS_CHUNK; i++) loss += losses[i];
+    for (size_t i = 0; i < (parameters + NORM_CHUNK - 1) / NORM_CHUNK; i++) norm += norm_parts[i];
+    state->loss = (float)(loss / (double)elements), state->norm = (float)sqrt(norm);
+    state->finite = std::isfinite(state->loss) && std::isfinite(state->norm);
+    state[1 + state->step % RESULT_SLOTS] = *state;
+    if (state->finite) state->step++;
+}
+static void fill_timesteps_cpu(int* timesteps, int B, int value) {
+    for (int b = 0; b < B; b++) timesteps[b] = value;
+}
+#endif
+#ifndef __CUDACC__
+#define begin_step begin_step_cpu
+#define load_images load_images_cpu
+#define finish_step finish_step_cpu
+#define fill_timesteps fill_timesteps_cpu
+#endif
 
 // ===========================================================================================================
 // 8  DATA, CHECKPOINTS, LOGS, IMAGES
@@ -2659,28 +2924,12 @@ static Dataset read_images(const std::string& path, int image_size) {
     return data;
 }
 
-// Image `index` as floats in [-1, 1], (3, H, W), mirrored left to right on request.
-static void copy_image(float* to, const Dataset& data, int index, bool mirrored) {
-    size_t W = data.size, elements = IMAGE_CHANNELS * W * W, from = (size_t)index * elements;
-    for (size_t e = 0; e < elements; e++) {
-        size_t at = from + (mirrored ? e - e % W + (W - 1 - e % W) : e);
-        to[e] = data.bytes.empty() ? data.floats[at] : (float)data.bytes[at] / 127.5f - 1.0f;
-    }
+// Image `index` as floats in [-1, 1], (3, H, W).
+static void copy_image(float* to, const Dataset& data, int index) {
+    size_t elements = (size_t)IMAGE_CHANNELS * data.size * data.size, from = index * elements;
+    for (size_t e = 0; e < elements; e++)
+        to[e] = data.bytes.empty() ? data.floats[from + e] : (float)data.bytes[from + e] / 127.5f - 1.0f;
 }
-
-// Which images a step takes: sample n = step * B + b of the run is image order(n mod N) of epoch n / N.
-struct Shuffle {
-    std::vector<int> order;
-    uint32_t seed = 0, epoch = 0;
-    int at(uint64_t n, int count) {
-        uint32_t wanted = (uint32_t)(n / count);
-        if ((int)order.size() != count || epoch != wanted) {
-            order.resize(count);
-            random_permutation(order.data(), count, seed, epoch = wanted);
-        }
-        return order[n % count];
-    }
-};
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
 
@@ -3061,8 +3310,15 @@ static void request_stop(int signal_number) {
 struct Trainer {
     Model model;
     Dataset images, validation;
-    Shuffle shuffle;
-    long step = 0;       // optimiser steps done
+    BatchSource source;
+    void* pixels = nullptr;       // the images where the device reads them, if that is a copy
+    bool pixels_on_host = false;  // which lies in the host's memory, for want of room on the device
+    int *order, *host_order;      // (slots, count): the device's and the host's, which is ahead of it
+    long epochs;                  // whose orders were sent
+    StepState* results;           // (RESULT_SLOTS), the host's
+    Recording recording;
+    long begun = 0;      // steps given to the device
+    long step = 0;       // optimiser steps done, as far as the host knows
     float smoothed = 0;  // running mean of the loss
 };
 
@@ -3074,106 +3330,168 @@ static void upload_schedule(Model* m) {
     backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
 }
 
-// Forward, loss and backward of the batch that lies in images and timesteps.
-static double forward_backward(Model* m, uint32_t step) {
-    const Config& c = m->config;
-    int B = c.batch_size, H = c.image_size;
-    size_t elements = (size_t)B * IMAGE_CHANNELS * H * H;
-    add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, H, H, c.predict, c.seed,
-              STREAM_NOISE, 0, step);
-    unet_forward(m, B);
-    mse(m->losses, unet_output_gradient(m), unet_output(m), m->target, elements);
-    backend_zero(m->gradients, m->plan.num_parameters * sizeof(float));
-    unet_backward(m, B);
-    return loss_of(m, elements);
-}
-
-static double gradient_norm(const Model* m) {
-    std::vector<float> parts((m->plan.num_parameters + NORM_CHUNK - 1) / NORM_CHUNK);
-    squared_norm(m->norm_parts, m->gradients, m->plan.num_parameters);
-    backend_download(parts.data(), m->norm_parts, parts.size() * sizeof(float));
-    double sum = 0;
-    for (float part : parts) sum += part;
-    return sqrt(sum);
-}
-
-static void load_batch(Trainer* t) {
+// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the device's
+// memory where they fit, otherwise in host memory that the device reads.
+static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
-    for (int b = 0; b < c.batch_size; b++) {
-        int index = t->shuffle.at((uint64_t)t->step * c.batch_size + b, t->images.count);
-        bool mirrored = c.flip && random_word(c.seed, STREAM_FLIP, 0, b, (uint32_t)t->step) >> 31;
-        copy_image(m->images + b * elements, t->images, index, mirrored);
-        m->timesteps[b] =
-            (int)random_timestep(c.seed, STREAM_TIMESTEP, b, (uint32_t)t->step, c.diffusion_steps);
+    const Dataset& data = t->images;
+    bool floats = data.bytes.empty();
+    const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
+#ifdef __CUDACC__
+    size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
+    t->pixels_on_host = bytes > backend_memory_available() / 10 * 9;
+    t->pixels = t->pixels_on_host ? backend_allocate_host(bytes) : backend_allocate(bytes);
+    if (!t->pixels) fail("could not allocate %s for the images", human_bytes((double)bytes).c_str());
+    if (t->pixels_on_host)
+        memcpy(t->pixels, pixels, bytes);
+    else
+        backend_upload(t->pixels, pixels, bytes);
+    pixels = t->pixels;
+#endif
+    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
+    size_t order_bytes = (size_t)slots * data.count * sizeof(int);
+    t->order = (int*)backend_allocate(order_bytes);
+    t->host_order = (int*)backend_allocate_host(order_bytes);
+    t->results = (StepState*)backend_allocate_host(RESULT_SLOTS * sizeof(StepState));
+    if (!t->order || !t->host_order || !t->results)
+        fail("could not allocate %s for the order of the images",
+             human_bytes(2.0 * (double)order_bytes).c_str());
+    t->source = {floats ? nullptr : (const uint8_t*)pixels,
+                 floats ? (const float*)pixels : nullptr,
+                 t->order,
+                 data.count,
+                 slots,
+                 c.batch_size,
+                 c.image_size,
+                 c.flip,
+                 c.diffusion_steps,
+                 c.seed};
+    StepState state = StepState();
+    state.step = t->begun = t->step;
+    backend_upload(m->state, &state, sizeof state);
+    t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
+}
+
+static void finish_steps(Trainer* t) {
+    backend_forget(&t->recording);
+    if (t->pixels_on_host)
+        backend_free_host(t->pixels);
+    else if (t->pixels)
+        backend_free(t->pixels);
+    backend_free(t->order);
+    backend_free_host(t->host_order);
+    backend_free_host(t->results);
+}
+
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
+static void enqueue_step(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    int B = c.batch_size, H = c.image_size;
+    size_t elements = (size_t)B * IMAGE_CHANNELS * H * H, P = m->plan.num_parameters;
+    begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
+    load_images(m->images, m->sources, t->source);
+    add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, H, H, c.predict, c.seed,
+              STREAM_NOISE, 0, m->state);
+    unet_forward(m, B);
+    mse(m->losses, unet_output_gradient(m), unet_output(m), m->target, elements);
+    backend_zero(m->gradients, P * sizeof(float));
+    unet_backward(m, B);
+    squared_norm(m->norm_parts, m->gradients, P);
+    finish_step(m->state, m->losses, elements, m->norm_parts, P);
+    adamw(m->master, m->ema, sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v,
+          m->gradients, P, m->state);
+}
+
+// Gives the device its next step, and before it the orders of the epochs that the step draws from.
+static void begin_next_step(Trainer* t) {
+    int count = t->images.count, slot = (int)(t->begun % RESULT_SLOTS);
+    long last_epoch = (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / count);
+    for (; t->epochs <= last_epoch; t->epochs++) {
+        size_t at = (size_t)(t->epochs % t->source.slots) * count;
+        random_permutation(t->host_order + at, count, t->source.seed, (uint32_t)t->epochs);
+        backend_upload_async(t->order + at, t->host_order + at, count * sizeof(int));
     }
+    backend_replay(&t->recording, [&] { enqueue_step(t); });
+    backend_download_async(t->results + slot, t->model.state + 1 + slot, sizeof(StepState));
+    backend_mark(slot);
+    t->begun++;
 }
 
 struct StepResult {
     double loss, norm;
 };
 
-// One optimiser step. A loss or gradient that is not finite leaves the weights as they were.
-static StepResult train_step(Trainer* t) {
-    Model* m = &t->model;
-    load_batch(t);
-    StepResult result;
-    result.loss = forward_backward(m, (uint32_t)t->step);
-    result.norm = gradient_norm(m);
-    if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) return result;
-    adamw(m->master, m->ema, m->adam_m, m->adam_v, m->gradients, m->plan.num_parameters,
-          adamw_at(m->config, t->step));
-    t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * (float)result.loss : (float)result.loss;
-    t->step++;
-    return result;
+// The result of the oldest step that was begun and not yet awaited.
+static StepResult await_step(Trainer* t) {
+    int slot = (int)(t->step % RESULT_SLOTS);
+    backend_await(slot);
+    const StepState& result = t->results[slot];
+    if (result.finite) {
+        t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+        t->step++;
+    }
+    return {result.loss, result.norm};
 }
 
-// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
-// would use.
+#ifdef TESTING
+// One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
+static StepResult train_step(Trainer* t) {
+    begin_next_step(t);
+    return await_step(t);
+}
+#endif
+
+// Loss over the validation images with noise and timesteps that never change, of the weights that sampling would use.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
+    std::vector<float> images(c.batch_size * elements);
+    std::vector<int> timesteps(c.batch_size);
     double sum = 0;
-    if (m->ema) m->weights = m->ema;
+    use_weights(m, m->ema ? m->ema : m->master);
     for (int first = 0; first < t->validation.count; first += c.batch_size) {
         int B = std::min(c.batch_size, t->validation.count - first);
         for (int b = 0; b < B; b++) {
-            copy_image(m->images + b * elements, t->validation, first + b, false);
-            m->timesteps[b] =
-                (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
+            copy_image(images.data() + b * elements, t->validation, first + b);
+            timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
         }
+        backend_upload(m->images, images.data(), B * elements * sizeof(float));
+        backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
-                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0);
+                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, nullptr);
         unet_forward(m, B);
         mse(m->losses, nullptr, unet_output(m), m->target, B * elements);
         sum += loss_of(m, B * elements) * B;
     }
-    m->weights = m->master;
+    use_weights(m, m->master);
     return sum / t->validation.count;
 }
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
 
 // pictures (count, H, W, 3): those of seeds first_seed and on. Says how far it is where asked; stops early,
-// and returns false, on Ctrl-C.
+// and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uint32_t first_seed,
                           bool show_progress) {
     const Config& c = m->config;
     int H = c.image_size, elements = IMAGE_CHANNELS * H * H;
     std::vector<SamplerStep> steps = make_sampler(c);
     pictures->resize((size_t)count * elements);
-    if (c.use_ema && m->ema) m->weights = m->ema;
+    use_weights(m, c.use_ema && m->ema ? m->ema : m->master);
+    float* x = m->target;  // (B, H, W, 3): free while nothing is trained
     double start = seconds_now(), shown = 0;
     long calls = 0, all_calls = (long)steps.size() * ((count + m->plan.batch - 1) / m->plan.batch);
     for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
         int B = std::min(m->plan.batch, count - first);
-        sampler_start(m->input, B, H, H, first_seed + first);
+        Recording network;
+        sampler_start(x, m->input, B, H, H, first_seed + first);
         for (size_t i = 0; i < steps.size() && !stop_requested; i++) {
-            for (int b = 0; b < B; b++) m->timesteps[b] = steps[i].timestep;
-            unet_forward(m, B);
-            sampler_step(m->input, unet_output(m), steps[i], B, H, H, first_seed + first, (uint32_t)i + 1);
+            fill_timesteps(m->timesteps, B, steps[i].timestep);
+            backend_replay(&network, [&] { unet_forward(m, B); });
+            sampler_step(x, m->input, unet_output(m), steps[i], B, H, H, first_seed + first, (uint32_t)i + 1);
             double elapsed = seconds_now() - start;
             calls++;
             if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || calls == all_calls)) {
@@ -3184,23 +3502,28 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uin
                 shown = elapsed;
             }
         }
-        backend_download(pictures->data() + (size_t)first * elements, m->input,
+        backend_download(pictures->data() + (size_t)first * elements, x,
                          (size_t)B * elements * sizeof(float));
+        backend_forget(&network);
     }
-    m->weights = m->master;
+    use_weights(m, m->master);
     return !stop_requested;
 }
 
 // ---- what a run prints ------------------------------------------------------------------------------------
 
 static void print_build() {
+    printf("train_unet on %s", backend_name().c_str());
+#ifndef __CUDACC__
 #ifdef OPENBLAS
-    const char* products = "matrix products by OpenBLAS";
+    const char* products = "OpenBLAS";
 #else
-    const char* products = "matrix products by its own loop";
+    const char* products = "its own loop";
 #endif
-    printf("train_unet on the CPU: fp32, %d threads, %s, %d-wide vectors\n", omp_get_max_threads(), products,
+    printf(", %d threads, matrix products by %s, vectors of %d", omp_get_max_threads(), products,
            (int)VECTOR);
+#endif
+    printf("\n");
 }
 
 static void print_run(const Config& c, const Plan& plan, size_t bytes) {
@@ -3254,7 +3577,7 @@ static Config typed_config(const std::vector<TypedFlag>& typed) {
     return config;
 }
 
-static Dataset load_images(const std::string& path, int image_size) {
+static Dataset load_dataset(const std::string& path, int image_size) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path.c_str(), path.c_str());
     if (!file_exists(path))
@@ -3283,6 +3606,7 @@ static int run_generate(const std::vector<TypedFlag>& typed) {
     }
     build_model(&m, config, config.batch_size, false);
     read_parameters(m.master, file, use_ema ? "ema" : "weights", m.plan);
+    use_weights(&m, m.master);
     printf("%d pictures with %s (%s, step %ld), %s in %zu steps, seeds %u to %u\n", config.generate,
            file.path.c_str(), use_ema ? "EMA weights" : "raw weights", file.step,
            config.sampler == SAMPLER_DDIM ? "DDIM" : "DDPM", make_sampler(config).size(), config.seed,
@@ -3334,25 +3658,27 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
             "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
             "--out_dir",
             config->out_dir, list_checkpoints(config->out_dir)[0]);
-    t->images = load_images(config->data_file, config->image_size);
-    if (*config->val_file) t->validation = load_images(config->val_file, config->image_size);
+    t->images = load_dataset(config->data_file, config->image_size);
+    if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
     make_folder(config->out_dir);
     build_model(&t->model, *config, config->batch_size, true);
     upload_schedule(&t->model);
-    t->shuffle.seed = config->seed;
     if (config->resume_given) {
         read_parameters(t->model.master, file, "weights", t->model.plan);
         read_parameters(t->model.adam_m, file, "adam_m", t->model.plan);
         read_parameters(t->model.adam_v, file, "adam_v", t->model.plan);
         if (t->model.ema) read_parameters(t->model.ema, file, "ema", t->model.plan);
         t->step = file.step, t->smoothed = file.smoothed;
+        use_weights(&t->model, t->model.master);
     } else if (*config->model_weights) {
         read_parameters(t->model.master, file, "weights", t->model.plan);
+        use_weights(&t->model, t->model.master);
         if (t->model.ema)
             backend_copy(t->model.ema, t->model.master, t->model.plan.num_parameters * sizeof(float));
     } else {
         initialise_weights(&t->model, config->seed);
     }
+    prepare_steps(t);
 }
 
 static void save(const Trainer& t) {
@@ -3373,6 +3699,9 @@ static void save_samples(Trainer* t) {
     printf("%d pictures in %s: %s\n", c.num_samples, human_time(seconds_now() - start).c_str(), path.c_str());
 }
 
+// The next step after `step` that `every` divides; never where every is 0.
+static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
+
 static void train(Trainer* t) {
     const Config& c = t->model.config;
     FILE* metrics = open_metrics(text("%s/metrics.jsonl", c.out_dir), t->step);
@@ -3381,7 +3710,12 @@ static void train(Trainer* t) {
     bool terminal = isatty(1);
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
-        StepResult result = train_step(t);
+        // keep the device fed, but not past a step after which the host works with the weights
+        long limit =
+            std::min({(long)c.steps, next_due(t->step, c.save_every), next_due(t->step, c.sample_every),
+                      next_due(t->step, t->validation.count ? c.val_every : 0)});
+        while (t->begun < std::min(limit, t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        StepResult result = await_step(t);
         double now = seconds_now();
         if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
             fclose(metrics);
@@ -3426,6 +3760,7 @@ static void train(Trainer* t) {
         double after = seconds_now();  // saving, sampling and validating are no part of a step's time
         paused += after - now, log_start += after - now;
     }
+    while (t->step < t->begun && std::isfinite(await_step(t).loss)) continue;  // what Ctrl-C left under way
     if (terminal) printf("\r\033[K");
     if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(*t);
     if (last_sampled != t->step && !stop_requested) save_samples(t);
@@ -3452,6 +3787,7 @@ int main(int argc, char** argv) {
         print_help();
         return 0;
     }
+    backend_init();
 #ifdef OPENBLAS
     openblas_set_num_threads(1);  // the layers' own loops keep every core busy
 #endif
@@ -3466,11 +3802,12 @@ int main(int argc, char** argv) {
                   memory_needed(config, config.batch_size, true));
         return 0;
     }
-    print_run(config, trainer.model.plan, trainer.model.bytes + cpu_workspace_bytes());
+    print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
     printf("%d images in %s; %s step %ld\n", trainer.images.count, config.data_file,
            config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);
+    finish_steps(&trainer);
     free_model(&trainer.model);
     return 0;
 }
