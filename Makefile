@@ -42,7 +42,7 @@ BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
 SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))'
 SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest'
 
-.PHONY: train test bench toc data clean report python settings
+.PHONY: train test bench toc data clean report python settings all_archs
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -66,11 +66,32 @@ data/%.bin: data/%.bin.gz
 
 data: data/emoji.bin data/faces.bin
 
+# nvcc's flags for an architecture (80, 86, 89, 90) and a precision. 90 means 90a; a newer GPU gets 90's code as PTX.
+gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $(filter $(ARCHS),$(1)),arch=compute_$(1)$(,)code=sm_$(1),arch=compute_90$(,)code=compute_90))
+nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32) -Werror all-warnings \
+	-Xcompiler -Wall$(,)-Wextra
+, := ,
+
+ifeq ($(DEVICE),cuda)
+train_unet: train_unet.cu $(BUILD)/settings | report data
+	$(if $(NVCC),,$(error DEVICE=cuda needs nvcc, the CUDA Toolkit's compiler))
+	$(if $(GPU_ARCH),,$(error no GPU was found: name the one to build for with GPU_ARCH=80, 86, 89 or 90))
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
+else
 train_unet: train_unet.cu $(BUILD)/settings | report data
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+endif
 
+# The tests of the CPU build run everywhere.
 test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+
+# Compiled and not run: that nothing rots on a machine without a GPU.
+ARCH_OBJECTS := $(foreach arch,$(ARCHS),$(foreach precision,bf16 fp32,$(BUILD)/train_unet_$(arch)_$(precision).o))
+$(ARCH_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+all_archs:
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(ARCH_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
 
 $(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
@@ -85,7 +106,7 @@ $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
 # ---- the demo -----------------------------------------------------------------------------------------------
 
 # Continues where an earlier `make train` was stopped.
-PRESET := tiny
+PRESET := $(if $(filter cuda,$(DEVICE)),unet64,tiny)
 train: train_unet
 	./train_unet --preset $(PRESET) --out_dir out/$(PRESET) \
 		$$(ls out/$(PRESET)/checkpoint_*.bin >/dev/null 2>&1 && echo --resume)
@@ -107,7 +128,7 @@ RUN_PYTHON = $$(if $(SYSTEM_READY) 2>/dev/null; then echo python3; else echo .ve
 
 TEST_BINARIES := train_unet test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
 
-test: python $(TEST_BINARIES) toc $(if $(ALL_ARCHS),all_archs)
+test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(RUN_PYTHON) test_unet.py
 
 # One full training step against PyTorch on this machine; writes its table into README.md.

@@ -5,7 +5,6 @@
 writes samples.png. Picture n comes from seed + n alone, so that batches and --num_images change none of them,
 and the same seed and weights give the same picture as `./train_unet --generate`.
 """
-import argparse
 import dataclasses
 import os
 
@@ -37,8 +36,7 @@ def nearest(pictures, images, image_size, chunk=1024):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
     add("--model_filename", required=True, metavar="FILE", help="weights: .bin or .pt")
     add("--num_images", type=int, default=16, metavar="N", help="how many pictures (default: 16)")

@@ -6,7 +6,6 @@ Takes whatever Pillow reads. Each picture is turned as its EXIF data says, laid 
 transparent, cropped to its central square and resized with antialiasing. Files that can't be read are named,
 counted and skipped. Images are written as they come, so that only a path and a label each stay in memory.
 """
-import argparse
 import concurrent.futures
 import contextlib
 import io
@@ -142,8 +141,7 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
     add("--data_dir", required=True, metavar="PLACE", help="a folder, searched to any depth, or a zip")
     add("--output_name", required=True, metavar="FILE.bin", help="the file to write")

@@ -68,14 +68,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#ifdef _OPENMP
+#if defined(_OPENMP)
 #include <omp.h>
-#else
+#elif !defined(__CUDACC__) || defined(TESTING)
 static int omp_get_max_threads() { return 1; }
 static int omp_get_thread_num() { return 0; }
 #endif
 #ifdef OPENBLAS
 #include <cblas.h>
+#endif
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
 #endif
 
 // ===========================================================================================================
@@ -850,6 +854,7 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
+#ifdef CPU_LAYERS
 // The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3).
 static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                   uint32_t sample, uint32_t step) {
@@ -861,6 +866,7 @@ static inline void random_normals(float normal[4], uint32_t seed, uint32_t strea
         normal[pair + 1] = (float)(r * sin(angle));
     }
 }
+#endif
 
 HOST_DEVICE static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample,
                                                    uint32_t step, int diffusion_steps) {
@@ -1043,6 +1049,128 @@ static inline float sigmoid_cpu(float x) { return 1.0f / (1.0f + exp_cpu(-x)); }
 
 #endif  // CPU_LAYERS
 
+// ---- what the CUDA kernels share --------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+
+enum { WIDE = 16 / sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
+
+__device__ static inline void unpack(float value[WIDE], uint4 bits) {
+    const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#ifdef PRECISION_FP32
+        value[i] = __uint_as_float(word[i]);
+#else
+        value[2 * i] = __uint_as_float(word[i] << 16);
+        value[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
+#endif
+    }
+}
+__device__ static inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *(uint32_t*)&pair;
+}
+__device__ static inline uint4 pack(const float value[WIDE]) {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#ifdef PRECISION_FP32
+        word[i] = __float_as_uint(value[i]);
+#else
+        word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
+#endif
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// 16 bytes from device memory to shared memory, past the registers; zeros where `inside` is false.
+__device__ static inline void copy16_async(void* shared, const void* global, bool inside = true) {
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+        "l"(global), "r"(inside ? 16 : 0)
+        : "memory");
+}
+__device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>  // groups that may still be under way
+__device__ static inline void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
+// a rounding.
+__device__ static inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float sigmoid(float x) {
+#ifdef PRECISION_FP32
+    return 1.0f / (1.0f + expf(-x));
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_fast(-1.44269504f * x)));
+    return y;
+#endif
+}
+__device__ static inline float silu_gradient(float x) {
+    float s = sigmoid(x);
+    return s * (1.0f + x * (1.0f - s));
+}
+
+static int device_attribute(cudaDeviceAttr attribute) {
+    int value = 0, device = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+// Bytes of shared memory that one block may ask for.
+static int shared_limit() {
+    static int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return bytes;
+}
+// kernel<<<grid, threads, shared>>>(args...) on main_stream, in clusters of `cluster` blocks along x.
+template <typename... Parameters, typename... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster,
+                   Arguments... arguments) {
+    if (shared > 48 * 1024)
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared,
+    config.stream = main_stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+    LAUNCH_CHECK();
+}
+
+static unsigned blocks_of(size_t n, size_t each) { return (unsigned)((n + each - 1) / each); }
+
+// Sum of a block's values in a fixed order, in thread 0. At most 1024 threads, whole warps.
+__device__ static inline float block_sum(float value) {
+    __shared__ float parts[32];
+    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
+    if (threadIdx.x < 32)
+        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    return value;
+}
+
+// to (n) = from (n), rounded to the layers' precision.
+__global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) to[i] = (floatX)from[i];
+}
+static void round_weights(floatX* to, const float* from, size_t n) {
+    round_weights_kernel<<<blocks_of(n, 256), 256, 0, main_stream>>>(to, from, n);
+    LAUNCH_CHECK();
+}
+#endif  // __CUDACC__
+
 // ---- timestep embedding -----------------------------------------------------------------------------------
 
 // out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2. t (B). The angles
@@ -1058,7 +1186,23 @@ static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int 
         }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// torch.cat([cos(t * f), sin(t * f)], 1), f_i = max_period^(-i / half). One thread an angle, in double. (B,
+// C)
+__global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int B, int C, int max_period) {
+    int half = C / 2, n = blockIdx.x * blockDim.x + threadIdx.x, b = n / half, i = n % half;
+    if (b >= B) return;
+    double sine, cosine;
+    sincos(t[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
+    out[(size_t)b * C + i] = (floatX)(float)cosine;
+    out[(size_t)b * C + half + i] = (floatX)(float)sine;
+}
+static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
+    timestep_embedding_forward_kernel<<<blocks_of((size_t)B * (C / 2), 64), 64, 0, main_stream>>>(
+        out, t, B, C, max_period);
+    LAUNCH_CHECK();
+}
+#else
 #define timestep_embedding_forward timestep_embedding_forward_cpu
 #endif
 
@@ -1079,7 +1223,25 @@ static void silu_backward_cpu(float* dx, const float* dout, const float* x, size
     for (size_t i = 0; i < n; i++) dx[i] = dout[i] * silu_gradient_cpu(x[i]);
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// F.silu(x). One thread an element: the embedding's few thousand.
+__global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
+}
+static void silu_forward(floatX* out, const floatX* x, size_t n) {
+    silu_forward_kernel<<<blocks_of(n, 256), 256, 0, main_stream>>>(out, x, n);
+    LAUNCH_CHECK();
+}
+__global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
+}
+static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    silu_backward_kernel<<<blocks_of(n, 256), 256, 0, main_stream>>>(dx, dout, x, n);
+    LAUNCH_CHECK();
+}
+#else
 #define silu_forward silu_forward_cpu
 #define silu_backward silu_backward_cpu
 #endif
@@ -1272,6 +1434,1276 @@ static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb
 #define conv3x3_forward conv3x3_forward_cpu
 #define conv3x3_backward conv3x3_backward_cpu
 #endif
+
+// ---- CUDA: linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------
+
+#ifdef __CUDACC__
+// Every product of the network is one of two kernels:
+//   gemm_kernel             out (M, N) = A (M, K) B (K, N), forward and input gradients: a tile per block;
+//   weight_gradient_kernel  dw = dout^T A: the reduction runs over the pixels, split over blocks.
+// A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
+// its patch of the image with a border of one pixel once per 128 bytes of channels, and the nine taps read
+// it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
+// plain FMAs (never tf32). Both share the loads, since shared memory is laid out in bytes: rows of eight
+// 16-byte vectors, vector v of row r stored at v ^ (r % 8), so that eight consecutive rows never meet in a
+// bank.
+
+enum {
+    VEC = 16 / (int)sizeof(floatX),  // elements of a 16-byte vector
+    BK = 8 * VEC,                    // channels of a 128-byte row: the depth of a step of gemm_kernel
+    REDUCE_GROUPS = 8                // threads that share one output of a reduction over splits
+};
+
+static HOST_DEVICE inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
+
+// ---- vectors and instructions
+
+struct alignas(16) FloatXVec {
+    floatX v[VEC];
+};
+__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
+    FloatXVec x = *(const FloatXVec*)p;
+#pragma unroll
+    for (int e = 0; e < VEC; e++) sum[e] += (float)x.v[e];
+}
+__device__ inline void store_vector(floatX* p, const float (&value)[VEC]) {
+#ifdef PRECISION_FP32
+    *(float4*)p = make_float4(value[0], value[1], value[2], value[3]);
+#else
+    alignas(16) __nv_bfloat162 x[VEC / 2];  // one instruction converts a pair
+#pragma unroll
+    for (int e = 0; e < VEC / 2; e++) x[e] = __floats2bfloat162_rn(value[2 * e], value[2 * e + 1]);
+    *(uint4*)p = *(uint4*)x;
+#endif
+}
+
+// 16 bytes from global to shared memory without passing through registers; zeros where not `valid`.
+__device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;"); }
+template <int PENDING>
+__device__ inline void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+#ifndef PRECISION_FP32
+// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
+// next.
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#else
+__device__ inline float4 load_shared4(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+__device__ inline float2 load_shared2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+#endif
+
+// ---- patches: the pixels of a 3x3 convolution's tile
+
+// A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
+// eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
+// pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
+struct Patch {
+    int B, H, W;        // the tensor
+    int images, width;  // the tile; width is 8 or 16, its height always 8
+    int tiles_y, tiles_x, tiles;
+    struct Origin {
+        int b, y, x;
+    };
+    __host__ __device__ int rows() const { return images * 10 * (width + 2); }
+    __device__ int row(int p) const {
+        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
+        return (y + 2 * (y / 8)) * (width + 2) + x;
+    }
+    __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
+    // Image, line and column within the tile of a row, packed; the border counts: the pixel is (y - 1, x -
+    // 1).
+    __device__ int place(int row) const {
+        int y = width == 16 ? row / 18 : row / 10, image = y / 10;
+        return image << 16 | (y - image * 10) << 8 | (row - y * (width + 2));
+    }
+    __device__ Origin origin(int tile) const {
+        int line = tile / tiles_x, b = line / tiles_y;
+        return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
+    }
+    // The pixel's index in (B, H, W), or -1 outside.
+    __device__ int pixel(Origin o, int place) const {
+        int b = o.b + (place >> 16), y = o.y + (place >> 8 & 255), x = o.x + (place & 255);
+        bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
+        return inside ? (b * H + y) * W + x : -1;
+    }
+};
+// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider.
+static Patch make_patch(int B, int H, int W, int pixels) {
+    Patch p = {B, H, W, 1, 8, 0, 0, 0};
+    if (pixels == 128) (W <= 8 ? p.images : p.width) *= 2;
+    p.tiles_y = ceil_div(H, 8), p.tiles_x = ceil_div(W, p.width);
+    p.tiles = ceil_div(B, p.images) * p.tiles_y * p.tiles_x;
+    return p;
+}
+
+// ---- forward and input gradient
+
+struct Gemm {
+    floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
+    const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
+    const floatX *x, *x2;                // (M, C), (M, C2)
+    const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
+    const floatX *bias, *emb;  // (N), (M / T, N); null: none
+    float* partial;            // (splits, M, N), where splits > 1
+    int M, N, N1, C, C2, T;
+    int splits;
+    Patch patch;  // 3x3 only
+};
+
+// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are the reduction, as in an input
+// gradient.
+template <int BM_, int BN_, int WM_, int WN_, int TAPS_, bool TRANSPOSED_, int STAGES_, int BLOCKS_>
+struct GemmTile {
+    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, TAPS = TAPS_, STAGES = STAGES_,
+                         BLOCKS = BLOCKS_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_;
+    static constexpr int THREADS = BM / WM * (BN / WN) * 32;
+    static constexpr int A_ROWS =
+        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    static constexpr int B_BYTES = BN * 128;
+    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
+    static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
+    static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
+    static constexpr int A_PARTS =
+        STAGES < 5 ? 6 : 5;  // taps over which the next patch's loads are spread; they must end
+                             // STAGES - 1 steps before its first use
+    static_assert(TAPS == 1 || A_PARTS + STAGES - 1 <= TAPS,
+                  "a patch must have arrived when it is first read");
+    static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
+    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
+    static int shared_bytes(int chunks, int rows) {
+        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
+        int staging = BM * STAGING_PITCH * (int)sizeof(float);
+        return TABLE_BYTES + (ring > staging ? ring : staging);
+    }
+};
+
+// A warp's WM x WN accumulators.
+#ifndef PRECISION_FP32
+template <class Tile>
+struct WarpProduct {
+    static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
+    float c[MI][NI][4];
+    int row[MI];  // of A, for this lane's ldmatrix
+    int lane, m0, n0;
+    template <class RowOf>
+    __device__ WarpProduct(RowOf row_of) {
+        int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+            row[i] = row_of(m0 + i * 16 + lane % 16);
+#pragma unroll
+            for (int j = 0; j < NI; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
+        }
+    }
+    // c += A's rows, `shift` further down, times B; a step of BK.
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+        // Tiles are 128-byte aligned, so stepping through a row's vectors, swizzled or not, is flipping
+        // address bits.
+        uint32_t a_line[MI], b_line;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+            int r = row[i] + shift;
+            a_line[i] = a_tile + r * 128 + ((lane / 16 ^ (r & 7)) << 4);
+        }
+        if (Tile::TRANSPOSED)
+            b_line = b_tile + lane % 16 * (Tile::BN * 2) + (((n0 / 8 + lane / 16) ^ (lane & 7)) << 4);
+        else
+            b_line = b_tile + (n0 + lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
+#pragma unroll
+        for (int k = 0; k < BK / 16; k++) {
+            uint32_t a[MI][4], b[NI / 2][4];
+#pragma unroll
+            for (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
+#pragma unroll
+            for (int j = 0; j < NI / 2; j++)
+                if (Tile::TRANSPOSED)
+                    load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
+                else
+                    load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+#pragma unroll
+            for (int i = 0; i < MI; i++)
+#pragma unroll
+                for (int j = 0; j < NI; j++) mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+    }
+    __device__ void store(float* staging) {
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                float* p =
+                    staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + n0 + j * 8 + lane % 4 * 2;
+                *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
+                *(float2*)(p + 8 * Tile::STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
+            }
+    }
+};
+#else
+// Lane l owns pixels l / 4 + 8 i and channels l % 4 + 4 j (TRANSPOSED: groups of four, 16 apart), so that a
+// warp's vector loads touch eight, or four, neighbouring rows.
+template <class Tile>
+struct WarpProduct {
+    static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
+    float c[MI][NI];
+    int row[MI];
+    int lane, m0, n0;
+    template <class RowOf>
+    __device__ WarpProduct(RowOf row_of) {
+        int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+            row[i] = row_of(m0 + i * 8 + lane / 4);
+#pragma unroll
+            for (int j = 0; j < NI; j++) c[i][j] = 0;
+        }
+    }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+#pragma unroll 2
+        for (int k = 0; k < 8; k++) {
+            float4 a[MI];
+#pragma unroll
+            for (int i = 0; i < MI; i++) {
+                int r = row[i] + shift;
+                a[i] = load_shared4(a_tile + r * 128 + ((k ^ (r & 7)) << 4));
+            }
+            if (Tile::TRANSPOSED) {
+#pragma unroll
+                for (int q = 0; q < 4; q++)
+#pragma unroll
+                    for (int j = 0; j < NI / 4; j++) {
+                        int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
+                        float4 b = load_shared4(b_tile + r * (Tile::BN * 4) + ((v ^ (r & 7)) << 4));
+#pragma unroll
+                        for (int i = 0; i < MI; i++) {
+                            float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
+                            c[i][j * 4 + 0] += s * b.x, c[i][j * 4 + 1] += s * b.y;
+                            c[i][j * 4 + 2] += s * b.z, c[i][j * 4 + 3] += s * b.w;
+                        }
+                    }
+            } else {
+#pragma unroll
+                for (int j = 0; j < NI; j++) {
+                    int r = n0 + j * 4 + lane % 4;
+                    float4 b = load_shared4(b_tile + r * 128 + ((k ^ (r & 7)) << 4));
+#pragma unroll
+                    for (int i = 0; i < MI; i++) {
+                        c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
+                        c[i][j] += a[i].z * b.z, c[i][j] += a[i].w * b.w;
+                    }
+                }
+            }
+        }
+    }
+    __device__ void store(float* staging) {
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                int n = Tile::TRANSPOSED ? j / 4 * 16 + lane % 4 * 4 + j % 4 : j * 4 + lane % 4;
+                staging[(m0 + i * 8 + lane / 4) * Tile::STAGING_PITCH + n0 + n] = c[i][j];
+            }
+    }
+};
+#endif
+
+// VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
+// are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
+// residual, which may be out itself, is never read after it was written.
+struct OutputColumns {
+    floatX* out;
+    const floatX *residual, *emb;
+    int width, N;
+    float bias[VEC];
+    __device__ OutputColumns(const Gemm& g, int n) {
+        bool second = n >= g.N1;
+        int column = second ? n - g.N1 : n;
+        width = second ? g.N - g.N1 : g.N1, N = g.N;
+        out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
+        if (residual) residual += column;
+        emb = g.emb ? g.emb + n : nullptr;
+#pragma unroll
+        for (int e = 0; e < VEC; e++) bias[e] = 0;
+        if (g.bias && N % VEC == 0) add_vector(bias, g.bias + n);
+    }
+    // To the sums: the bias and the embedding of an image.
+    __device__ void add(float (&value)[VEC], int image) const {
+        if (emb) add_vector(value, emb + (size_t)image * N);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) value[e] += bias[e];
+    }
+    __device__ FloatXVec load(int m) const { return *(const FloatXVec*)(residual + (size_t)m * width); }
+    __device__ void store(float (&value)[VEC], const FloatXVec& added, int m) const {
+        if (residual)
+#pragma unroll
+            for (int e = 0; e < VEC; e++) value[e] += (float)added.v[e];
+        store_vector(out + (size_t)m * width, value);
+    }
+};
+// The same one by one, for three output channels; the sums lie in shared memory.
+static __device__ __noinline__ void store_narrow(const Gemm& g, const float* value, int m, int n) {
+    for (int e = 0; e < VEC && n + e < g.N; e++) {
+        float sum = value[e] + (g.bias ? (float)g.bias[n + e] : 0.0f);
+        if (g.emb) sum += (float)g.emb[(size_t)(m / g.T) * g.N + n + e];
+        if (g.residual) sum += (float)g.residual[(size_t)m * g.N + n + e];
+        g.out[(size_t)m * g.N + n + e] = (floatX)sum;
+    }
+}
+
+// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
+// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
+// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
+// (3x3: with border) and BN x BK weights a tap come from device memory or L2 once; the output is written
+// once, in 16-byte vectors.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
+                  THREADS = Tile::THREADS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
+    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
+    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
+    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
+    int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+
+    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
+    int first = (int)((long long)blockIdx.y * chunks / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
+
+    if (TAPS > 1) {
+        Patch::Origin origin = g.patch.origin(tile);
+        for (int r = tid; r < a_rows; r += THREADS) pixel_of_row[r] = g.patch.pixel(origin, g.patch.place(r));
+        __syncthreads();
+    }
+    auto load_a = [&](int buffer, int chunk, int begin, int end) {
+        bool second = TAPS == 1 && chunk >= chunks1;
+        const floatX* x = second ? g.x2 : g.x;
+        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
+        uint32_t to = a_ring + buffer * a_bytes;
+#pragma unroll
+        for (int i = begin; i < end; i++) {
+            int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
+            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
+            int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
+            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
+            copy_async(to + r * 128 + ((v ^ (r & 7)) << 4), valid ? x + (size_t)m * channels + c : x, valid);
+        }
+    };
+    // The tile of w's rows and vectors: n and c, or TRANSPOSED c and n. Called once a step, in order.
+    constexpr int ROW = Tile::TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+    int b_row = tid / ROW, b_vector = tid % ROW, b_chunk = first, b_tap = 0, b_stage = 0;
+    const size_t stride = (size_t)TAPS * (Tile::TRANSPOSED ? g.N : g.C + g.C2);
+    const floatX* b_from =
+        g.w + b_vector * VEC + (Tile::TRANSPOSED ? b_row * stride + n0 : (n0 + b_row) * stride);
+    const uint32_t b_to = b_ring + b_row * (ROW * 16) + ((b_vector ^ (b_row & 7)) << 4);
+    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
+    auto load_b = [&] {
+        bool second = TAPS == 1 && b_chunk >= chunks1;
+        int channels = second ? g.C2 : g.C, c0 = (second ? b_chunk - chunks1 : b_chunk) * BK, rows;
+        const floatX* from = b_from;
+        if (Tile::TRANSPOSED) {
+            rows = n0 + b_vector * VEC < g.N ? channels - c0 - b_row : 0;
+            from += c0 * stride + (size_t)(TAPS - 1 - b_tap) * g.N;
+        } else {
+            rows = c0 + b_vector * VEC < channels ? g.N - n0 - b_row : 0;
+            from += b_tap * g.C + (second ? g.C : 0) + c0;
+        }
+#pragma unroll
+        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
+            if (BN * 8 % THREADS != 0 && i * THREADS + tid >= BN * 8) break;
+            bool valid = i * ROWS < rows;
+            copy_async(b_to + b_stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
+            from += ROWS * stride;
+        }
+        if (++b_stage == STAGES) b_stage = 0;
+        if (++b_tap == TAPS) b_tap = 0, b_chunk++;
+    };
+
+    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
+    if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
+        if (s < steps) load_b();
+        copy_commit();
+    }
+    int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
+    for (int s = 0; s < steps; s++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();  // step s has arrived for every thread, and every thread is done with step s - 1
+        int next = s + STAGES - 1;
+        if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
+            constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
+            int begin = tap * PART;
+#pragma unroll
+            for (int i = 0; i < PART; i++)
+                if (begin + i < Tile::A_VECTORS)
+                    load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
+        }
+        if (next < steps) {
+            if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
+            load_b();
+        }
+        copy_commit();
+        product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
+                         TAPS > 1 ? g.patch.tap(tap) : 0);
+        if (++tap == TAPS) tap = 0, chunk++;
+        if (++stage == STAGES) stage = 0;
+    }
+
+    copy_wait<0>();
+    __syncthreads();  // the rings become the staging area
+    float* staging = (float*)(shared + Tile::TABLE_BYTES);
+    product.store(staging);
+    __syncthreads();
+    // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
+    // image.
+    constexpr int PASS = THREADS / (BN / VEC), BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
+    int column = tid % (BN / VEC) * VEC, n = n0 + column;
+    if (n >= g.N) return;
+    bool vectors = g.N % VEC == 0, finishes = g.splits == 1 && vectors;
+    OutputColumns columns(g, n);
+    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
+    const float* from = staging + tid / (BN / VEC) * Tile::STAGING_PITCH + column;
+#pragma unroll 1
+    for (int p0 = tid / (BN / VEC); p0 < BM; p0 += BATCH * PASS) {
+        int m[BATCH];
+        FloatXVec residual[BATCH];
+        float added[VEC] = {0};
+        if (finishes && TAPS > 1)
+            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            int p = p0 + i * PASS;
+            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+            if (m[i] >= g.M) m[i] = -1;
+            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
+            if (m[i] < 0) continue;
+            float value[VEC];
+#pragma unroll
+            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
+            if (finishes) {
+                if (TAPS > 1)
+#pragma unroll
+                    for (int e = 0; e < VEC; e++) value[e] += added[e];
+                else
+                    columns.add(value, g.emb ? m[i] / g.T : 0);
+                columns.store(value, residual[i], m[i]);
+            } else if (vectors) {
+                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
+#pragma unroll
+                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
+            } else {
+                store_narrow(g, from, m[i], n);
+            }
+        }
+    }
+}
+
+// out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
+// outputs.
+__global__ void gemm_reduce_kernel(const Gemm g) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
+    if (i >= n) return;
+    int m = (int)(i / g.N);
+    OutputColumns columns(g, (int)(i % g.N));
+    FloatXVec residual;
+    if (columns.residual) residual = columns.load(m);
+    float value[VEC] = {0};
+#pragma unroll 4
+    for (int s = 0; s < g.splits; s++)
+#pragma unroll
+        for (int e = 0; e < VEC; e += 4) {
+            float4 part = *(const float4*)(g.partial + s * n + i + e);
+            value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
+        }
+    columns.add(value, m / g.T);
+    columns.store(value, residual, m);
+}
+
+template <class Tile>
+static void launch_gemm_tile(Gemm g) {
+    if (Tile::TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::BM);
+    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK);
+    int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
+    static const cudaError_t raised = cudaFuncSetAttribute(
+        gemm_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared_bytes(2, Tile::A_ROWS));
+    CUDA_CHECK(raised);
+    int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
+    gemm_kernel<Tile><<<dim3(tiles, g.splits), Tile::THREADS, bytes, main_stream>>>(g);
+    LAUNCH_CHECK();
+    if (g.splits > 1) {
+        gemm_reduce_kernel<<<ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, main_stream>>>(g);
+        LAUNCH_CHECK();
+    }
+}
+
+#ifdef TESTING
+static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the estimate below
+#endif
+
+// The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
+// its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
+template <int TAPS, bool TRANSPOSED>
+static void launch_gemm(Gemm g) {
+    // A tile for wgmma and the tensor copy engine (compute capability 9.0) would be launched from here, for
+    // C, C2 and N that are multiples of 64, before falling back to the portable ones.
+    if (g.N % VEC != 0 || g.N <= 16) {
+        if constexpr (!TRANSPOSED) {
+            g.splits = 1;
+            launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            return;
+        }
+    }
+    // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
+    static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
+    static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
+    constexpr int WIDE =
+        sizeof(floatX) == 2 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), best = 0, splits = 1;
+    float least = 1e30f;
+    for (int t = 0; t < 3; t++) {
+        int pixel_tiles =
+            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, BM[t]).tiles : ceil_div(g.M, BM[t]);
+        int tiles = pixel_tiles * ceil_div(g.N, BN[t]);
+        for (int s = 1; s <= chunks && s <= 8; s++) {
+            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > GPU_WORKSPACE_BYTES) break;
+            float step = 2.0f * BM[t] * BN[t] * BK / 3.2e6f / RATE[t];  // at 3.2 TFLOP/s
+            if (sizeof(floatX) == 4) step *= 10;
+            int load = ceil_div((size_t)tiles * s, gpu_multiprocessors);
+            float time =
+                load * (step * TAPS * ceil_div(chunks, s) * (load == 1 ? 1.8f : 1.0f) + FIXED[t]) + 2.0f;
+            if (s > 1) time += 2.0f + 8.0f * s * g.M * g.N / 3e6f;
+            if (time < least) least = time, best = t, splits = s;
+        }
+    }
+#ifdef TESTING
+    if (forced_tile >= 0) best = forced_tile;
+    if (forced_splits > 0) splits = forced_splits > chunks ? chunks : forced_splits;
+#endif
+    g.splits = splits;
+    g.partial = gpu_workspace;
+    if (best == 0) launch_gemm_tile<GemmTile<128, 128, 64, WIDE, TAPS, TRANSPOSED, 3, WIDE == 64 ? 2 : 1>>(g);
+    if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
+    if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+}
+
+// ---- weight gradient
+
+struct WeightGradient {
+    float* dw;             // (O, taps, C + C2): added to, where partial is null
+    float* partial;        // (splits, O, taps, C + C2): overwritten
+    const floatX* dout;    // (M, O)
+    const floatX *x, *x2;  // (M, C), (M, C2)
+    float* dbias;          // (O): added to; null: not wanted here
+    floatX* per_image;     // (B, O): the sums of dout over each image; null: not wanted
+    float* bias_parts;     // (splits + groups, group_images, O)
+    int M, O, C, C2;
+    int splits, tiles;                 // of the pixels
+    int B, group_images, group_tiles;  // 3x3: images that share tiles are a group; 1x1: all is one
+    Patch patch;                       // 3x3 only
+    // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
+    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
+};
+
+// 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
+template <int TAPS_, int PIXELS_, int WARPS_O_, int WARPS_N_, int STAGES_, int BLOCKS_>
+struct WeightTile {
+    static constexpr int TAPS = TAPS_, PIXELS = PIXELS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr int WARPS_O = WARPS_O_, WARPS_N = WARPS_N_, THREADS = WARPS_O * WARPS_N * 32;
+    static constexpr int ROW = 64 / VEC,
+                         ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
+    static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
+    static constexpr int STAGE_BYTES = (PIXELS + X_ROWS) * ROW_BYTES;
+    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : ((X_ROWS + PIXELS) * 4 + 127) / 128 * 128;
+    static constexpr int WARPS = THREADS / 32, BIAS_BYTES = THREADS * VEC * (int)sizeof(float);
+    static constexpr int SHARED_BYTES = TABLE_BYTES + BIAS_BYTES + STAGES * STAGE_BYTES;
+};
+
+// Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
+// its warp's pixels in a place of its own; on leaving a group of images the block writes part split + group:
+// the pair (split, group) never goes down, so no two pairs have the same sum.
+template <class Tile>
+struct BiasSums {
+    float* area;  // BIAS_BYTES of shared memory
+    int group;
+    __device__ float4* own() const { return (float4*)area + threadIdx.x; }
+    __device__ void clear() {
+#pragma unroll
+        for (int e = 0; e < VEC / 4; e++) own()[e * Tile::THREADS] = make_float4(0, 0, 0, 0);
+    }
+    // Called by the whole block.
+    __device__ void flush(const WeightGradient& g, int o0) {
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        float4 sum[VEC / 4];
+#pragma unroll
+        for (int e = 0; e < VEC / 4; e++) {
+            sum[e] = own()[e * Tile::THREADS];
+#pragma unroll
+            for (int step = Tile::ROW; step < 32; step *= 2) {
+                sum[e].x += __shfl_xor_sync(~0u, sum[e].x, step),
+                    sum[e].y += __shfl_xor_sync(~0u, sum[e].y, step);
+                sum[e].z += __shfl_xor_sync(~0u, sum[e].z, step),
+                    sum[e].w += __shfl_xor_sync(~0u, sum[e].w, step);
+            }
+        }
+        __syncthreads();
+        if (lane < Tile::ROW)
+#pragma unroll
+            for (int e = 0; e < VEC / 4; e++) *(float4*)(area + warp * 64 + lane * VEC + 4 * e) = sum[e];
+        __syncthreads();
+        int warps = Tile::WARPS / g.group_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
+        if (image < g.group_images && o0 + o < g.O) {
+            float total = 0;
+            for (int w = image * warps; w < (image + 1) * warps; w++) total += area[w * 64 + o];
+            g.bias_parts[((size_t)(blockIdx.y + group) * g.group_images + image) * g.O + o0 + o] = total;
+        }
+        __syncthreads();
+    }
+    __device__ void add(const unsigned char* d_tile) {
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, v = lane % Tile::ROW;
+        float sum[VEC] = {0};
+#pragma unroll
+        for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
+            int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
+            add_vector(sum, (const floatX*)(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4)));
+        }
+#pragma unroll
+        for (int e = 0; e < VEC / 4; e++) {
+            float4 old = own()[e * Tile::THREADS];
+            own()[e * Tile::THREADS] = make_float4(old.x + sum[4 * e], old.y + sum[4 * e + 1],
+                                                   old.z + sum[4 * e + 2], old.w + sum[4 * e + 3]);
+        }
+    }
+};
+
+#ifndef PRECISION_FP32
+// The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
+// with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
+template <class Tile>
+struct WeightProduct {
+    static constexpr int MI = 4 / Tile::WARPS_O, NI = Tile::TAPS * 8 / Tile::WARPS_N;
+    static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
+    static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
+                  "warps share the work evenly");
+    float c[MI][NI][4];
+    int lane, o0, n0;
+    // Eight input channels of fragment j; its tap is j.
+    __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
+    __device__ WeightProduct() {
+        int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
+    }
+    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
+#pragma unroll 1
+        for (int k = 0; k < Tile::PIXELS; k += 32) {
+            uint32_t a[2][MI][4], a_line = d_tile + (k + lane / 16 * 8 + lane % 8) * 128;
+            a_line += ((o0 / 8 + lane / 8 % 2) ^ (lane & 7)) << 4;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+                    load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
+            int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                uint32_t b[4];
+                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
+                load_matrices_transposed(b, x_tile + r * 128 + ((v ^ (r & 7)) << 4));
+#pragma unroll
+                for (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
+#pragma unroll
+                for (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+            }
+        }
+    }
+    // put(o, tap, c, two sums of neighbouring c)
+    template <class Put>
+    __device__ void store(Put put) {
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
+                    tap = Tile::TAPS > 1 ? j : 0;
+                put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
+                put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
+            }
+    }
+};
+#else
+// 3x3: a thread owns 8 output channels, 2 input channels and all taps. Along eight pixels of a line a 3 x 3
+// window of x slides in registers, so that a pixel costs three new loads of x and two of dout for 144 FMAs.
+// 1x1: 8 output channels by 4 input channels.
+template <class Tile>
+struct WeightProduct {
+    static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
+    float c[8][Tile::TAPS][NC];
+    int o0, c0;
+    __device__ WeightProduct() {
+        static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
+        o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
+#pragma unroll
+        for (int o = 0; o < 8; o++)
+#pragma unroll
+            for (int t = 0; t < Tile::TAPS; t++)
+#pragma unroll
+                for (int e = 0; e < NC; e++) c[o][t][e] = 0;
+    }
+    __device__ static uint32_t at(uint32_t tile, int row, int channel) {
+        return tile + row * 256 + (((channel / 4) ^ (row & 7)) << 4) + channel % 4 * 4;
+    }
+    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
+        if constexpr (Tile::TAPS > 1) {
+#pragma unroll 1
+            for (int k = 0; k < Tile::PIXELS; k += 8) {
+                int row = row_of_pixel[k];
+                float2 x[3][3];
+#pragma unroll
+                for (int t = 0; t < 9; t++)
+                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared2(at(x_tile, row + patch.tap(t), c0));
+#pragma unroll
+                for (int p = 0; p < 8; p++) {
+#pragma unroll
+                    for (int y = 0; y < 3; y++)
+                        x[y][(p + 2) % 3] = load_shared2(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
+                    float4 d[2] = {load_shared4(at(d_tile, k + p, o0)),
+                                   load_shared4(at(d_tile, k + p, o0 + 4))};
+                    const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
+#pragma unroll
+                    for (int o = 0; o < 8; o++)
+#pragma unroll
+                        for (int t = 0; t < 9; t++) {
+                            c[o][t][0] += dout[o] * x[t / 3][(p + t) % 3].x;
+                            c[o][t][1] += dout[o] * x[t / 3][(p + t) % 3].y;
+                        }
+                }
+            }
+        } else {
+#pragma unroll 4
+            for (int k = 0; k < Tile::PIXELS; k++) {
+                float4 x = load_shared4(at(x_tile, k, c0));
+                float4 d[2] = {load_shared4(at(d_tile, k, o0)), load_shared4(at(d_tile, k, o0 + 4))};
+                const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
+#pragma unroll
+                for (int o = 0; o < 8; o++) {
+                    c[o][0][0] += dout[o] * x.x, c[o][0][1] += dout[o] * x.y;
+                    c[o][0][2] += dout[o] * x.z, c[o][0][3] += dout[o] * x.w;
+                }
+            }
+        }
+    }
+    template <class Put>
+    __device__ void store(Put put) {
+#pragma unroll
+        for (int o = 0; o < 8; o++)
+#pragma unroll
+            for (int t = 0; t < Tile::TAPS; t++)
+#pragma unroll
+                for (int e = 0; e < NC; e += 2)
+                    put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
+    }
+};
+#endif
+
+// dw (O, taps, C + C2) = einsum('mo,mtc->otc', dout, neighbourhoods of cat([x, x2], 1)), over M pixels.
+// Block (tile, split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits divide the pixels'
+// tiles evenly. Per block: its split's pixels' 64 channels of dout and of x (3x3: with border) come in once,
+// for all taps. The first of the blocks that share dout's channels also writes their column sums.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
+    weight_gradient_kernel(const WeightGradient g) {
+    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
+    constexpr int THREADS = Tile::THREADS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    int *place_of_row = (int*)shared, *row_of_pixel = place_of_row + Tile::X_ROWS;
+    unsigned char* ring_bytes = shared + Tile::TABLE_BYTES + Tile::BIAS_BYTES;
+    uint32_t ring = shared_address(ring_bytes);
+    int tid = threadIdx.x;
+    int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
+    bool second = c_tile >= tiles1;
+    const floatX* x = second ? g.x2 : g.x;
+    int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+    int o0 = blockIdx.x / c_tiles * 64;
+    int first = (int)((long long)blockIdx.y * g.tiles / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * g.tiles / g.splits);
+    bool sums_bias = g.bias_parts && c_tile == 0;
+    BiasSums<Tile> bias = {(float*)(shared + Tile::TABLE_BYTES), first / g.group_tiles};
+    if (sums_bias) bias.clear();
+
+    if (TAPS > 1) {
+        for (int r = tid; r < Tile::X_ROWS; r += THREADS) place_of_row[r] = g.patch.place(r);
+        for (int p = tid; p < PIXELS; p += THREADS) row_of_pixel[p] = g.patch.row(p);
+        __syncthreads();
+    }
+    auto load = [&](int tile) {
+        uint32_t d_tile = ring + (tile - first) % STAGES * Tile::STAGE_BYTES,
+                 x_tile = d_tile + PIXELS * Tile::ROW_BYTES;
+        Patch::Origin origin = {0, 0, 0};
+        if (TAPS > 1) origin = g.patch.origin(tile);
+#pragma unroll
+        for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
+            int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
+            int m = tile * PIXELS + p;
+            if (TAPS > 1) m = g.patch.pixel(origin, place_of_row[row_of_pixel[p] + g.patch.tap(4)]);
+            bool valid = m >= 0 && m < g.M && o < g.O;
+            copy_async(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4),
+                       valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
+        }
+#pragma unroll
+        for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
+            int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
+            if (TAPS > 1 && r >= g.patch.rows()) break;
+            int m = TAPS > 1 ? g.patch.pixel(origin, place_of_row[r]) : tile * PIXELS + r;
+            bool valid = m >= 0 && m < g.M && c < channels;
+            copy_async(x_tile + r * Tile::ROW_BYTES + ((v ^ (r & 7)) << 4),
+                       valid ? x + (size_t)m * channels + c : x, valid);
+        }
+    };
+    WeightProduct<Tile> product;
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (first + s < last) load(first + s);
+        copy_commit();
+    }
+    for (int tile = first; tile < last; tile++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();  // this tile has arrived, and every thread is done with the one before
+        if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
+        copy_commit();
+        int stage = (tile - first) % STAGES * Tile::STAGE_BYTES;
+        uint32_t d_tile = ring + stage;
+        if (sums_bias) {
+            if (tile / g.group_tiles != bias.group) {
+                bias.flush(g, o0);
+                bias.clear();
+                bias.group = tile / g.group_tiles;
+            }
+            bias.add(ring_bytes + stage);
+        }
+        product.multiply(d_tile, d_tile + PIXELS * Tile::ROW_BYTES, row_of_pixel, g.patch);
+    }
+    copy_wait<0>();
+    if (sums_bias) bias.flush(g, o0);
+    int K = g.C + g.C2;
+    float* to = g.partial ? g.partial + (size_t)blockIdx.y * g.O * TAPS * K : g.dw;
+    product.store([&](int o, int tap, int c, float2 value) {
+        if (o0 + o >= g.O || c0 + c >= channels) return;
+        float2* p = (float2*)(to + ((size_t)(o0 + o) * TAPS + tap) * K + (second ? g.C : 0) + c0 + c);
+        *p = g.partial ? value : make_float2(p->x + value.x, p->y + value.y);
+    });
+}
+
+// Where a sum belongs in dw when the product was taken over gathered neighbourhoods, `columns` of `pitch`
+// wide (section "three channels"): row r, column k is dw[r, k] or, with taps backwards and roles swapped,
+// dw[k % O, 8 - k / O, r].
+struct NarrowMap {
+    int pitch, columns, swapped_O, rows;  // pitch 0: dw has the product's own layout
+};
+
+// per_image and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8). Each image has
+// `lanes` of the 32 threads a channel, which take its parts in turn; with fewer than 32 images that is more
+// than one.
+__device__ void reduce_bias(const WeightGradient& g, int block) {
+    __shared__ float sums[32][8];
+    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, lanes = 1;
+    while (lanes * 2 * g.B <= 32) lanes *= 2;
+    float total = 0;
+    for (int b0 = 0; b0 < g.B; b0 += 32 / lanes) {
+        int b = b0 + y / lanes, group = b / g.group_images, image = b % g.group_images;
+        float sum = 0;
+        if (b < g.B && o < g.O) {
+            int s0 = g.split_of(group * g.group_tiles), s1 = g.split_of((group + 1) * g.group_tiles - 1) + 1;
+#pragma unroll 8
+            for (int s = s0 + y % lanes; s < s1; s += lanes)
+                sum += g.bias_parts[((size_t)(s + group) * g.group_images + image) * g.O + o];
+        }
+        sums[y][threadIdx.x % 8] = sum;
+        __syncthreads();
+        if (y % lanes == 0 && b < g.B && o < g.O) {
+            for (int i = 1; i < lanes; i++) sum += sums[y + i][threadIdx.x % 8];
+            if (g.per_image) g.per_image[(size_t)b * g.O + o] = (floatX)sum;
+            total += sum;
+        }
+        __syncthreads();
+    }
+    sums[y][threadIdx.x % 8] = y % lanes == 0 ? total : 0.0f;
+    __syncthreads();
+    if (y != 0 || o >= g.O) return;
+    for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
+    g.dbias[o] += total;
+}
+
+// dw += the sum over splits of partial (splits, n), in a fixed order: a thread adds every eighth split, then
+// the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
+// gradient.
+__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks, NarrowMap map) {
+    if (blockIdx.x >= (unsigned)weight_blocks) {
+        reduce_bias(g, blockIdx.x - weight_blocks);
+        return;
+    }
+    __shared__ float4 sums[REDUCE_GROUPS][32];
+    int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (i < n)
+#pragma unroll 4
+        for (int s = group; s < g.splits; s += REDUCE_GROUPS) {
+            float4 part = *(const float4*)(g.partial + s * n + i);
+            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+    sums[group][lane] = sum;
+    __syncthreads();
+    if (group != 0 || i >= n) return;
+    for (int other = 1; other < REDUCE_GROUPS; other++) {
+        float4 part = sums[other][lane];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    const float value[4] = {sum.x, sum.y, sum.z, sum.w};
+    if (!map.pitch) {
+        float4* to = (float4*)(g.dw + i);
+        *to = make_float4(to->x + value[0], to->y + value[1], to->z + value[2], to->w + value[3]);
+        return;
+    }
+    for (int e = 0; e < 4; e++) {
+        int r = (int)((i + e) / map.pitch), k = (int)((i + e) % map.pitch), O = map.swapped_O;
+        if (k >= map.columns) continue;
+        g.dw[O ? ((size_t)(k % O) * 9 + (8 - k / O)) * map.rows + r : (size_t)r * map.columns + k] +=
+            value[e];
+    }
+}
+
+static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, int B, int T, int O);
+
+template <int TAPS>
+static void launch_weight_gradient(WeightGradient g, float* workspace, size_t bytes, NarrowMap map) {
+    constexpr bool HALF = sizeof(floatX) == 2;
+    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
+                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
+    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
+    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
+    g.B = TAPS > 1 ? g.patch.B : 1, g.group_images = TAPS > 1 ? g.patch.images : 1;
+    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
+    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
+    int most = std::max(1, std::min(g.tiles, 2 * gpu_multiprocessors / (TAPS > 1 ? 2 : 1) / tiles));
+
+    size_t bias_bytes =
+        g.dbias ? (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images * g.O * sizeof(float) : 0;
+    if (bias_bytes > bytes / 2) {  // thousands of images: the sums are better taken apart
+        bias_backward(g.dbias, g.per_image, g.dout, g.B, g.M / g.B, g.O);
+        g.dbias = nullptr, bias_bytes = 0;
+    }
+    bias_bytes = (bias_bytes + 255) / 256 * 256;
+    g.bias_parts = g.dbias ? workspace : nullptr;
+    float* partial = workspace + bias_bytes / sizeof(float);
+
+    // More splits shorten a block's walk over the pixels and lengthen the reduction.
+    size_t n = (size_t)g.O * TAPS * (g.C + g.C2);
+    most = std::max(1, std::min(most, (int)((bytes - bias_bytes) / (n * sizeof(float)))));
+    float least = 1e30f, tile_us = (HALF ? 4.0f : 12.0f) * (TAPS > 1 ? 1.0f : 0.12f);  // measured on an H100
+    for (int s = 1; s <= most; s++) {
+        float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
+        if (time < least) least = time, g.splits = s;
+    }
+    g.partial = g.splits > 1 || map.pitch ? partial : nullptr;
+    static const cudaError_t raised = cudaFuncSetAttribute(
+        weight_gradient_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES);
+    CUDA_CHECK(raised);
+    weight_gradient_kernel<Tile>
+        <<<dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, main_stream>>>(g);
+    LAUNCH_CHECK();
+    int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
+    if (weight_blocks + bias_blocks == 0) return;
+    weight_reduce_kernel<<<weight_blocks + bias_blocks, 256, 0, main_stream>>>(g, n, weight_blocks, map);
+    LAUNCH_CHECK();
+}
+
+// ---- bias gradient
+
+// parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
+// to 8 vectors of channels of its chunk; dout is read once, in 16-byte vectors where O allows it.
+__global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
+    __shared__ float sums[32][8 * VEC + 1];
+    int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
+    int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
+    float sum[VEC] = {0};
+    for (int t = chunk * chunk_rows + group; t < end; t += 32) {
+        const floatX* row = dout + ((size_t)b * T + t) * O + o;
+        if (O % VEC == 0) {
+            if (o < O) add_vector(sum, row);
+        } else {
+#pragma unroll
+            for (int e = 0; e < VEC; e++)
+                if (o + e < O) sum[e] += (float)row[e];
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < VEC; e++) sums[group][v * VEC + e] = sum[e];
+    __syncthreads();
+    int channel = threadIdx.x;
+    if (channel >= 8 * VEC || blockIdx.x * 8 * VEC + channel >= (unsigned)O) return;
+    float total = 0;
+    for (int i = 0; i < 32; i++) total += sums[i][channel];
+    parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
+}
+
+// per_image (B, O) = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns channels [32
+// b, 32 b + 32); eight threads a channel take every eighth image.
+__global__ void bias_finish_kernel(float* dbias, floatX* per_image, const float* parts, int B, int chunks,
+                                   int O) {
+    __shared__ float sums[REDUCE_GROUPS][32];
+    int o = blockIdx.x * 32 + threadIdx.x;
+    float total = 0;
+    if (o < O)
+        for (int b = threadIdx.y; b < B; b += REDUCE_GROUPS) {
+            float sum = 0;
+#pragma unroll 8
+            for (int i = 0; i < chunks; i++) sum += parts[((size_t)b * chunks + i) * O + o];
+            if (per_image) per_image[(size_t)b * O + o] = (floatX)sum;
+            total += sum;
+        }
+    sums[threadIdx.y][threadIdx.x] = total;
+    __syncthreads();
+    if (threadIdx.y != 0 || o >= O) return;
+    for (int group = 1; group < REDUCE_GROUPS; group++) total += sums[group][threadIdx.x];
+    dbias[o] += total;
+}
+
+static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, int B, int T, int O) {
+    int slabs = ceil_div(O, 8 * VEC), chunks = ceil_div(4 * gpu_multiprocessors, B * slabs);
+    chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
+    int rows = ceil_div(T, chunks);
+    chunks = ceil_div(T, rows);
+    bias_parts_kernel<<<dim3(slabs, chunks, B), 256, 0, main_stream>>>(gpu_workspace, dout, T, O, rows);
+    LAUNCH_CHECK();
+    if (!per_image) chunks *= B, B = 1;
+    // Without per-image sums every part may go to any of the eight threads.
+    bias_finish_kernel<<<ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, main_stream>>>(
+        dbias, per_image, gpu_workspace, per_image ? B : chunks, per_image ? chunks : 1, O);
+    LAUNCH_CHECK();
+}
+
+// ---- three channels: the first convolution's input, the last one's output
+
+// A convolution from or to three channels is a product of depth 27. Its neighbourhoods are gathered into
+// workspace rows of 32 (some images at a time), and the rest is a 1x1 convolution.
+static bool narrow(int channels) { return channels % VEC != 0; }
+static int narrow_pitch(int channels) { return ceil_div(9 * channels, 32) * 32; }
+
+// rows (pixels, pitch) = F.unfold(x, 3, padding=1), tap-major, for pixels from `first`; x (B, H, W, C). A
+// thread a vector.
+__global__ void gather_kernel(floatX* rows, const floatX* x, size_t vectors, int H, int W, int C, int pitch) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= vectors) return;
+    size_t m = i / (pitch / VEC);
+    int k0 = (int)(i % (pitch / VEC)) * VEC, px = (int)(m % W), py = (int)(m / W % H);
+    FloatXVec out;
+#pragma unroll
+    for (int e = 0; e < VEC; e++) {
+        int k = k0 + e, tap = k / C, dy = tap / 3 - 1, dx = tap % 3 - 1;
+        bool inside = tap < 9 && py + dy >= 0 && py + dy < H && px + dx >= 0 && px + dx < W;
+        out.v[e] = inside ? x[((ptrdiff_t)m + dy * W + dx) * C + k % C] : (floatX)0.0f;
+    }
+    *(FloatXVec*)(rows + i * VEC) = out;
+}
+// out (O, pitch) = w (O, 9, C), or flipped: out (C, pitch) = w with taps backwards and roles swapped;
+// zero-filled.
+__global__ void narrow_weights_kernel(floatX* out, const floatX* w, int O, int C, int pitch, bool flipped) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pitch, k = i % pitch;
+    if (row >= (flipped ? C : O)) return;
+    int depth = 9 * (flipped ? O : C);
+    size_t at = flipped ? ((size_t)(k % O) * 9 + (8 - k / O)) * C + row : (size_t)row * 9 * C + k;
+    out[i] = k < depth ? w[at] : (floatX)0.0f;
+}
+
+enum {
+    NARROW_WEIGHT_BYTES = 1 << 20,
+    NARROW_ROW_BYTES = 39 << 20
+};  // of gpu_workspace; the rest is for partial sums
+static floatX* narrow_weights(const floatX* w, int O, int C, int pitch, bool flipped) {
+    floatX* out = (floatX*)gpu_workspace;
+    narrow_weights_kernel<<<ceil_div((size_t)(flipped ? C : O) * pitch, 256), 256, 0, main_stream>>>(
+        out, w, O, C, pitch, flipped);
+    LAUNCH_CHECK();
+    return out;
+}
+static floatX* narrow_rows(const floatX* x, int B, int H, int W, int C) {
+    floatX* rows = (floatX*)((char*)gpu_workspace + NARROW_WEIGHT_BYTES);
+    size_t vectors = (size_t)B * H * W * narrow_pitch(C) / VEC;
+    gather_kernel<<<ceil_div(vectors, 256), 256, 0, main_stream>>>(rows, x, vectors, H, W, C,
+                                                                   narrow_pitch(C));
+    LAUNCH_CHECK();
+    return rows;
+}
+static int narrow_images(int B, int H, int W, int C) {
+    return std::max(
+        1, std::min(B, (int)(NARROW_ROW_BYTES / ((size_t)H * W * narrow_pitch(C) * sizeof(floatX)))));
+}
+// out (B, H, W, N) = the 3x3 convolution of x (B, H, W, C), C narrow, by weights (N, narrow_pitch(C)).
+static void narrow_convolution(floatX* out, const floatX* x, const floatX* weights, const floatX* bias,
+                               const floatX* emb, const floatX* residual, int B, int H, int W, int C, int N) {
+    int images = narrow_images(B, H, W, C), T = H * W;
+    for (int b = 0; b < B; b += images) {
+        int count = std::min(images, B - b);
+        Gemm g = {};
+        g.x = narrow_rows(x + (size_t)b * T * C, count, H, W, C);
+        g.out = out + (size_t)b * T * N, g.w = weights, g.bias = bias;
+        g.emb = emb ? emb + (size_t)b * N : nullptr;
+        g.residual = residual ? residual + (size_t)b * T * N : nullptr;
+        g.M = count * T, g.N = g.N1 = N, g.C = narrow_pitch(C), g.T = T;
+        launch_gemm<1, false>(g);
+    }
+}
+
+// ---- launchers; maths and shapes stand above the CPU functions of the same names
+
+static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
+                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O) {
+    Gemm g = {};
+    g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias;
+    g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = 1;
+    launch_gemm<1, false>(g);
+}
+
+static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, const floatX* w, int M, int C,
+                                  int C2, int O, bool accumulate) {
+    Gemm g = {};
+    g.out = dx, g.out2 = dx2, g.x = dout, g.w = w;
+    if (accumulate) g.residual = dx, g.residual2 = dx2;
+    g.M = M, g.N = C + C2, g.N1 = C, g.C = O, g.T = 1;
+    launch_gemm<1, true>(g);
+}
+
+static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, const floatX* x,
+                                   const floatX* x2, int M, int C, int C2, int O) {
+    WeightGradient g = {};
+    g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
+    launch_weight_gradient<1>(g, gpu_workspace, GPU_WORKSPACE_BYTES, NarrowMap{});
+}
+
+static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
+                            const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
+                            bool accumulate) {
+    if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate);
+    linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O);
+}
+
+static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
+                            const floatX* emb, const floatX* residual, int B, int H, int W, int C, int O) {
+    if (narrow(C)) {
+        const floatX* weights = narrow_weights(w, O, C, narrow_pitch(C), false);
+        narrow_convolution(out, x, weights, bias, emb, residual, B, H, W, C, O);
+        return;
+    }
+    Gemm g = {};
+    g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb;
+    g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W;
+    g.patch.B = B, g.patch.H = H, g.patch.W = W;
+    launch_gemm<9, false>(g);
+}
+
+static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
+                                   int C, int O) {
+    if (narrow(O)) {
+        const floatX* weights =
+            narrow_weights(w, O, C, narrow_pitch(O), true);  // (C, taps backwards, O), padded
+        narrow_convolution(dx, dout, weights, nullptr, nullptr, nullptr, B, H, W, O, C);
+        return;
+    }
+    Gemm g = {};
+    g.out = dx, g.x = dout, g.w = w;
+    g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W;
+    g.patch.B = B, g.patch.H = H, g.patch.W = W;
+    if (narrow(C)) {
+        g.w = narrow_weights(w, O, C, 9 * O, true);
+        launch_gemm<9, false>(g);
+    } else {
+        launch_gemm<9, true>(g);
+    }
+}
+
+static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, const floatX* dout,
+                                    const floatX* x, int B, int H, int W, int C, int O) {
+    WeightGradient g = {};
+    g.dw = dw;
+    if (narrow(C) || narrow(O)) {
+        ASSERT(!narrow(C) || !narrow(O));
+        bias_backward(dbias, demb, dout, B, H * W, O);
+        int side = narrow(C) ? C : O, pitch = narrow_pitch(side), images = narrow_images(B, H, W, side);
+        size_t used = NARROW_WEIGHT_BYTES + NARROW_ROW_BYTES;
+        for (int b = 0; b < B; b += images) {
+            int count = std::min(images, B - b);
+            size_t from = (size_t)b * H * W;
+            g.x = narrow_rows((narrow(C) ? x : dout) + from * side, count, H, W, side);
+            g.dout = narrow(C) ? dout + from * O : x + from * C;
+            g.M = count * H * W, g.O = narrow(C) ? O : C, g.C = pitch;
+            NarrowMap map = {pitch, 9 * side, narrow(C) ? 0 : O, g.O};
+            launch_weight_gradient<1>(g, (float*)((char*)gpu_workspace + used), GPU_WORKSPACE_BYTES - used,
+                                      map);
+        }
+        return;
+    }
+    g.dbias = dbias, g.per_image = demb;
+    g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
+    g.patch.B = B, g.patch.H = H, g.patch.W = W;
+    launch_weight_gradient<9>(g, gpu_workspace, GPU_WORKSPACE_BYTES, NarrowMap{});
+}
+
+static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, const floatX* dout,
+                             const floatX* x, const floatX* w, int B, int H, int W, int C, int O) {
+    if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O);
+    conv3x3_weight_gradient(dw, dbias, demb, dout, x, B, H, W, C, O);
+}
+#endif  // __CUDACC__
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
@@ -1511,7 +2943,478 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
     }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// Clusters need a GPU that has them and code compiled for it: PTX for an older one runs without.
+static bool has_clusters() {
+    static int version = 0;
+    cudaFuncAttributes attributes;
+    if (!version)
+        CUDA_CHECK(cudaFuncGetAttributes(&attributes, silu_forward_kernel)), version = attributes.ptxVersion;
+    return version >= 90;
+}
+
+// A block owns a chunk of an image: a run of channels that holds whole groups, times a range of pixels. It
+// copies its chunk to shared memory once, so that statistics can be exact (mean first, then squares about it)
+// and the apply reads nothing again. Where an image has too many pixels for one block, up to 8 blocks, a
+// cluster, share it and exchange their statistics through each other's shared memory: x is read once and out
+// written once. GPUs without clusters, and larger images still, take two launches: NORM_REDUCE leaves each
+// block's statistics in `partials`, NORM_APPLY reads x again. Either way blocks are joined in order of rank.
+// A group may straddle x and x2, for 16 bytes never do: channels come in multiples of 32.
+enum NormPass { NORM_WHOLE, NORM_REDUCE, NORM_APPLY, NORM_GIVEN };  // GIVEN: mean and rstd are known
+
+enum {
+    NORM_THREADS = 256,  // 128: forward 7% slower, backward 12%
+    NORM_CLUSTER = 8,    // blocks in a cluster that every GPU with clusters can place
+};
+// Tuned on an H100 at B = 32, where the two-launch way costs a fifth more. Its tests forbid the other.
+static bool norm_one_launch = true;
+static int norm_whole_bytes = 48 * 1024, norm_whole_bytes_backward = 72 * 1024, norm_reduce_bytes = 48 * 1024,
+           norm_apply_bytes = 48 * 1024, norm_given_bytes = 24 * 1024;  // shared memory that a chunk aims at
+static int norm_run = 128;  // bytes of a pixel in a chunk, at most where groups allow
+
+struct NormGeometry {
+    int channels;          // of a chunk
+    int vectors;           // 16-byte pieces of a pixel of a chunk
+    int slots;             // threads a pixel: vectors, rounded up to a power of 2 (the last ones idle)
+    int rows, ranks;       // pixels of a block; blocks that share the chunk
+    int part_rows, parts;  // the same of the pass that made the partial statistics
+    size_t shared;
+};
+
+// The geometry of a pass that copies `tensors` tensors, its chunk `bytes` large in shared memory.
+static NormGeometry norm_geometry(NormPass pass, int tensors, int B, int T, int K, int G) {
+    NormGeometry s;
+    int group = K / G, unit = pass == NORM_GIVEN ? WIDE : group;
+    while (unit % WIDE) unit += group;  // the fewest channels that are whole groups and whole vectors
+    int run = pass == NORM_GIVEN ? 2048 : norm_run;
+    int bytes = pass == NORM_GIVEN    ? norm_given_bytes
+                : pass == NORM_REDUCE ? norm_reduce_bytes
+                : pass == NORM_APPLY  ? norm_apply_bytes
+                : tensors == 1        ? norm_whole_bytes
+                                      : norm_whole_bytes_backward;
+    // Rather shorter runs than blocks of which a multiprocessor holds only one.
+    if (pass == NORM_WHOLE && T / NORM_CLUSTER * run * tensors > 100 * 1024) run /= 2;
+    s.channels = unit;
+    for (int n = 2; n * unit <= K; n++)
+        if (K / unit % n == 0 && n * unit * (int)sizeof(floatX) <= run) s.channels = n * unit;
+    s.vectors = s.channels / WIDE, s.slots = 1;
+    while (s.slots < s.vectors) s.slots *= 2;
+    ASSERT(s.slots <= NORM_THREADS);
+    int R = NORM_THREADS / s.slots, chunks = K / s.channels,
+        pixel = s.channels * (int)sizeof(floatX) * tensors;
+    size_t room =
+        pass == NORM_GIVEN ? 0 : (std::min(R, NORM_THREADS / 32) + 2) * (size_t)s.channels * sizeof(float2);
+    s.rows = std::max(1, std::min(T, bytes / pixel));
+    if (pass == NORM_WHOLE) {
+        s.ranks = 1;
+        auto rows = [&] { return (T + s.ranks - 1) / s.ranks; };
+        while (has_clusters() && s.ranks < NORM_CLUSTER &&
+               (rows() * pixel > bytes || (B * chunks * s.ranks < 2 * gpu_multiprocessors && rows() >= 512)))
+            s.ranks *= 2;
+        s.rows = rows();
+    } else if (pass == NORM_REDUCE) {
+        while (((size_t)T / s.rows + 1) * B * K * sizeof(float2) > GPU_WORKSPACE_BYTES) s.rows *= 2;
+    } else {
+        while (s.rows > 2 * R &&
+               (size_t)((T + s.rows - 1) / s.rows) * chunks * B < (size_t)4 * gpu_multiprocessors)
+            s.rows /= 2;
+    }
+    s.ranks = (T + s.rows - 1) / s.rows, s.part_rows = s.rows, s.parts = s.ranks;
+    s.shared = (size_t)s.rows * pixel + room;
+    return s;
+}
+// Whether one launch does it.
+static bool norm_whole(const NormGeometry& s) {
+    return norm_one_launch && s.shared <= (size_t)shared_limit();
+}
+
+enum { NORM_IDLE = 1 << 30 };  // the row of a thread that has no pixels
+
+// Where a thread stands: pixels r, r + R, ... of its block's rows, channels c to c + WIDE.
+struct NormPlace {
+    int v, r, R, b, c, rows;
+    size_t pixel;  // the block's first, of B * T
+    bool second;   // its channels lie in x2
+    int stride;    // channels of its tensor
+    size_t at;     // its first element there
+    __device__ NormPlace(const NormGeometry& s, int T, int C, int C2) {
+        int shift = __ffs(s.slots) - 1;
+        v = threadIdx.x & (s.slots - 1), r = threadIdx.x >> shift, R = NORM_THREADS >> shift;
+        if (v >= s.vectors) v = 0, r = NORM_IDLE;
+        b = blockIdx.z, c = blockIdx.y * s.channels + v * WIDE;
+        int t0 = blockIdx.x * s.rows;
+        rows = min(s.rows, T - t0), pixel = (size_t)b * T + t0;
+        second = c >= C, stride = second ? C2 : C;
+        at = pixel * stride + (second ? c - C : c);
+    }
+};
+// group[i] = (c + i) / size, with one division.
+__device__ static inline void norm_groups(int group[WIDE], int c, int size) {
+    int g = c / size, within = c - g * size;
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) {
+        group[i] = g;
+        if (++within == size) within = 0, g++;
+    }
+}
+
+// sums: N sums of each of a thread's channels. They are added over the warp's pixels and left in room
+// (norm_warps, channels, N) for norm_channel to add up: always in the same order.
+__device__ static inline int norm_warps(const NormGeometry& s) { return NORM_THREADS / max(32, s.slots); }
+template <int N>
+__device__ static inline void norm_leave(float* room, float (&sums)[N][WIDE], const NormGeometry& s,
+                                         const NormPlace& p) {
+    for (int step = s.slots; step < 32; step *= 2)
+#pragma unroll
+        for (int i = 0; i < N * WIDE; i++)
+            sums[i / WIDE][i % WIDE] += __shfl_xor_sync(~0u, sums[i / WIDE][i % WIDE], step);
+    if (p.r == NORM_IDLE || threadIdx.x % 32 >= s.slots) return;
+    room += (threadIdx.x / max(32, s.slots) * s.channels + p.v * WIDE) * N;
+#pragma unroll
+    for (int i = 0; i < N * WIDE; i++) room[i] = sums[i % N][i / N];
+}
+template <int N>
+__device__ static inline float norm_channel(const float* room, int c, int which, const NormGeometry& s) {
+    float total = 0;
+#pragma unroll 8
+    for (int part = 0; part < norm_warps(s); part++) total += room[(part * s.channels + c) * N + which];
+    return total;
+}
+
+// A cluster's barrier in its two halves, and a read of another block's shared memory.
+__device__ static inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+__device__ static inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+__device__ static inline float2 cluster_read(const float2* shared, int rank) {
+    float2 value = *shared;
+#if __CUDA_ARCH__ >= 900
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(address)
+                 : "memory");
+#endif
+    return value;
+}
+
+// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Block (rank, chunk, image). Device memory: x and x2 in,
+// out out, once each (NORM_REDUCE: x in only). partials (B, ranks, G): a block's mean and sum of squares
+// about it.
+template <NormPass PASS>
+__global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
+    groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, float2* partials, const floatX* x,
+                             const floatX* x2, const floatX* w, const floatX* bias, int T, int C, int C2,
+                             int G, bool silu, NormGeometry s) {
+    extern __shared__ uint4 norm_shared[];
+    uint4* tile = norm_shared;                             // (rows, vectors)
+    float2* local = (float2*)(tile + s.rows * s.vectors);  // (channels): the block's groups' mean, squares
+    float2* joined = local + s.channels;                   // (channels): sums; the groups' mean, rstd
+    float* room = (float*)(joined + s.channels);           // (warps, channels)
+    NormPlace p(s, T, C, C2);
+    int K = C + C2, group = K / G, groups = s.channels / group, g0 = blockIdx.y * s.channels / group;
+
+    const floatX* source = (p.second ? x2 : x) + p.at;
+    for (int t = p.r; t < p.rows; t += p.R)
+        copy16_async(&tile[t * s.vectors + p.v], source + (size_t)t * p.stride);
+    copy_async_commit();
+    int of[WIDE];  // each channel's group
+    norm_groups(of, p.c, group);
+    float weight[WIDE], scale[WIDE], shift[WIDE];
+    if (PASS != NORM_REDUCE)
+        unpack(weight, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
+    copy_async_wait<0>();  // a thread reads only what it copied: no barrier
+
+    if (PASS == NORM_WHOLE || PASS == NORM_REDUCE) {
+        // the sums of each channel, the groups' means; then the squares about them
+        float value[WIDE], sum[1][WIDE] = {}, count = (float)group * p.rows;
+#pragma unroll 4
+        for (int t = p.r; t < p.rows; t += p.R) {
+            unpack(value, tile[t * s.vectors + p.v]);
+            for (int i = 0; i < WIDE; i++) sum[0][i] += value[i];
+        }
+        for (int round = 0; round < 2; round++) {
+            norm_leave(room, sum, s, p);
+            __syncthreads();
+            for (int c = threadIdx.x; c < s.channels; c += NORM_THREADS)
+                joined[c].x = norm_channel<1>(room, c, 0, s);
+            __syncthreads();
+            if (threadIdx.x < groups) {
+                float total = 0;
+#pragma unroll 4
+                for (int c = threadIdx.x * group; c < (threadIdx.x + 1) * group; c++) total += joined[c].x;
+                if (round == 0)
+                    local[threadIdx.x].x = total / count;
+                else
+                    local[threadIdx.x].y = total;
+                if (PASS == NORM_REDUCE && round == 1)
+                    partials[((size_t)p.b * s.ranks + blockIdx.x) * G + g0 + threadIdx.x] =
+                        local[threadIdx.x];
+            }
+            if (round == 1) break;
+            __syncthreads();
+            float middle[WIDE];
+            for (int i = 0; i < WIDE; i++) middle[i] = local[of[i] - g0].x, sum[0][i] = 0;
+#pragma unroll 4
+            for (int t = p.r; t < p.rows; t += p.R) {
+                unpack(value, tile[t * s.vectors + p.v]);
+                for (int i = 0; i < WIDE; i++) sum[0][i] += (value[i] - middle[i]) * (value[i] - middle[i]);
+            }
+        }
+        if (PASS == NORM_REDUCE) return;
+        if (s.ranks > 1)
+            cluster_arrive(), cluster_wait();
+        else
+            __syncthreads();
+    }
+    if (PASS == NORM_WHOLE || PASS == NORM_APPLY) {
+        if (threadIdx.x < groups) {  // Chan, Golub and LeVeque (1979), equation 2.1
+            int g = g0 + threadIdx.x;
+            float count = 0, middle = 0, squares = 0;
+#pragma unroll 4
+            for (int part = 0; part < s.parts; part++) {
+                float2 more = PASS == NORM_APPLY ? partials[((size_t)p.b * s.parts + part) * G + g]
+                              : s.parts == 1     ? local[threadIdx.x]
+                                                 : cluster_read(&local[threadIdx.x], part);
+                float n = (float)group * min(s.part_rows, T - part * s.part_rows), delta = more.x - middle;
+                float share = __fdividef(n, count + n);
+                middle += delta * share, squares += more.y + delta * delta * (count * share), count += n;
+            }
+            float2 result = make_float2(middle, 1.0f / sqrtf(squares / count + NORM_EPS));
+            joined[threadIdx.x] = result;
+            if (blockIdx.x == 0) mean[p.b * G + g] = result.x, rstd[p.b * G + g] = result.y;
+        }
+        __syncthreads();
+        if (PASS == NORM_WHOLE && s.ranks > 1) cluster_arrive();
+    }
+
+    for (int i = 0; i < WIDE; i++) {
+        float2 statistics = PASS == NORM_GIVEN ? make_float2(mean[p.b * G + of[i]], rstd[p.b * G + of[i]])
+                                               : joined[of[i] - g0];
+        scale[i] = statistics.y * weight[i];
+        shift[i] -= statistics.x * scale[i];
+    }
+    floatX* target = out + p.pixel * K + p.c;
+#pragma unroll 2
+    for (int t = p.r; t < p.rows; t += p.R) {
+        float y[WIDE];
+        unpack(y, tile[t * s.vectors + p.v]);
+        for (int i = 0; i < WIDE; i++) y[i] = y[i] * scale[i] + shift[i];
+        if (silu)
+            for (int i = 0; i < WIDE; i++) y[i] *= sigmoid(y[i]);
+        *(uint4*)(target + (size_t)t * K) = pack(y);
+    }
+    if (PASS == NORM_WHOLE && s.ranks > 1) cluster_wait();  // nobody leaves while its memory may be read
+}
+
+template <NormPass PASS>
+static void groupnorm_forward_pass(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
+                                   const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
+                                   bool silu, const NormGeometry& s) {
+    launch(groupnorm_forward_kernel<PASS>, dim3(s.ranks, (C + C2) / s.channels, B), NORM_THREADS, s.shared,
+           PASS == NORM_WHOLE ? s.ranks : 1, out, mean, rstd, (float2*)gpu_workspace, x, x2, w, bias, T, C,
+           C2, G, silu, s);
+}
+static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
+                              const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
+                              bool silu) {
+    NormGeometry s = norm_geometry(NORM_WHOLE, 1, B, T, C + C2, G);
+    if (norm_whole(s)) {
+        groupnorm_forward_pass<NORM_WHOLE>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, s);
+        return;
+    }
+    s = norm_geometry(NORM_REDUCE, 1, B, T, C + C2, G);
+    NormGeometry apply = norm_geometry(NORM_APPLY, 1, B, T, C + C2, G);
+    apply.part_rows = s.rows, apply.parts = s.ranks;
+    groupnorm_forward_pass<NORM_REDUCE>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, s);
+    groupnorm_forward_pass<NORM_APPLY>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, apply);
+}
+static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
+                            const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
+                            int C2, int G, bool silu) {
+    NormGeometry s = norm_geometry(NORM_GIVEN, 1, B, T, C + C2, G);
+    groupnorm_forward_pass<NORM_GIVEN>(out, (float*)mean, (float*)rstd, x, x2, w, bias, B, T, C, C2, G, silu,
+                                       s);
+}
+
+// Gradients of the above: dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N). Blocks as in forward. Device
+// memory: x, dout and dresidual in, dx out (in and out where it accumulates), once each; REDUCE + APPLY: x
+// and dout twice. partials (B, ranks, K), sums (2, B, K): sum over pixels of dy and of dy x^. dx may be
+// dout.
+template <NormPass PASS>
+__global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
+    groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* sums, float2* partials, const floatX* dout,
+                              const floatX* dresidual, const float* mean, const float* rstd, const floatX* x,
+                              const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
+                              int C2, int G, bool silu, bool accumulate, NormGeometry s) {
+    extern __shared__ uint4 norm_shared[];
+    int elements = s.rows * s.vectors;
+    uint4 *tile = norm_shared, *upstream = tile + elements;  // x, dout: (rows, vectors) each
+    uint4* before = upstream + elements;                     // dx where it accumulates
+    uint4* around =
+        before + (PASS != NORM_REDUCE && accumulate ? elements : 0);  // dresidual where there is one
+    float2* local =
+        (float2*)(around +
+                  (PASS != NORM_REDUCE && dresidual ? elements : 0));  // (channels): the block's two sums
+    float2* joined = local + s.channels;                               // (channels): the image's
+    float* room = (float*)(joined + s.channels);  // (warps, channels, 2); then alpha, beta by group
+    NormPlace p(s, T, C, C2);
+    int K = C + C2, group = K / G, c0 = blockIdx.y * s.channels, g0 = c0 / group;
+
+    const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dout + p.pixel * K + p.c;
+    floatX* target = (p.second ? dx2 : dx) + p.at;
+    for (int t = p.r; t < p.rows; t += p.R) {
+        copy16_async(&tile[t * s.vectors + p.v], source + (size_t)t * p.stride);
+        copy16_async(&upstream[t * s.vectors + p.v], gradient + (size_t)t * K);
+    }
+    copy_async_commit();
+    if (PASS != NORM_REDUCE)
+        for (int t = p.r; t < p.rows; t += p.R) {
+            size_t at = (size_t)t * p.stride;
+            if (accumulate) copy16_async(&before[t * s.vectors + p.v], target + at);
+            if (dresidual) copy16_async(&around[t * s.vectors + p.v], dresidual + p.at + at);
+        }
+    copy_async_commit();
+    int of[WIDE];  // each channel's group
+    norm_groups(of, p.c, group);
+    float middle[WIDE], scale[WIDE], shift[WIDE];  // y = x scale + shift
+    unpack(scale, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) {
+        middle[i] = mean[p.b * G + of[i]], scale[i] *= rstd[p.b * G + of[i]];
+        shift[i] -= middle[i] * scale[i];
+    }
+    auto load = [&](float value[WIDE], float dy[WIDE], int t) {  // dy: the gradient before the SiLU
+        unpack(value, tile[t * s.vectors + p.v]);
+        unpack(dy, upstream[t * s.vectors + p.v]);
+        if (silu)
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) dy[i] *= silu_gradient(value[i] * scale[i] + shift[i]);
+    };
+    copy_async_wait<1>();
+
+    if (PASS != NORM_APPLY) {
+        float both[2][WIDE] = {};
+        for (int t = p.r; t < p.rows; t += p.R) {
+            float value[WIDE], dy[WIDE];
+            load(value, dy, t);
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) both[0][i] += dy[i], both[1][i] += dy[i] * (value[i] - middle[i]);
+        }
+        norm_leave(room, both, s, p);
+        __syncthreads();
+        for (int c = threadIdx.x; c < s.channels; c += NORM_THREADS) {
+            float2 total = make_float2(norm_channel<2>(room, c, 0, s), norm_channel<2>(room, c, 1, s));
+            total.y *= rstd[p.b * G + (c0 + c) / group];
+            local[c] = total;
+            if (PASS == NORM_REDUCE) partials[((size_t)p.b * s.ranks + blockIdx.x) * K + c0 + c] = total;
+        }
+        if (PASS == NORM_REDUCE) return;
+        if (s.ranks > 1)
+            cluster_arrive(), cluster_wait();
+        else
+            __syncthreads();
+    }
+    for (int c = threadIdx.x; c < s.channels; c += NORM_THREADS) {
+        float2 total = make_float2(0, 0);
+#pragma unroll 8
+        for (int part = 0; part < s.parts; part++) {
+            float2 more = PASS == NORM_APPLY ? partials[((size_t)p.b * s.parts + part) * K + c0 + c]
+                          : s.parts == 1     ? local[c]
+                                             : cluster_read(&local[c], part);
+            total.x += more.x, total.y += more.y;
+        }
+        if (blockIdx.x == 0)
+            sums[(size_t)p.b * K + c0 + c] = total.x, sums[(size_t)(B + p.b) * K + c0 + c] = total.y;
+        float weight = (float)w[c0 + c];
+        joined[c] = make_float2(weight * total.x, weight * total.y);
+    }
+    __syncthreads();
+    if (PASS == NORM_WHOLE && s.ranks > 1) cluster_arrive();
+    if (threadIdx.x < s.channels / group) {
+        float a = 0, q = 0, n = (float)group * T, r = rstd[p.b * G + g0 + threadIdx.x];
+#pragma unroll 4
+        for (int c = threadIdx.x * group; c < (threadIdx.x + 1) * group; c++)
+            a += joined[c].x, q += joined[c].y;
+        float slope = r * r * q / n;
+        room[2 * threadIdx.x] = slope;
+        room[2 * threadIdx.x + 1] = r * a / n - mean[p.b * G + g0 + threadIdx.x] * slope;
+    }
+    __syncthreads();
+    float alpha[WIDE], beta[WIDE];  // dx = scale dy - (x alpha + beta)
+#pragma unroll
+    for (int i = 0; i < WIDE; i++) alpha[i] = room[2 * (of[i] - g0)], beta[i] = room[2 * (of[i] - g0) + 1];
+    copy_async_wait<0>();
+    for (int t = p.r; t < p.rows; t += p.R) {
+        float value[WIDE], dy[WIDE], more[WIDE];
+        load(value, dy, t);
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) dy[i] = scale[i] * dy[i] - (value[i] * alpha[i] + beta[i]);
+        if (dresidual) {
+            unpack(more, around[t * s.vectors + p.v]);
+            for (int i = 0; i < WIDE; i++) dy[i] += more[i];
+        }
+        if (accumulate) {
+            unpack(more, before[t * s.vectors + p.v]);
+            for (int i = 0; i < WIDE; i++) dy[i] += more[i];
+        }
+        *(uint4*)(target + (size_t)t * p.stride) = pack(dy);
+    }
+
+    if (PASS == NORM_WHOLE && s.ranks > 1) cluster_wait();
+}
+
+// dbias, dw (K) += the batch's sums (2, B, K). A block 32 channels: a lane a channel, a warp every eighth
+// image.
+__global__ void groupnorm_weights_kernel(float* dw, float* dbias, const float* sums, int B, int K) {
+    __shared__ float parts[2][8][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
+    float a = 0, q = 0;
+#pragma unroll 4
+    for (int b = warp; b < B && c < K; b += 8)
+        a += sums[(size_t)b * K + c], q += sums[(size_t)(B + b) * K + c];
+    parts[0][warp][lane] = a, parts[1][warp][lane] = q;
+    __syncthreads();
+    if (warp > 1 || c >= K) return;
+    float total = 0;
+    for (int part = 0; part < 8; part++) total += parts[warp][part][lane];
+    (warp ? dw : dbias)[c] += total;
+}
+
+static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, float* sums,
+                               const floatX* dout, const floatX* dresidual, const float* mean,
+                               const float* rstd, const floatX* x, const floatX* x2, const floatX* w,
+                               const floatX* bias, int B, int T, int C, int C2, int G, bool silu,
+                               bool accumulate) {
+    int K = C + C2, tensors = 2 + (dresidual != nullptr) + accumulate;
+    auto pass = [&](auto kernel, const NormGeometry& s, int cluster) {
+        launch(kernel, dim3(s.ranks, K / s.channels, B), NORM_THREADS, s.shared, cluster, dx, dx2, sums,
+               (float2*)gpu_workspace, dout, dresidual, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu,
+               accumulate, s);
+    };
+    NormGeometry s = norm_geometry(NORM_WHOLE, tensors, B, T, K, G);
+    if (norm_whole(s)) {
+        pass(groupnorm_backward_kernel<NORM_WHOLE>, s, s.ranks);
+    } else {
+        s = norm_geometry(NORM_REDUCE, 2, B, T, K, G);
+        NormGeometry apply = norm_geometry(NORM_APPLY, tensors, B, T, K, G);
+        apply.part_rows = s.rows, apply.parts = s.ranks;
+        pass(groupnorm_backward_kernel<NORM_REDUCE>, s, 1);
+        pass(groupnorm_backward_kernel<NORM_APPLY>, apply, 1);
+    }
+    groupnorm_weights_kernel<<<blocks_of(K, 32), 256, 0, main_stream>>>(dw, dbias, sums, B, K);
+    LAUNCH_CHECK();
+}
+#else
 #define groupnorm_forward groupnorm_forward_cpu
 #define groupnorm_apply groupnorm_apply_cpu
 #define groupnorm_backward groupnorm_backward_cpu
@@ -1593,7 +3496,448 @@ static void attention_backward_cpu(float* dqkv, const float* dout, const float* 
         }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// A block owns 64 rows (queries, or in backward keys) of one head of one image and walks over the other side
+// in tiles of `COLUMNS`, so that T x T is never stored and any T works. Heads are padded with zeros to D
+// channels.
+enum { ATTENTION_ROWS = 64, ATTENTION_THREADS = 128 };
+// Of backward with heads of up to 32, on an H100 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3
+// blocks 43.
+enum { ATTENTION_COLUMNS = 64, ATTENTION_BLOCKS = 4 };
+
+#ifndef PRECISION_FP32
+
+typedef __nv_bfloat16 bf16;
+
+// Four 8x8 matrices of shared memory as fragments of mma.sync; `source`: this lane's row of 16 bytes.
+__device__ static inline void fragment_load(uint32_t fragment[4], const bf16* source) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(source))
+                 : "memory");
+}
+__device__ static inline void fragment_load_transposed(uint32_t fragment[4], const bf16* source) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(source))
+                 : "memory");
+}
+// c (16, 8) += a (16, 16) b (16, 8)
+__device__ static inline void fragment_multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
+template <int D>
+struct AttentionRow {
+    bf16 at[D + 8];
+};
+template <int ROWS, int D>
+__device__ static void attention_load(AttentionRow<D>* tile, const bf16* source, size_t stride, int t0, int T,
+                                      int d) {
+    for (int i = threadIdx.x; i < ROWS * (D / 8); i += ATTENTION_THREADS) {
+        int row = i / (D / 8), c = i % (D / 8) * 8;
+        bool inside = t0 + row < T && c < d;
+        copy16_async(&tile[row].at[c], inside ? source + (t0 + row) * stride + c : source, inside);
+    }
+}
+
+// scores (16, COLUMNS) = the warp's rows of a (64, D) times b^T, b (COLUMNS, D)
+template <int D, int COLUMNS>
+__device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
+                                        const AttentionRow<D>* b) {
+    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+        for (int i = 0; i < 4; i++) scores[n][i] = 0;
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t left[4], right[4];
+        fragment_load(left, &a[row0 + lane % 16].at[k + lane / 16 * 8]);
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n += 16) {
+            fragment_load(right, &b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]);
+            fragment_multiply(scores[n / 8], left, right);
+            fragment_multiply(scores[n / 8 + 1], left, right + 2);
+        }
+    }
+}
+// sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
+template <int D, int COLUMNS>
+__device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMNS / 8][4],
+                                       const AttentionRow<D>* b) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < COLUMNS; k += 16) {
+        const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
+        uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
+                            pack_bf16(p1[2], p1[3])};
+#pragma unroll
+        for (int n = 0; n < D; n += 16) {
+            uint32_t right[4];
+            fragment_load_transposed(right, &b[k + lane % 16].at[n + lane / 16 * 8]);
+            fragment_multiply(sum[n / 8], left, right);
+            fragment_multiply(sum[n / 8 + 1], left, right + 2);
+        }
+    }
+}
+// The warp's rows of sum (64, D), by way of its rows of `room`, to target, in pieces of 16 bytes.
+template <int D>
+__device__ static void attention_store(bf16* target, size_t stride, int t0, int T, int d,
+                                       AttentionRow<D>* room, const float sum[D / 8][4], float factor0,
+                                       float factor1) {
+    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        int c = n * 8 + lane % 4 * 2;
+        *(uint32_t*)&room[row0 + lane / 4].at[c] = pack_bf16(sum[n][0] * factor0, sum[n][1] * factor0);
+        *(uint32_t*)&room[row0 + lane / 4 + 8].at[c] = pack_bf16(sum[n][2] * factor1, sum[n][3] * factor1);
+    }
+    __syncwarp();
+    for (int i = lane; i < 16 * (D / 8); i += 32) {
+        int row = row0 + i / (D / 8), c = i % (D / 8) * 8;
+        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&room[row].at[c];
+    }
+}
+
+template <int D>
+struct AttentionForwardShared {
+    AttentionRow<D> q[ATTENTION_ROWS], k[2][64], v[2][64];  // [stage]
+};
+
+// F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
+// Block (64 queries, head, image). Device memory: q in and out out once, k and v once for each 64 queries.
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
+                                                     : D > 32 ? 3
+                                                              : 6)  // 6: T = 256 at B = 32 is one wave
+    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
+    extern __shared__ uint4 attention_shared[];
+    AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
+    int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
+    const bf16 *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+    attention_load<64, D>(s.q, q, 3 * C, t0, T, d);
+    attention_load<64, D>(s.k[0], k, 3 * C, 0, T, d);
+    attention_load<64, D>(s.v[0], v, 3 * C, 0, T, d);
+    copy_async_commit();
+    // A lane holds columns of two rows, lane / 4 and 8 below it. e^x is 2^(x / ln 2): one instruction.
+    float sum[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, unit = scale * 1.44269504f;
+    for (int j = 0; j * 64 < T; j++) {
+        int stage = j % 2;
+        if ((j + 1) * 64 < T) {
+            attention_load<64, D>(s.k[!stage], k, 3 * C, (j + 1) * 64, T, d);
+            attention_load<64, D>(s.v[!stage], v, 3 * C, (j + 1) * 64, T, d);
+        }
+        copy_async_commit();
+        copy_async_wait<1>();
+        __syncthreads();
+        float p[8][4];
+        attention_scores<D, 64>(p, s.q, s.k[stage]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float highest = top[half], part = 0;  // of the scores, unscaled
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    if ((j + 1) * 64 > T && j * 64 + n * 8 + lane % 4 * 2 + i % 2 >= T) p[n][i] = -INFINITY;
+                    highest = fmaxf(highest, p[n][i]);
+                }
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+            float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                for (int i = 2 * half; i < 2 * half + 2; i++)
+                    part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
+            total[half] = total[half] * keep + part, top[half] = highest;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
+        }
+        attention_weigh<D, 64>(sum, p, s.v[stage]);
+        __syncthreads();  // the stage is free
+    }
+    for (int half = 0; half < 2; half++) {
+        total[half] += __shfl_xor_sync(~0u, total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
+        if (lane % 4 == 0 && t < T)
+            lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
+    }
+    attention_store<D>(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
+}
+
+// dots (ROWS): each row's D_i = sum_j dout_ij out_ij; normalisers (ROWS): lse in units of ln 2, +inf past T,
+// so that the probabilities there are 0.
+template <int ROWS, int D>
+__device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
+                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
+    const int lanes = ATTENTION_THREADS / ROWS;  // threads a row
+    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * 8;
+    float sum = 0;
+    for (int c = c0; c < D; c += lanes * 8) {
+        float a[8], b[8];
+        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
+        for (int i = 0; i < 8; i++) sum += a[i] * b[i];
+    }
+    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (c0) return;
+    dots[row] = sum, normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
+}
+
+template <int D, int COLUMNS>
+struct AttentionBackwardShared {
+    AttentionRow<D> row1[64], row2[64];                        // q, dout of the queries; or k, v of the keys
+    AttentionRow<D> column1[2][COLUMNS], column2[2][COLUMNS];  // [stage] the other two
+    AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
+    float dots[64], normalisers[64];
+};
+
+// A block's 64 queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
+template <int D, int COLUMNS, bool KEYS>
+__device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* out,
+                                               const float* lse, const bf16* qkv, int t0, int T, int C, int d,
+                                               float scale) {
+    extern __shared__ uint4 attention_shared[];
+    AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
+    const bf16 *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
+    int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    attention_load<64, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<64, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<64, D>(s.out, out, C, t0, T, d);
+    auto load = [&](int j) {
+        int stage = j % 2;
+        if (j < tiles) {
+            attention_load<COLUMNS, D>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
+            attention_load<COLUMNS, D>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T,
+                                       d);
+            if (KEYS) attention_load<COLUMNS, D>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
+        }
+        copy_async_commit();
+    };
+    load(0);
+    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
+    for (int j = 0; j < tiles; j++) {
+        int stage = j % 2;
+        load(j + 1);
+        copy_async_wait<1>();
+        __syncthreads();
+        if (KEYS)
+            attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
+                                       j * COLUMNS, T);
+        else if (j == 0)
+            attention_dots<64, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+        __syncthreads();
+        float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
+        attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
+        attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int query =
+                    KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
+                p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
+                ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
+            }
+        attention_weigh<D, COLUMNS>(sum1, ds, s.column1[stage]);
+        if (KEYS) attention_weigh<D, COLUMNS>(sum2, p, s.column2[stage]);
+        __syncthreads();  // the stage is free
+    }
+    attention_store<D>(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
+    if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
+}
+
+// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks (64
+// queries or 64 keys, head, image): the first half of the grid's x makes dq, the other dk and dv; both make
+// P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
+template <int D, int COLUMNS>
+__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
+                                                     : D > 32 ? 3
+                                                              : ATTENTION_BLOCKS)
+    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
+                              const bf16* qkv, int T, int C, int d, float scale) {
+    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
+    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
+    lse += ((size_t)b * gridDim.y + head) * T;
+    if (blockIdx.x < tiles)
+        attention_backward_rows<D, COLUMNS, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
+                                                  d, scale);
+    else
+        attention_backward_rows<D, COLUMNS, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
+                                                   d, scale);
+}
+
+template <int D>
+static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
+    launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
+           sizeof(AttentionForwardShared<D>), 1, out, lse, qkv, T, C, C / heads,
+           1 / sqrtf((float)(C / heads)));
+}
+template <int D>
+static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
+                                      const bf16* qkv, int B, int T, int C, int heads) {
+    const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
+    launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * blocks_of(T, ATTENTION_ROWS), heads, B),
+           ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), 1, dqkv, dout, out, lse, qkv, T, C,
+           C / heads, 1 / sqrtf((float)(C / heads)));
+}
+
+#else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
+
+enum { ATTENTION_TILE = 16 };
+
+template <int D>
+__device__ static void attention_load(float (*tile)[D], const float* source, size_t stride, int t0, int T,
+                                      int d) {
+    for (int i = threadIdx.x; i < ATTENTION_TILE * D; i += ATTENTION_ROWS) {
+        int row = i / D, c = i % D;
+        tile[row][c] = t0 + row < T && c < d ? source[(t0 + row) * stride + c] : 0.0f;
+    }
+}
+template <int D>
+__device__ static void attention_load_row(float row[D], const float* source, bool inside, int d) {
+#pragma unroll
+    for (int c = 0; c < D; c++) row[c] = inside && c < d ? source[c] : 0.0f;
+}
+template <int D>
+__device__ static float attention_dot(const float a[D], const float* b) {
+    float sum[4] = {};
+#pragma unroll
+    for (int c = 0; c < D; c++) sum[c % 4] += a[c] * b[c];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Block (64 queries, head, image); maths and traffic as in bf16.
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_ROWS)
+    attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
+    __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
+    int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
+    const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+    float row[D], sum[D] = {}, top = -INFINITY, total = 0;
+    attention_load_row<D>(row, q + (size_t)t * 3 * C, t < T, d);
+    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
+        __syncthreads();
+        attention_load<D>(k_tile, k, 3 * C, j0, T, d);
+        attention_load<D>(v_tile, v, 3 * C, j0, T, d);
+        __syncthreads();
+        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
+            float score = scale * attention_dot<D>(row, k_tile[j]), highest = fmaxf(top, score);
+            float keep = expf(top - highest), p = expf(score - highest);
+            total = total * keep + p, top = highest;
+#pragma unroll
+            for (int c = 0; c < D; c++) sum[c] = sum[c] * keep + p * v_tile[j][c];
+        }
+    }
+    if (t >= T) return;
+    lse[((size_t)b * gridDim.y + head) * T + t] = top + logf(total);
+    float* target = out + ((size_t)b * T + t) * C + head * d;
+#pragma unroll
+    for (int c = 0; c < D; c++)
+        if (c < d) target[c] = sum[c] / total;
+}
+
+// A thread's query (KEYS false: dq) or key (dk, dv).
+template <int D, bool KEYS>
+__device__ static void attention_backward_row(float* dqkv, const float* dout, const float* out,
+                                              const float* lse, const float* qkv, int t, int T, int C, int d,
+                                              float scale) {
+    __shared__ float tile1[ATTENTION_TILE][D], tile2[ATTENTION_TILE][D], tile_dots[ATTENTION_TILE];
+    const float *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
+    float row1[D], row2[D], sum1[D] = {}, sum2[D] = {}, own_dot = 0;
+    attention_load_row<D>(row1, (KEYS ? k : q) + (size_t)t * 3 * C, t < T, d);
+    attention_load_row<D>(row2, KEYS ? v + (size_t)t * 3 * C : dout + (size_t)t * C, t < T, d);
+    if (!KEYS && t < T)
+        for (int c = 0; c < d; c++) own_dot += dout[(size_t)t * C + c] * out[(size_t)t * C + c];
+    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
+        __syncthreads();
+        attention_load<D>(tile1, KEYS ? q : k, 3 * C, j0, T, d);
+        attention_load<D>(tile2, KEYS ? dout : v, KEYS ? C : 3 * C, j0, T, d);
+        __syncthreads();
+        if (KEYS) {
+            int j = threadIdx.x;
+            float dot = 0;
+            if (j < ATTENTION_TILE && j0 + j < T)
+                for (int c = 0; c < d; c++) dot += tile2[j][c] * out[(size_t)(j0 + j) * C + c];
+            if (j < ATTENTION_TILE) tile_dots[j] = dot;
+            __syncthreads();
+        }
+        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
+            float normaliser = KEYS ? lse[j0 + j] : t < T ? lse[t] : INFINITY;
+            float p = expf(scale * attention_dot<D>(row1, tile1[j]) - normaliser);
+            float ds = scale * p * (attention_dot<D>(row2, tile2[j]) - (KEYS ? tile_dots[j] : own_dot));
+#pragma unroll
+            for (int c = 0; c < D; c++) {
+                sum1[c] += ds * tile1[j][c];
+                if (KEYS) sum2[c] += p * tile2[j][c];
+            }
+        }
+    }
+    if (t >= T) return;
+    float* target = dqkv + (size_t)t * 3 * C;
+#pragma unroll
+    for (int c = 0; c < D; c++)
+        if (c < d) {
+            target[(KEYS ? C : 0) + c] = sum1[c];
+            if (KEYS) target[2 * C + c] = sum2[c];
+        }
+}
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_ROWS)
+    attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
+                              const float* qkv, int T, int C, int d, float scale) {
+    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
+    int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
+    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
+    lse += ((size_t)b * gridDim.y + head) * T;
+    if (blockIdx.x < tiles)
+        attention_backward_row<D, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
+    else
+        attention_backward_row<D, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
+}
+
+template <int D>
+static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
+                                     int heads) {
+    launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, 1,
+           out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+}
+template <int D>
+static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
+                                      const float* qkv, int B, int T, int C, int heads) {
+    launch(attention_backward_kernel<D>, dim3(2 * blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
+           1, dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+}
+
+#endif
+
+static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads) {
+    int d = C / heads;
+    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
+    if (d <= 32)
+        attention_forward_launch<32>(out, lse, qkv, B, T, C, heads);
+    else if (d <= 64)
+        attention_forward_launch<64>(out, lse, qkv, B, T, C, heads);
+    else
+        attention_forward_launch<128>(out, lse, qkv, B, T, C, heads);
+}
+static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                               const floatX* qkv, int B, int T, int C, int heads) {
+    int d = C / heads;
+    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
+    if (d <= 32)
+        attention_backward_launch<32>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+    else if (d <= 64)
+        attention_backward_launch<64>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+    else
+        attention_backward_launch<128>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+}
+#else
 #define attention_forward attention_forward_cpu
 #define attention_backward attention_backward_cpu
 #endif
@@ -1644,7 +3988,64 @@ static void downsample_backward_cpu(float* dx, const float* dout, int B, int H, 
     repeat2x2_cpu(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// out (B, 2H, 2W, C) [+]= factor x (B, H, W, C), each pixel four times. A block a row of x; a thread 16
+// bytes. Device memory: x in and out out once (out in too where it accumulates).
+__global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
+    int vectors = C / WIDE, row = W * vectors;  // 16-byte pieces of a pixel, of a row
+    for (int i = threadIdx.x; i < row; i += blockDim.x) {
+        float source[WIDE], value[4][WIDE];
+        unpack(source, ((const uint4*)x)[(size_t)blockIdx.x * row + i]);
+        uint4* first = (uint4*)out + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (accumulate) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
+            for (int n = 0; n < WIDE; n++)
+                value[j][n] = (accumulate ? value[j][n] : 0.0f) + factor * source[n];
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) first[j / 2 * 2 * row + j % 2 * vectors] = pack(value[j]);
+    }
+}
+// out (B, H, W, C) [+]= factor times the sum of the 2x2 pixels of x (B, 2H, 2W, C). A block a row of out.
+__global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
+    int vectors = C / WIDE, row = W * vectors;
+    for (int i = threadIdx.x; i < row; i += blockDim.x) {
+        float value[4][WIDE], before[WIDE] = {};
+        const uint4* first =
+            (const uint4*)x + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
+        uint4* target = (uint4*)out + (size_t)blockIdx.x * row + i;
+#pragma unroll
+        for (int j = 0; j < 4; j++) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
+        if (accumulate) unpack(before, *target);
+        for (int n = 0; n < WIDE; n++)
+            before[n] += factor * ((value[0][n] + value[1][n]) + (value[2][n] + value[3][n]));
+        *target = pack(before);
+    }
+}
+static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
+                      bool accumulate) {
+    repeat2x2_kernel<<<B * H, std::min(256, W * C / WIDE), 0, main_stream>>>(out, x, W, C, factor,
+                                                                             accumulate);
+    LAUNCH_CHECK();
+}
+static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
+    sum2x2_kernel<<<B * H, std::min(256, W * C / WIDE), 0, main_stream>>>(out, x, W, C, factor, accumulate);
+    LAUNCH_CHECK();
+}
+static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
+    repeat2x2(out, x, B, H, W, C, 1.0f, false);
+}
+static void upsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
+    sum2x2(dx, dout, B, H, W, C, 1.0f, accumulate);
+}
+static void downsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
+    sum2x2(out, x, B, H / 2, W / 2, C, 0.25f, false);
+}
+static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
+    repeat2x2(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
+}
+#else
 #define upsample_forward upsample_forward_cpu
 #define upsample_backward upsample_backward_cpu
 #define downsample_forward downsample_forward_cpu
@@ -1672,7 +4073,27 @@ static void mse_cpu(float* losses, float* dout, const float* out, const float* t
     }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// F.mse_loss: losses (chunks) the sums of squares, dout (n, or null) = 2 (out - target) / n. A block a chunk.
+__global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target, size_t n,
+                           float scale) {
+    float sum = 0;
+    size_t first = (size_t)blockIdx.x * LOSS_CHUNK, end = min(first + LOSS_CHUNK, n);
+#pragma unroll 4
+    for (size_t i = first + threadIdx.x; i < end; i += blockDim.x) {
+        float difference = (float)out[i] - target[i];
+        sum += difference * difference;
+        if (dout) dout[i] = (floatX)(scale * difference);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = sum;
+}
+static void mse(float* losses, floatX* dout, const floatX* out, const float* target, size_t n) {
+    mse_kernel<<<blocks_of(n, LOSS_CHUNK), 1024, 0, main_stream>>>(losses, dout, out, target, n,
+                                                                   (float)(2.0 / (double)n));
+    LAUNCH_CHECK();
+}
+#else
 #define mse mse_cpu
 #endif
 
@@ -2085,18 +4506,18 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
 // Scratch a block takes, the larger of its two directions; take() stops the program where this counts too
 // little.
 static size_t scratch_need(const Plan& plan, const Block& block) {
-    size_t B = plan.batch, T = (size_t)block.H * block.H, K = block.C + block.C2, O = block.O,
-           wide = std::max(K, O);
-    auto room = [](size_t floats) { return aligned(floats * sizeof(float)); };
+    size_t B = plan.batch, T = (size_t)block.H * block.H, K = block.C + block.C2, O = block.O;
+    size_t wide = std::max(K, O);
+    auto room = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    size_t sums = aligned(2 * B * wide * sizeof(float));  // of a group norm's backward
     switch (block.kind) {
         case BLOCK_EMBED: return 3 * room(B * plan.embed);
         case BLOCK_RES:
             if (!plan.training) return room(B * O) + room(B * T * wide);
-            return room(B * T * O) + room(B * O) + room(2 * B * wide) + room(B * T * wide) + room(B * T * K);
+            return room(B * T * O) + room(B * O) + sums + room(B * T * wide) + room(B * T * K);
         case BLOCK_ATTENTION:
-            return plan.training ? 2 * room(B * T * K) + room(B * T * 3 * K) + room(2 * B * K)
-                                 : room(B * T * K);
-        case BLOCK_OUT: return plan.training ? 2 * room(B * T * K) + room(2 * B * K) : room(B * T * K);
+            return plan.training ? 2 * room(B * T * K) + room(B * T * 3 * K) + sums : room(B * T * K);
+        case BLOCK_OUT: return plan.training ? 2 * room(B * T * K) + sums : room(B * T * K);
         case BLOCK_CONV_IN:
         case BLOCK_DOWN:
         case BLOCK_UP: break;
@@ -2452,7 +4873,83 @@ static void add_noise_cpu(float* x_t, float* target, const float* images, const 
         }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// The four normals of a quad of elements: the host's integers, the transform in float (2e-6 from the host's).
+__device__ static inline void random_normals_device(float normal[4], uint32_t seed, uint32_t stream,
+                                                    uint32_t quad, uint32_t sample, uint32_t step) {
+    Philox p = philox(seed, stream, quad, sample, step);
+#pragma unroll
+    for (int pair = 0; pair < 4; pair += 2) {
+        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
+        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
+        sincospif(twice_u2, &sine, &cosine);
+        normal[pair] = r * cosine, normal[pair + 1] = r * sine;
+    }
+}
+
+// The normals of elements e to e + 4, in the order (C, H, W) of the noise; e need not start a quad.
+__device__ static inline void random_normals_at(float normal[4], uint32_t seed, uint32_t stream, int e,
+                                                uint32_t sample, uint32_t step) {
+    float two[8];
+    random_normals_device(two, seed, stream, e / 4, sample, step);
+    if (e % 4) random_normals_device(two + 4, seed, stream, e / 4 + 1, sample, step);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        normal[i] = two[i];
+#pragma unroll
+        for (int shift = 1; shift < 4; shift++)
+            if (e % 4 == shift) normal[i] = two[i + shift];
+    }
+}
+
+// Each of the following has a thread 4 pixels of image b, all channels: reads of planes and writes of pixels
+// both cover whole lines. Blocks (pixels, image). n: how many pixels the thread has.
+struct PixelQuad {
+    int b, first, n;
+    __device__ PixelQuad(int pixels) {
+        b = blockIdx.y, first = 4 * (blockIdx.x * blockDim.x + threadIdx.x), n = min(4, pixels - first);
+    }
+    __device__ size_t pixel(int i, int c, int pixels) const {  // in (B, H, W, 3)
+        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
+    }
+};
+enum { QUAD_THREADS = 64 };
+static dim3 quad_blocks(int B, int pixels) { return dim3(blocks_of(pixels, 4 * QUAD_THREADS), B); }
+
+// x_t = signal x0 + noise eps; target = eps, or signal eps - noise x0. Device memory: images in, x_t, target
+// out.
+__global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ target,
+                                 const float* __restrict__ images, const int* timesteps, const float* signal,
+                                 const float* noise, int pixels, bool predict_v, uint32_t seed,
+                                 uint32_t stream, uint32_t first, const StepState* state) {
+    PixelQuad q(pixels);
+    uint32_t step = state ? (uint32_t)state->step : 0;
+    if (q.n <= 0) return;
+    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]];
+#pragma unroll
+    for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        float eps[4];
+        int e = c * pixels + q.first;
+        random_normals_at(eps, seed, stream, e, first + q.b, step);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= q.n) break;
+            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i];
+            size_t at = q.pixel(i, c, pixels);
+            x_t[at] = (floatX)(a * x0 + s * eps[i]);
+            target[at] = predict_v ? a * eps[i] - s * x0 : eps[i];
+        }
+    }
+}
+static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
+                      const float* signal, const float* noise, int B, int H, int W, int predict,
+                      uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+    add_noise_kernel<<<quad_blocks(B, H * W), QUAD_THREADS, 0, main_stream>>>(
+        x_t, target, images, timesteps, signal, noise, H * W, predict == PREDICT_V, seed, stream, first,
+        state);
+    LAUNCH_CHECK();
+}
+#else
 #define add_noise add_noise_cpu
 #endif
 
@@ -2533,7 +5030,51 @@ static void sampler_step_cpu(float* x, float* input, const float* out, SamplerSt
         }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
+__global__ void sampler_start_kernel(float* x, floatX* input, int pixels, uint32_t first_seed) {
+    PixelQuad q(pixels);
+    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
+        float normal[4];
+        random_normals_at(normal, first_seed + q.b, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < q.n)
+                x[q.pixel(i, c, pixels)] = normal[i], input[q.pixel(i, c, pixels)] = (floatX)normal[i];
+    }
+}
+static void sampler_start(float* x, floatX* input, int B, int H, int W, uint32_t first_seed) {
+    sampler_start_kernel<<<quad_blocks(B, H * W), QUAD_THREADS, 0, main_stream>>>(x, input, H * W,
+                                                                                  first_seed);
+    LAUNCH_CHECK();
+}
+
+// x0 = clamp(from_x x + from_out out, -1, 1), x = to_x0 x0 + to_x x + sigma noise, in place.
+__global__ void sampler_step_kernel(float* x, floatX* input, const floatX* out, SamplerStep s, int pixels,
+                                    uint32_t first_seed, uint32_t call) {
+    PixelQuad q(pixels);
+    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
+        float normal[4] = {};
+        if (s.sigma > 0)
+            random_normals_at(normal, first_seed + q.b, STREAM_SAMPLER, c * pixels + q.first, 0, call);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= q.n) break;
+            size_t at = q.pixel(i, c, pixels);
+            float x0 = s.from_x * x[at] + s.from_out * (float)out[at];
+            x0 = x0 < -1.0f ? -1.0f : x0 > 1.0f ? 1.0f : x0;  // a NaN stays one
+            x[at] = s.to_x0 * x0 + s.to_x * x[at] + s.sigma * normal[i];
+            input[at] = (floatX)x[at];
+        }
+    }
+}
+static void sampler_step(float* x, floatX* input, const floatX* out, SamplerStep s, int B, int H, int W,
+                         uint32_t first_seed, uint32_t call) {
+    sampler_step_kernel<<<quad_blocks(B, H * W), QUAD_THREADS, 0, main_stream>>>(x, input, out, s, H * W,
+                                                                                 first_seed, call);
+    LAUNCH_CHECK();
+}
+#else
 #define sampler_start sampler_start_cpu
 #define sampler_step sampler_step_cpu
 #endif
@@ -2584,7 +5125,74 @@ static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const f
     }
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
+__global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
+    size_t first = (size_t)blockIdx.x * NORM_CHUNK, end = min(first + NORM_CHUNK, n);
+    float sum = 0;
+#pragma unroll 8
+    for (size_t i = first + 4 * threadIdx.x; i + 4 <= end; i += 4 * blockDim.x) {
+        float4 v = *(const float4*)(x + i);
+        sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+    }
+    if (threadIdx.x < (end - first) % 4) {
+        float v = x[end - 1 - threadIdx.x];
+        sum += v * v;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+static void squared_norm(float* parts, const float* x, size_t n) {
+    squared_norm_kernel<<<blocks_of(n, NORM_CHUNK), 512, 0, main_stream>>>(parts, x, n);
+    LAUNCH_CHECK();
+}
+
+__device__ static inline void adamw_element(float& w, float& ema, float& m, float& v, float g, const AdamW& a,
+                                            float step, float root, float decay) {
+    m = a.beta1 * m + (1.0f - a.beta1) * g;
+    v = a.beta2 * v + (1.0f - a.beta2) * g * g;
+    w = w * decay - step * m / (sqrtf(v) / root + a.eps);
+    ema += a.ema_weight * (w - ema);
+}
+
+// torch.optim.AdamW, then the running mean of the weights and the layers' copy of them, `working`: 38 bytes a
+// parameter, each once. All (n) and 16-byte aligned; ema and working may be null. A thread 4 parameters.
+__global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient,
+                             size_t n, const StepState* state) {
+    if (!state->finite) return;
+    AdamW a = state->update;
+    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
+    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    if (i + 4 <= n) {
+        float4 g4 = *(const float4*)(gradient + i), w4 = *(const float4*)(w + i),
+               m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i),
+               e4 = ema ? *(const float4*)(ema + i) : w4;
+        adamw_element(w4.x, e4.x, m4.x, v4.x, g4.x, a, step, root, decay);
+        adamw_element(w4.y, e4.y, m4.y, v4.y, g4.y, a, step, root, decay);
+        adamw_element(w4.z, e4.z, m4.z, v4.z, g4.z, a, step, root, decay);
+        adamw_element(w4.w, e4.w, m4.w, v4.w, g4.w, a, step, root, decay);
+        *(float4*)(w + i) = w4, *(float4*)(m + i) = m4, *(float4*)(v + i) = v4;
+        if (ema) *(float4*)(ema + i) = e4;
+#ifdef PRECISION_FP32
+        if (working) *(float4*)(working + i) = w4;
+#else
+        if (working) *(uint2*)(working + i) = make_uint2(pack_bf16(w4.x, w4.y), pack_bf16(w4.z, w4.w));
+#endif
+        return;
+    }
+    for (; i < n; i++) {  // the last thread's
+        float mean = ema ? ema[i] : w[i];
+        adamw_element(w[i], mean, m[i], v[i], gradient[i], a, step, root, decay);
+        if (ema) ema[i] = mean;
+        if (working) working[i] = (floatX)w[i];
+    }
+}
+static void adamw(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient, size_t n,
+                  const StepState* state) {
+    adamw_kernel<<<blocks_of(n, 4 * 256), 256, 0, main_stream>>>(w, ema, working, m, v, gradient, n, state);
+    LAUNCH_CHECK();
+}
+#else
 #define adamw adamw_cpu
 #endif
 
@@ -2682,7 +5290,62 @@ static void fill_timesteps_cpu(int* timesteps, int B, int value) {
     for (int b = 0; b < B; b++) timesteps[b] = value;
 }
 #endif
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// One block: a thread a sample.
+__global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
+                                  Hyper hyper) {
+    if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step);
+    for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
+        choose_sample(timesteps + b, sources + b, source, b, state->step);
+}
+static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
+    begin_step_kernel<<<1, 256, 0, main_stream>>>(state, timesteps, sources, source, hyper);
+    LAUNCH_CHECK();
+}
+
+// A thread an element. Grid (elements, batch).
+__global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
+    int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
+    if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
+}
+static void load_images(float* images, const int* sources, BatchSource source) {
+    int elements = IMAGE_CHANNELS * source.size * source.size;
+    load_images_kernel<<<dim3(blocks_of(elements, 256), source.batch), 256, 0, main_stream>>>(
+        images, sources, source, elements);
+    LAUNCH_CHECK();
+}
+
+// One block adds up the parts, in an order that their number decides.
+__global__ void finish_step_kernel(StepState* state, const float* losses, int loss_parts, double elements,
+                                   const float* norm_parts, int norm_parts_count) {
+    float loss = 0, norm = 0;
+    for (int i = threadIdx.x; i < loss_parts; i += blockDim.x) loss += losses[i];
+    for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) norm += norm_parts[i];
+    loss = block_sum(loss);
+    __syncthreads();
+    norm = block_sum(norm);
+    if (threadIdx.x) return;
+    state->loss = (float)((double)loss / elements), state->norm = sqrtf(norm);
+    state->finite = isfinite(state->loss) && isfinite(state->norm);
+    state[1 + state->step % RESULT_SLOTS] = *state;
+    if (state->finite) state->step++;
+}
+static void finish_step(StepState* state, const float* losses, size_t elements, const float* norm_parts,
+                        size_t parameters) {
+    finish_step_kernel<<<1, 256, 0, main_stream>>>(state, losses, (int)blocks_of(elements, LOSS_CHUNK),
+                                                   (double)elements, norm_parts,
+                                                   (int)blocks_of(parameters, NORM_CHUNK));
+    LAUNCH_CHECK();
+}
+
+__global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
+    for (int b = threadIdx.x; b < B; b += blockDim.x) timesteps[b] = value;
+}
+static void fill_timesteps(int* timesteps, int B, int value) {
+    fill_timesteps_kernel<<<1, 256, 0, main_stream>>>(timesteps, B, value);
+    LAUNCH_CHECK();
+}
+#else
 #define begin_step begin_step_cpu
 #define load_images load_images_cpu
 #define finish_step finish_step_cpu

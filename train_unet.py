@@ -4,6 +4,7 @@
     python train_unet.py --preset tiny                  the small demo model on data/faces.bin
     python train_unet.py --init_model_only True         write unet_init.bin for ./train_unet --model_weights
     python train_unet.py --write_debug_state PREFIX     reference values for the tests of the C++ program
+    python train_unet.py --benchmark True               a step of ./train_unet against one of PyTorch
 
 The architecture is that of Dhariwal and Nichol 2021, "Diffusion Models Beat GANs on Image Synthesis"; flags
 and module names are guided-diffusion's. Batches, timesteps, noise, flips and initial weights are functions of
@@ -18,8 +19,12 @@ import json
 import math
 import os
 import pickle
+import platform
+import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -425,8 +430,9 @@ class Trainer:
             total += self.loss(x0, t, noise).item() * len(rows)
         return total / len(images)
 
-    def checkpoint(self, smoothed_loss=0.0, **texts):
-        """Everything that resuming needs, as unet_io.Checkpoint; texts: data_file, val_file."""
+    def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
+        """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_FIELDS, texts: data_file, val_file.
+        """
         def moments(key):
             return [self.optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in self.parameters]
 
@@ -434,7 +440,7 @@ class Trainer:
                    "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
         sections = {name: to_numpy(values) for name, values in tensors.items() if values}
         sections |= {name: text for name, text in texts.items() if text}
-        return Checkpoint(self.config, sections, self.steps_done, smoothed_loss)
+        return Checkpoint(self.config, sections, self.steps_done, smoothed_loss, run=run or {})
 
     def restore(self, checkpoint, path):
         """Continue from a checkpoint: average, moments and step (the weights came with load_model)."""
@@ -497,6 +503,100 @@ def debug_state(prefix, config, images=None, steps=0):
 
 
 # ----------------------------------------------------------------------------------------------------
+# benchmark: one training step (noise, forward, backward, AdamW) of the default model, ours and PyTorch's
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+README = os.path.join(HERE, "README.md")
+BENCHMARK = dict(batch_size=4, warmup=2, timed=8, rounds=2)
+
+# Runs a command, then prints the most memory it held. In a small process of its own, since Linux counts for a
+# child what its parent held when it started it.
+MEASURE_MEMORY = ("import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]);"
+                  " print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, 'KiB'); sys.exit(code)")
+
+
+def run_measured(*command, **environment):
+    """(output, peak memory in GB) of a command run in this file's folder. Raises UserError if it fails."""
+    done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY, *command], capture_output=True, text=True,
+                          cwd=HERE, env=os.environ | environment)
+    if done.returncode:
+        raise UserError(f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+    *lines, memory = done.stdout.splitlines()
+    return lines, 1024 * int(memory.split()[0]) / 1e9
+
+
+def time_program(threads):
+    """(milliseconds of each timed step, peak memory in GB, how it was built) of ./train_unet."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = dict(data_file="data/emoji.bin", batch_size=BENCHMARK["batch_size"], ema_rate=0, log_every=1,
+                     steps=BENCHMARK["warmup"] + BENCHMARK["timed"], num_samples=1, sample_steps=1,
+                     out_dir=folder)
+        lines, memory = run_measured("./train_unet", *(f"--{name}={value}" for name, value in flags.items()),
+                                     OMP_NUM_THREADS=str(threads))
+        if not lines[0].startswith("train_unet on the CPU: "):
+            raise UserError("./train_unet is built for a GPU, and this measures CPUs: make bench DEVICE=cpu")
+        with open(os.path.join(folder, "metrics.jsonl")) as metrics:
+            times = [json.loads(line)["ms"] for line in metrics]
+    return times[BENCHMARK["warmup"]:], memory, lines[0].removeprefix("train_unet on the CPU: ")
+
+
+def time_pytorch(threads):
+    """(milliseconds of each timed step, peak memory in GB, PyTorch's version): time_steps in a process."""
+    lines, memory = run_measured(sys.executable, "-c", "import train_unet; train_unet.time_steps()",
+                                 OMP_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="")
+    return json.loads(lines[-1])[BENCHMARK["warmup"]:], memory, f"PyTorch {torch.__version__}"
+
+
+def time_steps():
+    """Print the milliseconds of each step of PyTorch, eager, on ./train_unet's batches."""
+    config = Config(batch_size=BENCHMARK["batch_size"], ema_rate=0)
+    trainer = Trainer(init_weights(UNet(config), 0), unet_io.read_images("data/emoji.bin"), config)
+    trainer.model.train()
+    steps = range(BENCHMARK["warmup"] + BENCHMARK["timed"])
+    batches = [[torch.from_numpy(a) for a in make_batch(trainer.images, config, i)[:2]] for i in steps]
+    times = []
+    for x0, t in batches:
+        start = time.perf_counter()
+        x, target = trainer.diffusion.noised(x0, t, torch.randn_like(x0))
+        trainer.optimizer.zero_grad(set_to_none=True)
+        loss = F.mse_loss(trainer.model(x, t), target)
+        loss.backward()
+        trainer.optimizer.step()
+        loss.item()
+        times.append(1e3 * (time.perf_counter() - start))
+    print(json.dumps(times))
+
+
+def benchmark():
+    """Time both in turn, print the table and write it between the markers in README.md."""
+    threads, runs = len(os.sched_getaffinity(0)), {"./train_unet": [], "PyTorch": []}
+    for _ in range(BENCHMARK["rounds"]):  # in turn, so that a machine that drifts shows
+        for name, measure in zip(runs, (time_program, time_pytorch)):
+            runs[name].append(measure(threads))
+            print(f"{name}: {np.median(runs[name][-1][0]):.0f} ms a step, {runs[name][-1][1]:.2f} GB")
+    rows = [(np.median(sum((times for times, _, _ in of), [])), max(memory for _, memory, _ in of), of[0][2],
+             ", ".join(f"{np.median(times):.0f}" for times, _, _ in of)) for of in runs.values()]
+    with open("/proc/cpuinfo") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    (ms, memory, built, _), (torch_ms, torch_memory, torch_name, _) = rows
+    text = (f"**{ms / torch_ms:.2f} times PyTorch's time, {memory / torch_memory:.2f} times its memory**, on"
+            f" {names[0] if names else platform.machine()}, {threads} threads.\n\n"
+            "| | ms a step | of which each run | images/s | peak memory |\n|---|---:|---:|---:|---:|\n")
+    for name, (ms, memory, _, each) in zip((f"`./train_unet`, {built}", f"{torch_name}, eager, fp32"), rows):
+        rate = 1e3 * BENCHMARK["batch_size"] / ms
+        text += f"| {name} | {ms:.0f} | {each} | {rate:.2f} | {memory:.2f} GB |\n"
+    print("\n" + text)
+    with open(README, encoding="utf-8") as file:
+        page = file.read()
+    page, found = re.subn(r"(<!-- bench:cpu -->\n).*?(<!-- /bench:cpu -->)",
+                          lambda match: match[1] + text + match[2], page, flags=re.DOTALL)
+    if not found:
+        raise UserError(f"{README} has no lines <!-- bench:cpu --> and <!-- /bench:cpu --> to write between")
+    with unet_io.replacing(README) as file:
+        file.write(page.encode())
+
+
+# ----------------------------------------------------------------------------------------------------
 # command line
 
 RUN_FLAGS = {  # name: (default, help)
@@ -513,14 +613,13 @@ RUN_FLAGS = {  # name: (default, help)
     "init_model_filename": ("unet_init.bin", "see --init_model_only"),
     "write_debug_state": ("", "write PREFIX_weights.bin, PREFIX_state.bin for tests and exit"),
     "debug_steps": (0, "with --write_debug_state: also the losses of this many steps"),
+    "benchmark": (False, "time a step of ./train_unet and of PyTorch, write README.md's table and exit"),
 }
 
 
 def parse_flags(argv=None):
     """(dict of the flags that the user gave, Config, namespace of the other flags)."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = unet_io.Parser(description=__doc__, argument_default=argparse.SUPPRESS)
     kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes}
 
     def add(name, kind, default, help, choices=None):
@@ -591,8 +690,10 @@ def start_model(config, run, given):
         for name in unet_io.TEXT_SECTIONS:
             if name not in given and name in checkpoint.sections:
                 setattr(run, name, checkpoint.sections[name])
-        if "steps" not in given:
-            run.steps = config.lr_steps
+        stored = {"steps": config.lr_steps} | checkpoint.run
+        for name in ("steps", "log_every", "save_every", "sample_every"):
+            if name not in given and name in stored:
+                setattr(run, name, stored[name])
         return load_model(path, use_ema=False)[0], checkpoint, path
     if run.model_weights:
         model, checkpoint = load_model(run.model_weights, use_ema=False)
@@ -653,7 +754,8 @@ def train(config, run, given):
 
     def save():
         name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
-        state = trainer.checkpoint(smoothed or 0.0, data_file=os.path.abspath(images.path),
+        settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_FIELDS}
+        state = trainer.checkpoint(smoothed or 0.0, settings, data_file=os.path.abspath(images.path),
                                    val_file=run.val_file and os.path.abspath(run.val_file))
         unet_io.write_checkpoint(name, state)
         print(f"saved {name}")
@@ -724,6 +826,8 @@ def main():
         count = sum(p.numel() for p in model.parameters())
         print(f"wrote {run.init_model_filename}: {count:,} parameters; to train it:"
               f"\n./train_unet --model_weights {run.init_model_filename}{preset}")
+    elif run.benchmark:
+        benchmark()
     else:
         train(config, run, given)
 

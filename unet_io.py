@@ -2,7 +2,7 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and progress        UserError, run_script, progress
+1. errors and progress        UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, space_timesteps, sampler_tables
 4. configuration              Config, PRESETS, learning_rate, ema_decay
@@ -18,6 +18,7 @@ UserError, whose text is one sentence for the user, when the file can't be used.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import enum
 import functools
 import math
@@ -40,6 +41,25 @@ TENSORS_MAGIC = 0x534E4554  # the bytes "TENS"
 
 class UserError(Exception):
     """A mistake that the user can mend. The text is one sentence: what is wrong, where, and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name."""
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_args(self, argv=None):
+        words = sys.argv[1:] if argv is None else argv
+        flags = [name for action in self._actions for name in action.option_strings]
+        for name in (word.split("=")[0] for word in words):
+            if name.startswith("--") and name not in flags:
+                alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
+                nearest = max(alike, key=alike.get)
+                self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
+        return super().parse_args(words)
+
+    def error(self, message):
+        self.exit(2, f"error: {message}\n")
 
 
 def run_script(main):
@@ -557,6 +577,14 @@ class Checkpoint:
     smoothed_loss: float = 0.0
     tensors: int = 0  # number of parameter tensors; 0 when the file doesn't tell
     old: bool = False
+    run: dict = dataclasses.field(default_factory=dict)  # what the header tells of RUN_FIELDS
+
+
+# Settings of a run that ./train_unet takes up again on --resume: the field of the header that holds each,
+# and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number).
+RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
+              "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
+              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1)}
 
 
 def _pack_config(header, config):
@@ -629,7 +657,9 @@ def read_checkpoint(path):
             sections[name] = np.frombuffer(data[first:last], "<f4")
         elif name in TEXT_SECTIONS:
             sections[name] = data[first:last].tobytes().decode("utf-8", "replace")
-    return Checkpoint(_unpack_config(header, path), sections, step, float(header.view("<f4")[60]), tensors)
+    run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()}
+    return Checkpoint(_unpack_config(header, path), sections, step, float(header.view("<f4")[60]), tensors,
+                      run=run if min(run["steps"], run["log_every"]) > 0 else {})
 
 
 def _read_old_weights(path, header, data):
@@ -679,6 +709,8 @@ def write_checkpoint(path, checkpoint):
     header[4:7] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
     _pack_config(header, checkpoint.config)
     header.view("<f4")[60] = checkpoint.smoothed_loss
+    for name, (index, default) in RUN_FIELDS.items():
+        header[index] = checkpoint.run.get(name, default)
     with replacing(path) as file:
         _write_with_header(file, header, blocks, 2)
 

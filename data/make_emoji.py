@@ -36,7 +36,8 @@ TONES = range(0x1F3FB, 0x1F400)                         # skin-tone modifiers
 LETTERS = range(0x1F1E6, 0x1F200)                       # two of these are a country's flag
 TAGS = range(0xE0000, 0xE0080)                          # a black flag and tags are a region's flag
 HELPERS = {*map(ord, "#*0123456789"), 0x20E3,           # pieces of keycaps: the bare signs, the empty cap
-           *range(0x1F9B0, 0x1F9B4)}                    # hair without a head
+           *range(0x1F9B0, 0x1F9B4),                    # hair without a head
+           0x1F595}                                     # and a gesture that not everybody wants to see
 JOINER = 0x200D
 
 # Round faces, the right way up and looking at us, with little outside the circle. Chosen by eye.
