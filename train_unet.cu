@@ -136,7 +136,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 
 // ---- configuration ----------------------------------------------------------------------------------------
 
-enum { MAX_LEVELS = 8, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3 };
+enum { MAX_LEVELS = 8, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V };
@@ -571,6 +571,11 @@ static void check_config(const Config& c) {
         bool attends = i == levels - 1;  // the middle block always does
         for (int j = 0; j < list_length(c.attention_resolutions); j++)
             attends |= c.attention_resolutions[j] == size;
+        if (attends && size > MAX_ATTENTION_SIZE)
+            fail(
+                "attention at %dx%d does not fit; %dx%d is the largest: use more levels or other "
+                "--attention_resolutions",
+                size, size, MAX_ATTENTION_SIZE, MAX_ATTENTION_SIZE);
         if (attends && width % c.num_head_channels)
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
@@ -928,6 +933,7 @@ enum { VECTOR = 8, TILE_ROWS = 6 };
 enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
 typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
 
+// The sum over K is formed apart and then added, so that long sums are added up block by block.
 // c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS); a's element (r, k) lies at r * rows + k
 // * columns.
 template <int R>
@@ -935,8 +941,8 @@ static void matmul_tile(float* c, const float* a, const float* panel, int K, int
                         size_t columns, bool accumulate) {
     Vector sum0[R], sum1[R];
     for (int r = 0; r < R; r++) {
-        sum0[r] = accumulate ? *(Vector*)(c + (size_t)r * ldc) : Vector{};
-        sum1[r] = accumulate ? *(Vector*)(c + (size_t)r * ldc + VECTOR) : Vector{};
+        sum0[r] = Vector{};
+        sum1[r] = Vector{};
     }
     for (int k = 0; k < K; k++, a += columns, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
@@ -947,8 +953,9 @@ static void matmul_tile(float* c, const float* a, const float* panel, int K, int
         }
     }
     for (int r = 0; r < R; r++) {
-        *(Vector*)(c + (size_t)r * ldc) = sum0[r];
-        *(Vector*)(c + (size_t)r * ldc + VECTOR) = sum1[r];
+        Vector *c0 = (Vector*)(c + (size_t)r * ldc), *c1 = c0 + 1;
+        *c0 = accumulate ? *c0 + sum0[r] : sum0[r];
+        *c1 = accumulate ? *c1 + sum1[r] : sum1[r];
     }
 }
 
@@ -3427,6 +3434,9 @@ static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias,
 // that backward needs to make the probabilities again. Vaswani et al., "Attention Is All You Need" (2017),
 // equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
 #ifdef CPU_LAYERS
+static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
+              "two rows of scores fit a thread's room");
+
 // Rows of the score matrix that a thread holds at a time.
 static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
 
@@ -4580,7 +4590,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
     add_block(&plan, BLOCK_EMBED, "time_embed", plan.embed);
-    add_block(&plan, BLOCK_CONV_IN, text("input_blocks.%d.0", count++), c.num_channels);
+    add_block(&plan, BLOCK_CONV_IN, text("input_blocks.%d.0", count++), c.num_channels * c.channel_mult[0]);
     encoder_output();
     for (int level = 0; level < levels; level++) {
         int width = c.num_channels * c.channel_mult[level];
