@@ -71,6 +71,9 @@ gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $
 nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32) -Werror all-warnings \
 	-Xcompiler -Wall$(,)-Wextra
 , := ,
+# The tests hold the CPU layers beside the kernels, and do not use every function of the program.
+nvcctestflags = $(filter-out -Werror all-warnings,$(call nvccflags,$(1),$(2))) -diag-suppress 177 -Xcompiler -O3$(,)-fopenmp$(,)-Wno-unused-function
+
 
 ifeq ($(DEVICE),cuda)
 train_unet: train_unet.cu $(BUILD)/settings | report data
@@ -82,16 +85,24 @@ train_unet: train_unet.cu $(BUILD)/settings | report data
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
 endif
 
-# The tests of the CPU build run everywhere.
+# The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
+$(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+$(BUILD)/test_unet_cuda_%: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvcctestflags,$(GPU_ARCH),$*) $< -o $@
 test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
 
 # Compiled and not run: that nothing rots on a machine without a GPU.
-ARCH_OBJECTS := $(foreach arch,$(ARCHS),$(foreach precision,bf16 fp32,$(BUILD)/train_unet_$(arch)_$(precision).o))
-$(ARCH_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
+PRECISIONS := bf16 fp32
+TRAIN_OBJECTS := $(foreach arch,$(ARCHS),$(foreach precision,$(PRECISIONS),$(BUILD)/train_unet_$(arch)_$(precision).o))
+TEST_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/test_unet_$(arch)_$(precision).o))
+$(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+$(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(ARCH_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
 
 $(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
@@ -126,10 +137,12 @@ python:
 
 RUN_PYTHON = $$(if $(SYSTEM_READY) 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
 
-TEST_BINARIES := train_unet test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
+CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
+TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
 
 test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
-	@$(RUN_PYTHON) test_unet.py
+	@$(foreach test,$(CUDA_TESTS),$(test) &&) true
+	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
 # One full training step against PyTorch on this machine; writes its table into README.md.
 bench: python train_unet

@@ -1,0 +1,1933 @@
+// test_unet.cu: tests of train_unet.cu. It includes the program, so that what is tested is what runs.
+//
+//   ./test_unet                            every test that needs no file from outside
+//   ./test_unet --only NAME                those of them whose name contains NAME
+//   ./test_unet --fuzz N [--seed S]        the file readers alone, with N random mutations
+//
+// test_unet.py writes reference values with PyTorch and NumPy and calls:
+//
+//   ./test_unet --layers FILE              each layer, forward and backward
+//   ./test_unet --model W.bin FILE         output, loss and every gradient of the model in W.bin
+//   ./test_unet --twin FILE                random numbers, schedules, samplers, learning rates
+//   ./test_unet --images X.bin SIZE FILE   the images of X.bin as floats
+//   ./test_unet --same A.bin B.bin         the weights of two files, bit for bit
+//
+// Each test prints one line, `ok NAME detail` or `FAIL NAME detail`; the last line counts them, and the exit
+// status is 1 where one failed. Comparisons are written so that a NaN fails.
+//
+// -----------------------------------------------------------------------------------------------------------
+// Contents
+//
+//   1  HARNESS
+//   2  TENSOR FILES
+//   3  RANDOM NUMBERS, CHECKSUM
+//   4  MATRIX PRODUCT
+//   5  GRADIENTS BY FINITE DIFFERENCES
+//   6  PLAN
+//   7  THREADS AND BATCHES
+//   8  FILE READERS
+//   9  AGAINST PYTORCH AND NUMPY
+//  10  MAIN
+
+#include <cerrno>
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <csignal>
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <malloc.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// ---- allocations are counted, so that a file's header can be shown to claim no memory ---------------------
+
+static std::atomic<size_t> live_bytes, peak_bytes, largest_request;
+static size_t allocation_limit = SIZE_MAX;  // a larger request is refused
+
+__attribute__((noinline)) static void count_allocation(void* memory, size_t requested) {
+    size_t live = live_bytes += malloc_usable_size(memory), peak = peak_bytes;
+    while (live > peak && !peak_bytes.compare_exchange_weak(peak, live)) {
+    }
+    size_t largest = largest_request;
+    while (requested > largest && !largest_request.compare_exchange_weak(largest, requested)) {
+    }
+}
+__attribute__((noinline)) static void* counted_malloc(size_t bytes) {
+    if (bytes > allocation_limit) largest_request = bytes;
+    void* memory = bytes > allocation_limit ? nullptr : malloc(bytes ? bytes : 1);
+    if (memory) count_allocation(memory, bytes);
+    return memory;
+}
+__attribute__((noinline)) static int counted_memalign(void** memory, size_t alignment, size_t bytes) {
+    if (bytes > allocation_limit) largest_request = bytes;
+    if (bytes > allocation_limit || posix_memalign(memory, alignment, bytes)) return ENOMEM;
+    count_allocation(*memory, bytes);
+    return 0;
+}
+__attribute__((noinline)) static void counted_free(void* memory) {
+    if (memory) live_bytes -= malloc_usable_size(memory);
+    free(memory);
+}
+void* operator new(size_t bytes) {
+    void* memory = counted_malloc(bytes);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+void operator delete(void* memory) noexcept { counted_free(memory); }
+void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
+
+#define posix_memalign counted_memalign
+#define malloc counted_malloc
+#define free counted_free
+
+#pragma GCC diagnostic ignored "-Wunused-function"  // main's own helpers have no caller here
+#define TESTING
+#include "train_unet.cu"
+
+// ===========================================================================================================
+// 1  HARNESS
+// ===========================================================================================================
+
+static int passed, failed;
+static std::string running = "start";  // the group of tests under way, for the last words of a crash
+
+__attribute__((format(printf, 3, 4))) static bool report(bool ok, const std::string& name, const char* format,
+                                                         ...) {
+    char detail[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(detail, sizeof detail, format, args);
+    va_end(args);
+    printf("%s %s: %s\n", ok ? "ok" : "FAIL", name.c_str(), detail);
+    fflush(stdout);
+    ok ? passed++ : failed++;
+    return ok;
+}
+
+static int summary() {
+    printf("%d passed, %d failed\n", passed, failed);
+    fflush(stdout);
+    return failed ? 1 : 0;
+}
+
+static void last_words(int signal_number) {
+    report(false, running, "%s",
+           signal_number == SIGALRM   ? "hangs"
+           : signal_number == SIGABRT ? "stopped by an assertion (see above)"
+                                      : "crashed");
+    summary();
+    _exit(1);
+}
+
+// The error of a tensor: the larger of ||a - r|| / ||r|| and max|a - r| / max|r|. NaN where either holds one,
+// infinite where r is all zeros and a is not.
+static double error_of(const float* a, const double* r, size_t n) {
+    double difference = 0, size = 0, worst = 0, largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        double d = fabs((double)a[i] - r[i]);
+        if (std::isnan(d)) return NAN;
+        difference += d * d, size += r[i] * r[i];
+        worst = std::max(worst, d), largest = std::max(largest, fabs(r[i]));
+    }
+    if (worst == 0) return 0;
+    return std::max(sqrt(difference / size), worst / largest);
+}
+static double error_of(const std::vector<float>& a, const std::vector<double>& r) {
+    return a.size() == r.size() ? error_of(a.data(), r.data(), a.size()) : NAN;
+}
+static double error_of(const std::vector<float>& a, const std::vector<float>& r) {
+    return error_of(a, std::vector<double>(r.begin(), r.end()));
+}
+
+static double largest_of(const std::vector<double>& r) {
+    double largest = 0;
+    for (double value : r) largest = std::max(largest, fabs(value));
+    return largest;
+}
+
+static bool same_bits(const void* a, const void* b, size_t bytes) { return memcmp(a, b, bytes) == 0; }
+
+// The sentence with which `act` is refused, "" where it is not. Anything but exactly one sentence is marked.
+static int refusal_count;
+static void throw_message(int, const char* message) {
+    refusal_count++;
+    throw std::string(message);
+}
+static std::string refusal(const std::function<void()>& act) {
+    auto before = fail_handler;
+    fail_handler = throw_message;
+    refusal_count = 0;
+    std::string message;
+    try {
+        act();
+    } catch (std::string& thrown) {
+        message = thrown;
+    } catch (std::bad_alloc&) {
+        message = "!! ran out of memory";
+    }
+    fail_handler = before;
+    return message;
+}
+
+// One sentence: one line of printable text that does not start a second sentence.
+static bool is_sentence(const std::string& message) {
+    if (message.size() < 12 || message.size() > 1500 || message[0] == '!') return false;
+    for (size_t i = 0; i < message.size(); i++) {
+        if ((unsigned char)message[i] < ' ' || message[i] == 127) return false;
+        if (message[i] == '.' && i + 2 < message.size() && message[i + 1] == ' ' && isupper(message[i + 2]))
+            return false;
+    }
+    return true;
+}
+
+// A small generator for the tests' own choices.
+struct Dice {
+    uint32_t seed, count = 0;
+    uint32_t next() { return philox(seed, 1000, count++, 0, 0).word[0]; }
+    uint32_t below(uint32_t n) { return (uint32_t)(((uint64_t)next() * n) >> 32); }
+    bool one_in(uint32_t n) { return below(n) == 0; }
+    float normal() {
+        float four[4];
+        random_normals(four, seed, 1001, count++, 0, 0);
+        return four[0];
+    }
+};
+static std::vector<float> normals_of(uint32_t seed, size_t n) {
+    std::vector<float> values((n + 3) / 4 * 4);
+    for (size_t quad = 0; quad < values.size() / 4; quad++)
+        random_normals(&values[4 * quad], seed, 1002, (uint32_t)quad, 0, 0);
+    values.resize(n);
+    return values;
+}
+
+typedef std::vector<std::pair<std::string, std::string>> Flags;
+
+static Config config_of(const Flags& flags) {
+    Config config = default_config();
+    for (auto& [name, value] : flags) set_flag(&config, *find_flag(name), value);
+    return config;
+}
+
+// A network that runs in milliseconds and still has every kind of block.
+static Flags toy_flags() {
+    return {{"image_size", "8"},
+            {"num_channels", "32"},
+            {"channel_mult", "1,2"},
+            {"num_res_blocks", "1"},
+            {"attention_resolutions", "4"},
+            {"num_head_channels", "16"},
+            {"norm_groups", "8"},
+            {"batch_size", "2"}};
+}
+static Flags with(Flags flags, const Flags& more) {
+    flags.insert(flags.end(), more.begin(), more.end());
+    return flags;
+}
+
+// Fresh weights and N(0, 0.02^2) on every parameter: as initialised, nearly every gradient is exactly zero.
+static void perturbed_weights(Model* m, uint32_t seed) {
+    initialise_weights(m, seed);
+    size_t P = m->plan.num_parameters;
+    std::vector<float> weights(P), noise = normals_of(seed + 77, P);
+    backend_download(weights.data(), m->master, P * sizeof(float));
+    for (size_t i = 0; i < P; i++) weights[i] += 0.02f * noise[i];
+    backend_upload(m->master, weights.data(), P * sizeof(float));
+}
+
+// Random images, target and timesteps for the first B images of the model.
+static void random_batch(Model* m, int B, uint32_t seed) {
+    size_t n = (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
+    std::vector<float> input = normals_of(seed, n), target = normals_of(seed + 1, n);
+    std::vector<int> timesteps(B);
+    for (int b = 0; b < B; b++) timesteps[b] = (int)random_timestep(seed, STREAM_TIMESTEP, b, 0, 1000);
+    backend_upload(m->input, input.data(), n * sizeof(float));
+    backend_upload(m->target, target.data(), n * sizeof(float));
+    backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
+}
+
+static double forward_loss(Model* m, int B) {
+    size_t n = (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
+    unet_forward(m, B);
+    mse(m->losses, m->plan.training ? unet_output_gradient(m) : nullptr, unet_output(m), m->target, n);
+    return loss_of(m, n);
+}
+
+static std::vector<float> downloaded(const float* from, size_t n) {
+    std::vector<float> values(n);
+    backend_download(values.data(), from, n * sizeof(float));
+    return values;
+}
+static std::vector<float> gradients_of(const Model* m) {
+    return downloaded(m->gradients, m->plan.num_parameters);
+}
+static std::vector<float> output_values(const Model* m, int B) {
+    return downloaded(unet_output(m), (size_t)B * IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size);
+}
+
+// Every layer's memory as if nobody had ever written there: bytes of 255 are NaN in any float type.
+static void poison(Model* m) {
+    for (Arena* arena : {&m->activations, &m->activation_gradients, &m->scratch})
+        if (arena->capacity) memset(arena->base, 255, arena->capacity);
+    memset(m->emb_gradient, 255, (size_t)m->plan.batch * m->plan.embed * sizeof(floatX));
+    if (cpu_workspace) memset(cpu_workspace, 255, cpu_workspace_bytes());
+}
+
+enum { TEST_THREADS = 4 };
+static void set_threads(int threads) {
+#ifdef _OPENMP
+    omp_set_num_threads(threads);
+#else
+    (void)threads;
+#endif
+}
+
+static void test_error_measure() {
+    std::vector<double> r(1000, 1.0), zeros(1000, 0.0);
+    std::vector<float> a(1000, 1.0f);
+    bool ok = error_of(a, r) < 1e-5;
+    a[500] = 1.0001f;
+    ok &= !(error_of(a, r) < 1e-5);
+    a[500] = NAN;
+    ok &= !(error_of(a, r) < 1e-5);
+    a[500] = INFINITY;
+    ok &= !(error_of(a, r) < 1e-5);
+    ok &= !(error_of(std::vector<float>(999, 1.0f), r) < 1e-5);
+    ok &= !(error_of(std::vector<float>(1000, 1e-30f), zeros) < 1e-5);
+    ok &= is_sentence("a.bin is damaged: it ends inside its section 2") && !is_sentence("") &&
+          !is_sentence("It is bad. Do something else") && !is_sentence("two\nlines of text");
+    report(ok, "error measure", "a NaN, one bad element and a wrong length fail");
+}
+
+// ===========================================================================================================
+// 2  TENSOR FILES
+// ===========================================================================================================
+
+// A tensor of a tensor file, widened: fp32 and int32 are exact in double.
+struct TestTensor {
+    int type = 0;
+    std::vector<int64_t> shape;
+    std::vector<double> values;
+};
+
+// The tensors whose names share what stands before the slash; the first word says what they are for.
+struct Case {
+    std::string name;
+    std::map<std::string, TestTensor> tensors;
+
+    bool has(const std::string& what) const { return tensors.count(what) != 0; }
+    const std::vector<double>& at(const std::string& what) const {
+        if (!has(what)) fail("the case %s has no tensor %s", name.c_str(), what.c_str());
+        return tensors.at(what).values;
+    }
+    std::vector<float> floats(const std::string& what) const {
+        return has(what) ? std::vector<float>(at(what).begin(), at(what).end()) : std::vector<float>();
+    }
+    // args (n): the integers that describe the case
+    int arg(int i) const { return (int)(int64_t)at("args").at(i); }
+    uint32_t word(int i) const { return (uint32_t)(int64_t)at("args").at(i); }
+    bool is(const char* kind) const { return name.substr(0, name.find(' ')) == kind; }
+};
+
+static std::vector<Case> read_cases(const char* path) {
+    Reader in(path);
+    int32_t header[HEADER_INTS];
+    in.read(header, sizeof header);
+    if (header[0] != 0x534E4554 || header[1] != 1) fail("%s is no tensor file of version 1", path);
+    std::vector<Case> cases;
+    for (int i = 0; i < header[2]; i++) {
+        char name[65] = {0};
+        int32_t type_ndim[2];
+        int64_t dims[4];
+        in.read(name, 64), in.read(type_ndim, sizeof type_ndim), in.read(dims, sizeof dims);
+        TestTensor tensor;
+        tensor.type = type_ndim[0];
+        tensor.shape.assign(dims, dims + type_ndim[1]);
+        tensor.values.resize((size_t)(dims[0] * dims[1] * dims[2] * dims[3]));
+        for (size_t first = 0; first < tensor.values.size(); first += 65536) {
+            size_t n = std::min((size_t)65536, tensor.values.size() - first);
+            static float single[65536];
+            static int32_t integer[65536];
+            if (tensor.type == 1) {
+                in.read(&tensor.values[first], n * sizeof(double));
+            } else if (tensor.type == 0) {
+                in.read(single, n * sizeof(float));
+                std::copy(single, single + n, &tensor.values[first]);
+            } else {
+                in.read(integer, n * sizeof(int32_t));
+                std::copy(integer, integer + n, &tensor.values[first]);
+            }
+        }
+        std::string whole = name, group = whole.substr(0, whole.find('/'));
+        if (cases.empty() || cases.back().name != group) cases.push_back({group, {}});
+        cases.back().tensors[whole.substr(std::min(whole.size(), group.size() + 1))] = std::move(tensor);
+    }
+    return cases;
+}
+
+// Collects the comparisons of one case: its line names the worst.
+struct Verdict {
+    double worst = 0, tolerance;
+    std::string where = "nothing";
+    int count = 0;
+    bool bad = false;
+    explicit Verdict(double tolerance) : tolerance(tolerance) {}
+    void note(const std::string& what, double error) {
+        count++;
+        if (!(error < tolerance)) bad = true;
+        if (where == "nothing" || std::isnan(error) || error > worst) worst = error, where = what;
+    }
+    void compare(const std::string& what, const std::vector<float>& a, const std::vector<double>& r) {
+        note(what, error_of(a, r));
+    }
+    // A tensor that is zero by mathematics: `scale` is what it would be measured against.
+    void compare_zero(const std::string& what, const std::vector<float>& a, double scale) {
+        double largest = 0;
+        for (float value : a)
+            if (!(fabs(value) <= largest)) largest = fabs(value);
+        note(what + " (zero)", largest / scale < 1e-6 ? 0 : INFINITY);
+    }
+    void line(const std::string& name) const {
+        report(!bad && count > 0, name, "%d tensors, worst %.2g (%s), tolerance %g", count, worst,
+               where.c_str(), tolerance);
+    }
+};
+
+// Columns [first, first + n) of a matrix (rows, width).
+template <typename T>
+static std::vector<T> columns_of(const std::vector<T>& matrix, size_t width, size_t first, size_t n) {
+    std::vector<T> part;
+    for (size_t row = 0; row + width <= matrix.size(); row += width)
+        part.insert(part.end(), matrix.begin() + row + first, matrix.begin() + row + first + n);
+    return part;
+}
+
+// ===========================================================================================================
+// 3  RANDOM NUMBERS, CHECKSUM
+// ===========================================================================================================
+
+// The orders of some epochs, and the image that sample n of a run takes from them.
+struct Orders {
+    std::vector<int> order;
+    BatchSource source = BatchSource();
+    Orders(int count, int epochs, uint32_t seed) : order((size_t)count * epochs) {
+        for (int epoch = 0; epoch < epochs; epoch++)
+            random_permutation(order.data() + (size_t)epoch * count, count, seed, epoch);
+        source.order = order.data(), source.count = count, source.slots = epochs, source.batch = 1,
+        source.seed = seed;
+    }
+    int at(uint64_t n) const {
+        int timestep, image;
+        choose_sample(&timestep, &image, source, 0, (int64_t)n);
+        return image;
+    }
+};
+
+static void test_random() {
+    // the vectors published with the generator (Random123's kat_vectors): counter 0, and all bits set
+    Philox zero = philox(0, 0, 0, 0, 0);
+    const uint32_t expected[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+    report(same_bits(zero.word, expected, sizeof expected), "philox zeros", "%08x %08x %08x %08x",
+           zero.word[0], zero.word[1], zero.word[2], zero.word[3]);
+    // the fourth word of our counters is always 0, so the other vectors need the rounds spelled out with it
+    auto rounds = [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+        for (int round = 0; round < 10; round++) {
+            uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c1 = (uint32_t)p1, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+            c3 = (uint32_t)p0, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        }
+        return Philox{{c0, c1, c2, c3}};
+    };
+    Philox ones = rounds(~0u, ~0u, ~0u, ~0u, ~0u, ~0u);
+    const uint32_t expected_ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
+    bool same = same_bits(ones.word, expected_ones, sizeof expected_ones);
+    Dice dice{5};
+    for (int i = 0; i < 1000; i++) {
+        uint32_t seed = dice.next(), stream = dice.next(), quad = dice.next(), sample = dice.next(),
+                 step = dice.next();
+        Philox ours = philox(seed, stream, quad, sample, step),
+               theirs = rounds(quad, sample, step, 0, seed, stream);
+        same &= same_bits(ours.word, theirs.word, sizeof ours.word);
+    }
+    report(same, "philox ones", "and 1000 random keys and counters against the rounds spelled out");
+
+    bool permutes = true, differs = true;
+    for (int n : {1, 2, 3, 78, 1000}) {
+        std::vector<int> first(n), second(n), again(n), sorted;
+        random_permutation(first.data(), n, 7, 0), random_permutation(second.data(), n, 7, 1);
+        random_permutation(again.data(), n, 7, 0);
+        permutes &= first == again;
+        for (auto* order : {&first, &second}) {
+            sorted = *order;
+            std::sort(sorted.begin(), sorted.end());
+            for (int i = 0; i < n; i++) permutes &= sorted[i] == i;
+        }
+        if (n > 50) differs &= first != second;
+    }
+    report(permutes && differs, "permutation", "holds each image once, and changes with the epoch");
+
+    // Over an epoch of batches each image comes once, batches run across epochs, and going back works.
+    Orders orders(10, 3, 3);
+    std::vector<int> seen(10), order(10);
+    for (uint64_t n = 20; n < 30; n++) seen[orders.at(n)]++;
+    random_permutation(order.data(), 10, 3, 1);
+    bool ok = std::count(seen.begin(), seen.end(), 1) == 10 && orders.at(14) == order[4];
+    report(ok, "order of the images", "an epoch holds each once, a step can be recomputed alone");
+
+    double sum = 0, squares = 0, fourth = 0;
+    std::vector<float> values = normals_of(1, 1 << 18);
+    for (float v : values) sum += v, squares += (double)v * v, fourth += pow(v, 4);
+    double n = (double)values.size();
+    ok = fabs(sum / n) < 0.01 && fabs(squares / n - 1) < 0.02 && fabs(fourth / n - 3) < 0.1;
+    report(ok, "normals", "mean %.4f, variance %.4f, fourth moment %.3f", sum / n, squares / n, fourth / n);
+}
+
+static void test_checksum() {
+    uint32_t whole = crc32("123456789", 9), parts = crc32("6789", 4, crc32("12345", 5));
+    std::vector<float> noise = normals_of(2, 1000);
+    uint32_t slow = ~0u;  // bit by bit
+    for (size_t i = 0; i < 4000; i++) {
+        slow ^= ((const uint8_t*)noise.data())[i];
+        for (int bit = 0; bit < 8; bit++) slow = slow & 1 ? slow >> 1 ^ 0xEDB88320u : slow >> 1;
+    }
+    report(whole == 0xCBF43926 && parts == whole && crc32(noise.data(), 4000) == ~slow, "crc32",
+           "%08x, in parts %08x", whole, parts);
+}
+
+// ===========================================================================================================
+// 4  MATRIX PRODUCT
+// ===========================================================================================================
+
+static void test_matmul() {
+    struct Shape {
+        int M, N, K;
+    };
+    const Shape shapes[] = {{1, 1, 1},    {3, 5, 7},      {12, 32, 256},  {13, 33, 257},  {120, 64, 64},
+                            {121, 65, 3}, {7, 513, 31},   {131, 545, 91}, {252, 128, 27}, {64, 17, 600},
+                            {1, 300, 40}, {250, 31, 513}, {5, 1, 1000},   {20, 64, 8192}, {37, 48, 1}};
+    double worst = 0;
+    bool clean = true;
+    int count = 0;
+#ifdef OPENBLAS
+    double against_library = 0;
+#endif
+    for (const Shape& s : shapes)
+        for (int variant = 0; variant < 16; variant++) {
+            bool ta = variant & 1, tb = variant & 2, accumulate = variant & 4;
+            int M = s.M, N = s.N, K = s.K, gap = variant & 8 ? 5 : 0;  // leading dimensions beyond the width
+            int lda = (ta ? M : K) + gap, ldb = (tb ? K : N) + gap, ldc = N + gap;
+            std::vector<float> a = normals_of(variant, (size_t)(ta ? K : M) * lda),
+                               b = normals_of(variant + 100, (size_t)(tb ? N : K) * ldb),
+                               c = normals_of(variant + 200, (size_t)M * ldc), before = c;
+#ifdef OPENBLAS
+            std::vector<float> library = c;
+            own_matmul = false;
+            matmul(library.data(), a.data(), b.data(), M, N, K, ldc, lda, ldb, ta, tb, accumulate);
+            own_matmul = true;
+#endif
+            matmul(c.data(), a.data(), b.data(), M, N, K, ldc, lda, ldb, ta, tb, accumulate);
+            std::vector<double> expected(before.begin(), before.end());
+            for (int m = 0; m < M; m++)
+                for (int n = 0; n < N; n++) {
+                    double sum = accumulate ? before[(size_t)m * ldc + n] : 0;
+                    for (int k = 0; k < K; k++)
+                        sum += (double)a[ta ? (size_t)k * lda + m : (size_t)m * lda + k] *
+                               b[tb ? (size_t)n * ldb + k : (size_t)k * ldb + n];
+                    expected[(size_t)m * ldc + n] = sum;
+                }
+            for (int m = 0; m < M; m++)  // what lies between the rows stays as it was
+                for (int n = N; n < ldc; n++) clean &= c[(size_t)m * ldc + n] == before[(size_t)m * ldc + n];
+            double error = error_of(c, expected);
+            if (!(error <= worst)) worst = error;
+            count++;
+#ifdef OPENBLAS
+            error = error_of(library, expected);
+            if (!(error <= against_library)) against_library = error;
+#endif
+        }
+    report(worst < 2e-6 && clean, "matmul own loop",
+           "%d products of odd shapes, transposed, strided, accumulated: worst %.2g", count, worst);
+#ifdef OPENBLAS
+    own_matmul = false;
+    report(against_library < 2e-6, "matmul OpenBLAS", "the same %d products: worst %.2g", count,
+           against_library);
+#endif
+
+    double exponential = 0;
+    for (float x = -86.9f; x < 88.0f; x += 0.00731f)
+        exponential = std::max(exponential, fabs(exp_cpu(x) / exp((double)x) - 1));
+    bool edges = std::isnan(exp_cpu(NAN)) && exp_cpu(-1000.0f) < 1e-37f && exp_cpu(1000.0f) > 1e38f &&
+                 sigmoid_cpu(-200.0f) < 1e-37f && sigmoid_cpu(200.0f) == 1.0f && exp_cpu(0.0f) == 1.0f;
+    report(exponential < 2.5e-7 && edges, "exp", "worst relative error %.2g; NaN stays NaN", exponential);
+}
+
+// ===========================================================================================================
+// 5  GRADIENTS BY FINITE DIFFERENCES
+// ===========================================================================================================
+
+// The derivative of the loss along `direction` by central differences, with the h^2 term removed.
+static double slope_along(Model* m, int B, const std::vector<float>& weights,
+                          const std::vector<float>& direction, double h) {
+    std::vector<float> moved(weights.size());
+    auto loss_at = [&](double distance) {
+        for (size_t i = 0; i < weights.size(); i++) moved[i] = (float)(weights[i] + distance * direction[i]);
+        backend_upload(m->master, moved.data(), moved.size() * sizeof(float));
+        return forward_loss(m, B);
+    };
+    double near = (loss_at(h) - loss_at(-h)) / (2 * h), far = (loss_at(2 * h) - loss_at(-2 * h)) / (4 * h);
+    backend_upload(m->master, weights.data(), weights.size() * sizeof(float));
+    return (4 * near - far) / 3;
+}
+
+static void test_finite_differences() {
+    const int B = 2;
+    set_threads(1);  // so small a network only waits for more
+    Model m = Model();
+    build_model(&m, config_of(toy_flags()), B, true);
+    perturbed_weights(&m, 11);
+    random_batch(&m, B, 12);
+    size_t P = m.plan.num_parameters;
+    std::vector<float> weights = downloaded(m.master, P), direction(P);
+    backend_zero(m.gradients, P * sizeof(float));
+    forward_loss(&m, B);
+    unet_backward(&m, B);
+    std::vector<float> gradient = gradients_of(&m);
+
+    double worst = 0, norm = 0;
+    for (float g : gradient) norm += (double)g * g;
+    norm = sqrt(norm);
+    for (int k = 0; k < 10; k++) {  // random directions, each with a share of the gradient so that it slopes
+        std::vector<float> random = normals_of(100 + k, P);
+        double expected = 0;
+        for (size_t i = 0; i < P; i++) {
+            direction[i] = (float)(random[i] / sqrt((double)P) + 0.5 * gradient[i] / norm);
+            expected += (double)direction[i] * gradient[i];
+        }
+        double error = fabs(slope_along(&m, B, weights, direction, 0.02) / expected - 1);
+        if (!(error <= worst)) worst = error;
+    }
+    report(worst < 1e-3, "finite differences, all weights", "10 random directions, worst relative error %.2g",
+           worst);
+
+    // Each tensor along its own gradient, and two of its elements: the largest and one picked at random.
+    worst = 0;
+    double worst_element = 0;
+    std::string where, where_element;
+    Dice dice{9};
+    for (const Tensor& t : m.plan.tensors) {
+        double length = 0, largest = 0;
+        size_t top = t.offset, picked = t.offset;
+        for (size_t i = t.offset; i < t.offset + t.count; i++) {
+            length += (double)gradient[i] * gradient[i];
+            if (fabs(gradient[i]) > largest) largest = fabs(gradient[i]), top = i;
+        }
+        length = sqrt(length);
+        if (!(length > 1e-6 * norm)) {
+            where = t.name, worst = NAN;  // a tensor without a gradient: the test would prove nothing
+            continue;
+        }
+        std::fill(direction.begin(), direction.end(), 0.0f);
+        for (size_t i = t.offset; i < t.offset + t.count; i++) direction[i] = (float)(gradient[i] / length);
+        double expected = 0;
+        for (size_t i = t.offset; i < t.offset + t.count; i++) expected += (double)direction[i] * gradient[i];
+        double h = std::min(0.05, 0.01 / length),
+               error = fabs(slope_along(&m, B, weights, direction, h) / expected - 1);
+        if (!(error <= worst)) worst = error, where = t.name;
+
+        for (int attempt = 0; attempt < 100 && !(fabs(gradient[picked]) > 0.1 * largest); attempt++)
+            picked = t.offset + dice.below((uint32_t)t.count);
+        if (!(fabs(gradient[picked]) > 0.1 * largest)) picked = top;
+        for (size_t i : {top, picked}) {
+            std::fill(direction.begin(), direction.end(), 0.0f);
+            direction[i] = 1;
+            double slope = slope_along(&m, B, weights, direction, 0.05);
+            error = fabs(slope - gradient[i]) / std::max(largest, 1e-3 * norm);
+            if (!(error <= worst_element)) worst_element = error, where_element = t.name;
+        }
+    }
+    report(worst < 5e-3, "finite differences, each tensor", "%zu tensors, worst relative error %.2g (%s)",
+           m.plan.tensors.size(), worst, where.c_str());
+    report(worst_element < 1e-2, "finite differences, elements",
+           "2 of each tensor, worst error %.2g of its largest gradient (%s)", worst_element,
+           where_element.c_str());
+    free_model(&m);
+    set_threads(TEST_THREADS);
+}
+
+// ===========================================================================================================
+// 6  PLAN
+// ===========================================================================================================
+
+static void test_plan() {
+    Plan plan = make_plan(default_config(), 32, true);
+    bool chained = true;
+    size_t offset = 0;
+    std::vector<std::string> names;
+    for (const Tensor& t : plan.tensors) {
+        chained &= t.offset == offset && t.count > 0;
+        offset += t.count;
+        names.push_back(t.name);
+    }
+    std::sort(names.begin(), names.end());
+    chained &= offset == plan.num_parameters && std::unique(names.begin(), names.end()) == names.end();
+    report(plan.num_parameters == 20494211 && chained, "plan of the default model",
+           "%zu parameters in %zu tensors, without gaps, each name once", plan.num_parameters,
+           plan.tensors.size());
+
+    // What a block keeps lies apart from what any other keeps, and within the arena.
+    bool apart = true;
+    std::vector<std::pair<size_t, size_t>> kept;
+    size_t B = plan.batch;
+    for (const Block& b : plan.blocks) {
+        size_t T = (size_t)b.H * b.H;
+        kept.push_back({b.out, B * b.out_H * b.out_H * b.O * sizeof(floatX)});
+        if (b.kind == BLOCK_RES) kept.push_back({b.hidden, B * T * b.O * sizeof(floatX)});
+        if (b.kind == BLOCK_ATTENTION) kept.push_back({b.hidden, 3 * B * T * b.C * sizeof(floatX)});
+        if (b.kind == BLOCK_ATTENTION) kept.push_back({b.inner, B * T * b.C * sizeof(floatX)});
+    }
+    std::sort(kept.begin(), kept.end());
+    for (size_t i = 0; i < kept.size(); i++)
+        apart &= kept[i].first + kept[i].second <=
+                 (i + 1 < kept.size() ? kept[i + 1].first : plan.activation_bytes);
+    report(apart, "places of the activations", "%zu pieces of %s do not overlap", kept.size(),
+           human_bytes((double)plan.activation_bytes).c_str());
+}
+
+// Runs one step of many configurations at tiny sizes. take() stops the program where the scratch that the
+// plan counted does not suffice; poisoned arenas show that nothing is read before it is written.
+static void test_configurations() {
+    std::vector<Flags> list = {
+        {{"image_size", "4"}, {"channel_mult", "1"}},
+        {{"image_size", "8"}, {"channel_mult", "2,1"}},
+        {{"image_size", "8"}, {"channel_mult", "1,1,2"}, {"attention_resolutions", "8,4,2"}},
+        {{"image_size", "8"}, {"channel_mult", "1,3"}, {"attention_resolutions", "0"}},
+        {{"image_size", "12"}, {"channel_mult", "1,2"}, {"attention_resolutions", "6"}},
+        {{"image_size", "16"}, {"channel_mult", "1,1,1,1"}, {"num_res_blocks", "1"}},
+        {{"image_size", "8"}, {"channel_mult", "1,2"}, {"num_res_blocks", "3"}},
+        {{"image_size", "8"}, {"channel_mult", "4,1"}, {"norm_groups", "1"}},
+        {{"image_size", "8"},
+         {"channel_mult", "2,3"},
+         {"norm_groups", "32"},
+         {"num_head_channels", "96"},
+         {"attention_resolutions", "4"}},
+        {{"image_size", "6"}, {"channel_mult", "3,2"}, {"norm_groups", "16"}, {"num_head_channels", "1"}},
+    };
+    Dice dice{4};
+    for (int i = 0; i < 14; i++) {
+        static const char* const mults[] = {"1", "2", "1,2", "2,1", "1,1,2", "3,1,2", "1,2,3"};
+        static const char* const groups[] = {"1", "2", "4", "8", "16"};
+        static const char* const heads[] = {"4", "8", "16", "32"};
+        static const char* const sizes[] = {"4", "8", "12", "16"};
+        static const char* const attention[] = {"0", "16,8,4,2", "4", "8"};
+        list.push_back({{"image_size", sizes[dice.below(4)]},
+                        {"channel_mult", mults[dice.below(7)]},
+                        {"norm_groups", groups[dice.below(5)]},
+                        {"num_head_channels", heads[dice.below(4)]},
+                        {"attention_resolutions", attention[dice.below(4)]},
+                        {"num_res_blocks", text("%d", 1 + dice.below(3))}});
+    }
+    set_threads(1);
+    int runs = 0;
+    std::string bad;
+    for (size_t i = 0; i < list.size(); i++) {
+        Flags flags = with({{"num_channels", "32"},
+                            {"norm_groups", "8"},
+                            {"num_res_blocks", "1"},
+                            {"num_head_channels", "16"}},
+                           list[i]);
+        Config config = config_of(flags);
+        std::string described;
+        for (auto& [name, value] : list[i]) described += text(" --%s %s", name.c_str(), value.c_str());
+        std::string refused = refusal([&] { check_config(config); });
+        if (!refused.empty()) {
+            bad = described + ": " + refused;
+            continue;
+        }
+        int batch = 1 + (int)(i % 4), used = std::max(1, batch - 1);
+        Model exact = Model(), roomy = Model(), inference = Model();
+        build_model(&exact, config, used, true);
+        build_model(&roomy, config, batch, true);  // B may be less than the plan's batch
+        build_model(&inference, config, used, false);
+        std::vector<float> output[3], gradient[2];
+        Model* models[] = {&exact, &roomy, &inference};
+        for (int k = 0; k < 3; k++) {
+            Model* m = models[k];
+            perturbed_weights(m, 3);
+            random_batch(m, used, 4);
+            if (k) poison(m);
+            double loss = forward_loss(m, used);
+            output[k] = output_values(m, used);
+            if (!std::isfinite(loss) || m->scratch.used) bad = described + ": forward";
+            if (k == 2) continue;
+            backend_zero(m->gradients, m->plan.num_parameters * sizeof(float));
+            unet_backward(m, used);
+            gradient[k] = gradients_of(m);
+            double sum = 0;
+            for (float g : gradient[k]) sum += fabs(g);
+            if (!(sum > 0 && std::isfinite(sum)) || m->scratch.used) bad = described + ": backward";
+        }
+        if (output[0] != output[1] || gradient[0] != gradient[1])
+            bad = described + ": poisoned memory or a larger plan changes the result";
+        if (output[0] != output[2]) bad = described + ": an inference plan changes the output";
+        for (Model* m : models) free_model(m);
+        runs++;
+    }
+    report(bad.empty(), "configurations", "%d run forward and backward in poisoned memory%s", runs,
+           bad.empty() ? "" : (", but" + bad).c_str());
+    set_threads(TEST_THREADS);
+}
+
+static void test_refusals() {
+    const struct {
+        Flags flags;
+        const char* says;
+    } list[] = {
+        {{{"num_channels", "48"}}, "multiple of 32"},
+        {{{"image_size", "36"}}, "halved"},
+        {{{"image_size", "64"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}, "halved"},
+        {{{"num_channels", "32"}}, "--norm_groups 8"},
+        {{{"num_channels", "32"}, {"norm_groups", "5"}}, "does not divide"},
+        {{{"norm_groups", "64"}}, "time embedding"},
+        {{{"num_head_channels", "40"}}, "--num_head_channels 40"},
+        {{{"attention_resolutions", "32"}, {"num_head_channels", "256"}}, "32x32"},
+        {{{"num_channels", "1024"}, {"channel_mult", "1,2,3,9"}}, "8192"},
+        {{{"image_size", "1024"}, {"attention_resolutions", "1024"}},
+         "attention"},  // more than a thread holds
+        {{{"image_size", "736"}, {"channel_mult", "1"}}, "attention"},
+        {{{"sample_steps", "1001"}}, "--diffusion_steps 1000"},
+        {{{"num_channels", "64.5"}}, "whole number"},
+        {{{"num_channels", "0"}}, "between"},
+        {{{"num_channels", "999999999999"}}, "between"},
+        {{{"lr", "fast"}}, "a number"},
+        {{{"lr", "nan"}}, "a number"},
+        {{{"lr", ""}}, "a number"},
+        {{{"lr", "1e-4x"}}, "a number"},
+        {{{"beta1", "1"}}, "between"},
+        {{{"seed", "-1"}}, "between"},
+        {{{"seed", "4294967296"}}, "between"},
+        {{{"channel_mult", "1,,2"}}, "whole number"},
+        {{{"channel_mult", "0"}}, "between"},
+        {{{"channel_mult", ""}}, "whole number"},
+        {{{"channel_mult", "1,1,1,1,1,1,1,1,1"}}, "at most 8"},
+        {{{"attention_resolutions", "16;8"}}, "whole number"},
+        {{{"predict", "x0"}}, "eps|v"},
+        {{{"noise_schedule", ""}}, "linear|cosine"},
+        {{{"flip", "maybe"}}, "0 or 1"},
+        {{{"out_dir", std::string(5000, 'a')}}, "longer"},
+        {{{"preset", std::string(40, 'a')}}, "longer"},
+    };
+    int refused = 0;
+    std::string bad;
+    for (auto& entry : list) {
+        std::string message = refusal([&] { check_config(config_of(entry.flags)); });
+        bool ok = is_sentence(message) && refusal_count == 1 && message.find(entry.says) != std::string::npos;
+        if (ok)
+            refused++;
+        else
+            bad += text(" --%s %s: '%s'", entry.flags.back().first.c_str(),
+                        entry.flags.back().second.substr(0, 30).c_str(), message.c_str());
+    }
+    report(bad.empty(), "refusals", "%d configurations, each with one sentence%s", refused, bad.c_str());
+
+    bool good = true;  // and nothing that works is refused
+    for (const Flags& flags : {Flags(), toy_flags(), Flags{{"num_channels", "32"}, {"norm_groups", "16"}},
+                               Flags{{"attention_resolutions", "0"}}, Flags{{"channel_mult", "1"}},
+                               Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
+        good &= refusal([&] { check_config(config_of(flags)); }).empty();
+    for (const Preset& preset : PRESETS) {
+        Config config = default_config();
+        apply_preset(&config, preset.name);
+        good &= refusal([&] { check_config(config); }).empty();
+    }
+    report(good, "presets", "and other sound configurations are let through");
+
+    // Random words as a command line: an answer or one sentence, and what is let through has a plan.
+    Dice dice{21};
+    int accepted = 0, rejected = 0;
+    std::string wrong;
+    static const char* const values[] = {"0",
+                                         "1",
+                                         "-1",
+                                         "8",
+                                         "32",
+                                         "64",
+                                         "1e9",
+                                         "1e-9",
+                                         "2147483648",
+                                         "x",
+                                         "",
+                                         "1,2",
+                                         "1,2,3,4",
+                                         ",",
+                                         "eps",
+                                         "v",
+                                         "nan",
+                                         "inf",
+                                         "--",
+                                         "0x10",
+                                         "cosine",
+                                         "999999999999999999999",
+                                         "1,1,1,1,1,1,1,1",
+                                         "4"};
+    for (int i = 0; i < 20000; i++) {
+        std::vector<std::string> words = {"train_unet"};
+        for (int k = 1 + dice.below(3); k > 0; k--) {
+            std::string flag = FLAGS[dice.below(NUM_FLAGS)].name;
+            if (dice.one_in(20) && !flag.empty()) flag[dice.below((uint32_t)flag.size())] = (char)dice.next();
+            std::string value = values[dice.below(sizeof values / sizeof *values)];
+            if (dice.one_in(2))
+                words.push_back("--" + flag + "=" + value);
+            else
+                words.push_back("--" + flag), words.push_back(value);
+        }
+        std::vector<char*> argv;
+        for (std::string& word : words) argv.push_back(&word[0]);
+        std::string message = refusal([&] {
+            Config config = typed_config(parse_command_line((int)argv.size(), argv.data()));
+            check_config(config);
+            Plan plan = make_plan(config, config.batch_size, true);
+            if (plan.blocks.empty() || !plan.num_parameters) fail("!! no plan");
+            make_sampler(config);
+        });
+        message.empty() ? accepted++ : rejected++;
+        std::string printable = message;  // what the user typed may be any bytes
+        for (char& c : printable) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
+        if (refusal_count > 1 || (!message.empty() && !is_sentence(printable))) wrong = message;
+    }
+    report(wrong.empty() && accepted > 1000 && rejected > 1000, "random command lines",
+           "%d accepted, %d refused with one sentence each%s", accepted, rejected, wrong.c_str());
+}
+
+// ===========================================================================================================
+// 7  THREADS AND BATCHES
+// ===========================================================================================================
+
+static Dataset random_images(int count, int size, uint32_t seed) {
+    Dataset data;
+    data.count = count, data.size = size;
+    data.bytes.resize((size_t)count * IMAGE_CHANNELS * size * size);
+    for (size_t i = 0; i < data.bytes.size(); i++) data.bytes[i] = random_word(seed, 1003, i, 0, 0) >> 24;
+    return data;
+}
+
+static void test_threads() {
+    std::vector<std::vector<float>> weights;
+    std::vector<double> losses;
+    const int counts[] = {1, 2, 3, 4};
+    for (int threads : counts) {
+        set_threads(threads);
+        Trainer t;
+        Config config = config_of(with(toy_flags(), {{"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
+        build_model(&t.model, config, config.batch_size, true);
+        upload_schedule(&t.model);
+        perturbed_weights(&t.model, 1);
+        t.images = random_images(7, 8, 5);
+        prepare_steps(&t);
+        double sum = 0;
+        for (int step = 0; step < 3; step++) {
+            StepResult result = train_step(&t);
+            sum += result.loss + result.norm;
+        }
+        losses.push_back(sum);
+        weights.push_back(downloaded(t.model.master, t.model.plan.num_parameters));
+        std::vector<float> ema = downloaded(t.model.ema, t.model.plan.num_parameters);
+        weights.back().insert(weights.back().end(), ema.begin(), ema.end());
+        finish_steps(&t);
+        free_model(&t.model);
+    }
+    set_threads(TEST_THREADS);
+    bool same = std::isfinite(losses[0]);
+    for (size_t i = 1; i < weights.size(); i++)
+        same &= losses[i] == losses[0] &&
+                same_bits(weights[i].data(), weights[0].data(), weights[0].size() * sizeof(float));
+    report(same, "threads", "3 training steps with 1, 2, 3 and 4 threads give the same bits");
+}
+
+static void test_batches() {
+    const int B = 5;
+    Config config = config_of(toy_flags());
+    Model m = Model();
+    build_model(&m, config, B, true);
+    perturbed_weights(&m, 8);
+    size_t image = (size_t)IMAGE_CHANNELS * 8 * 8, P = m.plan.num_parameters;
+    std::vector<float> input = normals_of(31, B * image), dout = normals_of(32, B * image);
+    std::vector<int> timesteps = {0, 999, 17, 500, 250};
+    // images [first, first + n) forward and backward; gradients add up
+    auto run = [&](int first, int n) {
+        backend_upload(m.input, &input[first * image], n * image * sizeof(float));
+        backend_upload(m.timesteps, &timesteps[first], n * sizeof(int));
+        unet_forward(&m, n);
+        backend_upload(unet_output_gradient(&m), &dout[first * image], n * image * sizeof(float));
+        unet_backward(&m, n);
+        return output_values(&m, n);
+    };
+    backend_zero(m.gradients, P * sizeof(float));
+    std::vector<float> whole = run(0, B), gradient = gradients_of(&m), parts;
+    backend_zero(m.gradients, P * sizeof(float));
+    for (auto [first, n] : {std::pair<int, int>{0, 2}, {2, 1}, {3, 2}}) {
+        std::vector<float> part = run(first, n);
+        parts.insert(parts.end(), part.begin(), part.end());
+    }
+    double outputs = error_of(parts, whole), gradients = error_of(gradients_of(&m), gradient);
+    report(outputs < 1e-6 && gradients < 2e-6, "micro-batches",
+           "2 + 1 + 2 images instead of 5: outputs differ by %.2g, sums of the gradients by %.2g", outputs,
+           gradients);
+    std::vector<float> changed = input;  // no image sees another
+    for (size_t i = 2 * image; i < 3 * image; i++) changed[i] += 1;
+    std::swap(input, changed);
+    std::vector<float> other = run(0, B);
+    bool apart = same_bits(&other[0], &whole[0], 2 * image * sizeof(float)) &&
+                 same_bits(&other[3 * image], &whole[3 * image], 2 * image * sizeof(float)) &&
+                 !same_bits(&other[2 * image], &whole[2 * image], image * sizeof(float));
+    report(apart, "images of a batch", "changing one leaves the others' outputs as they were, to the bit");
+    free_model(&m);
+}
+
+// Images drawn alone and in batches are the same, whatever their number.
+static void test_sampling() {
+    bool same = true;
+    double worst = 0;
+    for (const char* sampler : {"ddim", "ddpm"}) {
+        Config config = config_of(with(
+            toy_flags(), {{"sampler", sampler}, {"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}));
+        std::vector<std::vector<float>> drawn;
+        for (int batch : {1, 3}) {
+            Model m = Model();
+            build_model(&m, config, batch, false);
+            perturbed_weights(&m, 2);
+            std::vector<float> pictures, one;
+            same &= draw_pictures(&m, &pictures, 4, 100, false) && draw_pictures(&m, &one, 1, 102, false);
+            size_t n = (size_t)IMAGE_CHANNELS * 8 * 8;
+            double error =
+                error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
+            if (!(error <= worst)) worst = error;
+            for (float value : pictures) same &= value >= -3 && value <= 3;
+            drawn.push_back(pictures);
+            free_model(&m);
+        }
+        double error = error_of(drawn[0], drawn[1]);
+        if (!(error <= worst)) worst = error;
+        same &= !same_bits(&drawn[0][0], &drawn[0][192], 192 * sizeof(float));
+    }
+    report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from seed 100 or 102: %.2g apart",
+           worst);
+}
+
+// ===========================================================================================================
+// 8  FILE READERS
+// ===========================================================================================================
+
+// The smallest network that the flags allow: its files are read thousands of times.
+static Flags smallest_flags() {
+    return {{"image_size", "4"},
+            {"num_channels", "32"},
+            {"channel_mult", "1"},
+            {"num_res_blocks", "1"},
+            {"attention_resolutions", "0"},
+            {"norm_groups", "8"},
+            {"num_head_channels", "8"},
+            {"batch_size", "3"}};
+}
+
+enum FileKind { NEW_IMAGES, LABELLED_IMAGES, OLD_IMAGES, WEIGHTS, CHECKPOINT, OLD_WEIGHTS, FILE_KINDS };
+static const char* const KIND_NAMES[] = {"images",  "labelled images", "old images",
+                                         "weights", "checkpoint",      "old weights"};
+
+// A valid file on the disk that is changed in place, read, and mended.
+struct Victim {
+    FileKind kind;
+    std::string path;
+    int image_size;  // asked for when reading images
+    int fd;
+    size_t size;
+    std::vector<char> content;  // all of it; of the old weights, whose data are a hole, the first bytes
+    uint32_t data_checksum;
+    int checksum_field() const {
+        return kind == NEW_IMAGES || kind == LABELLED_IMAGES ? (int)IMAGES_CHECKSUM_FIELD
+               : kind == WEIGHTS || kind == CHECKPOINT       ? (int)FIELD_CHECKSUM
+                                                             : -1;
+    }
+};
+
+static std::string test_folder;
+
+static std::string file_text(const std::string& path) {
+    std::string content;
+    FILE* f = fopen(path.c_str(), "rb");
+    char buffer[65536];
+    for (size_t n; f && (n = fread(buffer, 1, sizeof buffer, f)) > 0;) content.append(buffer, n);
+    if (f) fclose(f);
+    return content;
+}
+
+// What `act` prints on stderr.
+static std::string stderr_of(const std::function<void()>& act) {
+    std::string path = test_folder + "/stderr";
+    fflush(stderr);
+    int kept = dup(2), file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0666);
+    ASSERT(kept >= 0 && file >= 0);
+    dup2(file, 2), close(file);
+    act();
+    fflush(stderr);
+    dup2(kept, 2), close(kept);
+    return file_text(path);
+}
+
+static void write_whole(const std::string& path, const std::vector<char>& content, size_t size) {
+    FILE* f = fopen(path.c_str(), "wb");
+    ASSERT(f && fwrite(content.data(), 1, content.size(), f) == content.size());
+    ASSERT(fflush(f) == 0 && ftruncate(fileno(f), (off_t)size) == 0);
+    fclose(f);
+}
+
+static void seal(std::vector<char>* content, int checksum_field) {
+    int32_t header[HEADER_INTS];
+    memcpy(header, content->data(), sizeof header);
+    header[checksum_field] = 0;
+    uint32_t crc = crc32(content->data() + HEADER_BYTES, content->size() - HEADER_BYTES);
+    header[checksum_field] = (int32_t)crc32(header, sizeof header, crc);
+    memcpy(content->data(), header, sizeof header);
+}
+
+// [magic, N, C, H, W, version, type, classes, bytes of names, checksum], then the data: see README.md.
+static std::vector<char> image_file(int N, int size, bool old, bool labels) {
+    std::string names = labels ? "cat\ndog\n" : "";
+    int32_t header[HEADER_INTS] = {IMAGES_MAGIC, N, 3, size, size};
+    size_t pixels = (size_t)N * 3 * size * size;
+    std::vector<char> content(HEADER_BYTES);
+    if (old) {
+        std::vector<float> values(pixels);
+        for (size_t i = 0; i < pixels; i++)
+            values[i] = (float)(random_word(1, 1004, i, 0, 0) >> 8) * 0x1p-23f - 1;
+        content.insert(content.end(), (char*)values.data(), (char*)(values.data() + pixels));
+    } else {
+        for (size_t i = 0; i < pixels; i++) content.push_back((char)(random_word(1, 1004, i, 0, 0) >> 24));
+        for (int32_t i = 0; labels && i < N; i++) {
+            int32_t label = i % 2;
+            content.insert(content.end(), (char*)&label, (char*)(&label + 1));
+        }
+        content.insert(content.end(), names.begin(), names.end());
+        header[5] = 1, header[6] = 1, header[7] = labels ? 2 : 0, header[8] = (int32_t)names.size();
+    }
+    memcpy(content.data(), header, sizeof header);
+    if (!old) seal(&content, IMAGES_CHECKSUM_FIELD);
+    return content;
+}
+
+static Config smallest_config() {
+    Config config = config_of(smallest_flags());
+    strcpy(config.data_file, "some/images.bin");
+    config.lr_steps = 123, config.seed = 4000000000u, config.predict = PREDICT_V, config.flip = 1;
+    config.lr = 0.00123f, config.warmup_steps = 7, config.noise_schedule = SCHEDULE_COSINE;
+    return config;
+}
+
+// A file of every kind: checkpoints by the program's own writer, the others by hand.
+static Victim make_victim(FileKind kind, int image_size = 0) {
+    Victim v = {};
+    v.kind = kind, v.image_size = image_size;
+    v.path = text("%s/victim_%d_%d.bin", test_folder.c_str(), kind, image_size);
+    std::vector<char> content;
+    v.size = 0;
+    if (kind == NEW_IMAGES || kind == LABELLED_IMAGES || kind == OLD_IMAGES) {
+        content = image_file(kind == OLD_IMAGES ? 9 : 33, 8, kind == OLD_IMAGES, kind == LABELLED_IMAGES);
+        write_whole(v.path, content, content.size());
+    } else if (kind == OLD_WEIGHTS) {
+        // the header with garbage in the fields that mean nothing, weights and generator records
+        content.resize(HEADER_BYTES);
+        int32_t* header = (int32_t*)content.data();
+        for (int i = 0; i < HEADER_INTS; i++) header[i] = (int32_t)random_word(3, 1005, i, 0, 0);
+        const int32_t known[10] = {OLD_WEIGHTS_MAGIC, 2, 3, 64, 3, 16, 16, 1000, 0, 1};
+        memcpy(header, known, sizeof known);
+        v.size = HEADER_BYTES + (size_t)20494211 * 4 + (size_t)2 * 3 * 16 * 16 * 48;
+        write_whole(v.path, content, v.size);
+    } else {
+        Model m = Model();
+        build_model(&m, smallest_config(), 1, kind == CHECKPOINT);
+        perturbed_weights(&m, 5);
+        for (size_t i = 0; kind == CHECKPOINT && i < m.plan.num_parameters; i++)
+            m.adam_m[i] = (float)i, m.adam_v[i] = 2 * (float)i;
+        if (kind == WEIGHTS) m.ema = nullptr;
+        write_checkpoint(v.path, m, 40, 0.25f);
+        free_model(&m);
+        std::string written = file_text(v.path);
+        content.assign(written.begin(), written.end());
+    }
+    if (!v.size) v.size = content.size();
+    v.data_checksum = crc32(content.data() + HEADER_BYTES, content.size() - HEADER_BYTES);
+    v.content.swap(content);
+    v.fd = open(v.path.c_str(), O_RDWR);
+    ASSERT(v.fd >= 0);
+    return v;
+}
+
+// What a program does with such a file, and what must then hold. Returns what is wrong, "" where nothing is.
+static std::string use_file(const Victim& v, bool read_data) {
+    if (v.kind <= OLD_IMAGES) {
+        Dataset data = read_images(v.path, v.image_size);
+        size_t elements = (size_t)data.count * IMAGE_CHANNELS * data.size * data.size;
+        if (data.count < 1 || data.size < 1 || data.bytes.size() + data.floats.size() != elements)
+            return "a set of images with wrong sizes";
+        std::vector<float> image((size_t)IMAGE_CHANNELS * data.size * data.size);
+        for (int index : {0, data.count - 1}) {
+            copy_image(image.data(), data, index);
+            for (float value : image)
+                if (!(value >= -1.01f && value <= 1.01f)) return "a pixel outside [-1, 1]";
+        }
+        return "";
+    }
+    WeightsFile file = open_weights(v.path);
+    std::string bad = refusal([&] { check_config(file.config); });
+    if (!bad.empty()) return "a configuration that is refused: " + bad;
+    Plan plan = make_plan(file.config, 1, false);
+    if (!file.find("weights") || file.step < 0) return "no weights or a negative step";
+    for (const char* section : {"weights", "ema", "adam_m", "adam_v"}) {
+        const Section* s = file.find(section);
+        if (!s) continue;
+        if (s->bytes != plan.num_parameters * sizeof(float) || s->offset < HEADER_BYTES)
+            return text("a section %s of a wrong length", section);
+        if (!read_data) continue;
+        std::vector<float> values(plan.num_parameters);
+        read_parameters(values.data(), file, section, plan);
+    }
+    return "";
+}
+
+struct Tally {
+    long accepted = 0, refused = 0;
+    double slowest = 0;
+    size_t most_memory = 0;  // beyond the file's size
+    std::string bad;
+};
+
+// Reads the file as it now lies on the disk. `sealed`: its checksum is right (or it has none).
+static void read_victim(const Victim& v, size_t size, bool sealed, bool read_data, const std::string& what,
+                        Tally* tally) {
+    // The plan of the widest and deepest network a header can describe, error messages, and the buffer that a
+    // file is read through; the data themselves may be held twice while they are filtered or put in order.
+    const size_t allowance = 1 << 20;
+    size_t before = live_bytes, limit = 2 * std::min(size, (size_t)64 << 20) + allowance;
+    peak_bytes = before, largest_request = 0, allocation_limit = limit;
+    alarm(30);
+    double start = seconds_now();
+    std::string wrong, message = refusal([&] { wrong = use_file(v, read_data); });
+    double elapsed = seconds_now() - start;
+    alarm(0);
+    allocation_limit = SIZE_MAX;
+    size_t used = peak_bytes - before;
+    tally->slowest = std::max(tally->slowest, elapsed);
+    tally->most_memory = std::max(tally->most_memory, used > 2 * size ? used - 2 * size : 0);
+    message.empty() ? tally->accepted++ : tally->refused++;
+    if (!message.empty() && (!is_sentence(message) || refusal_count != 1)) wrong = "says '" + message + "'";
+    if (message.empty() && !sealed) wrong = "accepted though its checksum is wrong";
+    if (used > limit || largest_request > limit)
+        wrong = text("takes %zu bytes of memory for a file of %zu", std::max(used, (size_t)largest_request),
+                     size);
+    if (!wrong.empty() && tally->bad.empty())
+        tally->bad = text("; %s, %s: %s", KIND_NAMES[v.kind], what.c_str(), wrong.c_str());
+}
+
+static void put(const Victim& v, size_t offset, const void* data, size_t bytes) {
+    ASSERT(pwrite(v.fd, data, bytes, (off_t)offset) == (ssize_t)bytes);
+}
+
+// The header with its checksum made right again.
+static void seal_header(const Victim& v, int32_t header[HEADER_INTS], uint32_t data_checksum) {
+    int field = v.checksum_field();
+    if (field < 0) return;
+    header[field] = 0;
+    header[field] = (int32_t)crc32(header, HEADER_BYTES, data_checksum);
+}
+
+static void report_tally(const std::string& name, const Tally& t) {
+    report(t.bad.empty() && t.refused > 0, name,
+           "%ld refused with one sentence, %ld read; slowest %.1f ms, at most %s beyond twice the file%s",
+           t.refused, t.accepted, 1e3 * t.slowest, human_bytes((double)t.most_memory).c_str(), t.bad.c_str());
+}
+
+static void test_valid_files(std::vector<Victim>* victims) {
+    int good = 0;
+    std::string bad;
+    for (const Victim& v : *victims) {
+        std::string wrong, message = refusal([&] { wrong = use_file(v, true); });
+        if (message.empty() && wrong.empty())
+            good++;
+        else
+            bad += text("; %s: %s%s", KIND_NAMES[v.kind], message.c_str(), wrong.c_str());
+    }
+    report(bad.empty(), "valid files", "%d read%s", good, bad.c_str());
+
+    // What was written is what is read: every flag, the step, the sections, the text.
+    const Victim& v = victims->at(CHECKPOINT);
+    WeightsFile file = open_weights(v.path);
+    Config expected = smallest_config();
+    std::string differing;
+    for (const Flag& flag : FLAGS)
+        if (flag.field && flag_text(file.config, flag) != flag_text(expected, flag))
+            differing += std::string(" ") + flag.name;
+    Model m = Model();
+    build_model(&m, file.config, 1, true);
+    read_parameters(m.master, file, "weights", m.plan);
+    read_parameters(m.adam_m, file, "adam_m", m.plan);
+    std::vector<float> stored = downloaded(m.master, m.plan.num_parameters);
+    perturbed_weights(&m, 5);
+    bool same = downloaded(m.master, m.plan.num_parameters) == stored && m.adam_m[77] == 77.0f &&
+                file.step == 40 && file.smoothed == 0.25f && file.config.lr_steps == 123 &&
+                !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file;
+    write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f);
+    free_model(&m);
+    report(same && differing.empty(), "checkpoint, written and read", "weights, moments and every flag%s",
+           differing.c_str());
+
+    // The damaged newest checkpoint of a folder is passed over; other files there are no checkpoints.
+    std::string folder = test_folder + "/run";
+    make_folder(folder);
+    write_whole(checkpoint_path(folder, 40), v.content, v.size);
+    std::vector<char> damaged = v.content;
+    damaged[damaged.size() / 2] ^= 1;
+    write_whole(checkpoint_path(folder, 50), damaged, v.size);
+    write_whole(checkpoint_path(folder, 60), v.content, v.size - 4096);
+    write_whole(checkpoint_path(folder, 70) + ".tmp", v.content, v.size);
+    write_whole(folder + "/metrics.jsonl", {0}, 1);
+    std::vector<long> steps = list_checkpoints(folder);
+    bool ok = steps == std::vector<long>({60, 50, 40});
+    std::string message,
+        notes = stderr_of([&] { message = refusal([&] { ok &= newest_checkpoint(folder).step == 40; }); });
+    for (long step : {50, 60}) ok &= notes.find(checkpoint_path(folder, step)) != std::string::npos;
+    unlink(checkpoint_path(folder, 40).c_str());
+    std::string none;
+    stderr_of([&] { none = refusal([&] { newest_checkpoint(folder); }); });
+    report(ok && message.empty() && is_sentence(none), "newest whole checkpoint",
+           "two damaged ones are named and passed over; alone they are refused");
+
+    // Lines of steps that will be done again go; so does one that was cut short.
+    std::string metrics = folder + "/metrics.jsonl", kept;
+    FILE* f = fopen(metrics.c_str(), "w");
+    fprintf(f,
+            "{\"step\": 1, \"loss\": 0.5}\n{\"step\": 10, \"loss\": 0.25}\nrubbish\n{\"step\": 11, \"loss\": "
+            "0.1}\n");
+    fprintf(f, "{\"step\": 2, \"lo");
+    fclose(f);
+    f = open_metrics(metrics, 10);
+    fprintf(f, "{\"step\": 11, \"loss\": 0.2}\n");
+    fclose(f);
+    kept = file_text(metrics);
+    report(
+        kept ==
+            "{\"step\": 1, \"loss\": 0.5}\n{\"step\": 10, \"loss\": 0.25}\n{\"step\": 11, \"loss\": 0.2}\n",
+        "metrics on resume", "%zu bytes kept", kept.size());
+}
+
+static void test_corrupted_fields(const std::vector<Victim>& victims) {
+    Tally tally;
+    Dice dice{6};
+    running = "header fields";
+    for (const Victim& v : victims) {
+        const int32_t* header = (const int32_t*)v.content.data();
+        for (int field = 0; field < HEADER_INTS; field++) {
+            if (v.kind == CHECKPOINT && field > 175) break;  // as in a file of weights alone, read at length
+            int32_t value = header[field];
+            const int32_t values[] = {0,
+                                      -1,
+                                      1,
+                                      INT_MAX,
+                                      INT_MIN,
+                                      (int32_t)((uint32_t)value + 1),
+                                      (int32_t)((uint32_t)value - 1),
+                                      (int32_t)dice.next(),
+                                      (int32_t)dice.below(100),
+                                      0x7FC00000 /* NaN */};
+            int tried = 0;
+            for (int32_t changed : values) {
+                // three values will do for a field of a long file that means nothing
+                if (v.kind >= WEIGHTS && v.kind != OLD_WEIGHTS && !value && field > 70 && ++tried > 3) break;
+                if (changed == value) continue;
+                std::string what = text("field %d = %d", field, changed);
+                for (bool sealed : {false, true}) {
+                    if (sealed != (v.checksum_field() < 0) && !sealed && v.kind == CHECKPOINT) continue;
+                    if (!sealed && v.checksum_field() < 0) continue;
+                    int32_t copy[HEADER_INTS];
+                    memcpy(copy, header, sizeof copy);
+                    copy[field] = changed;
+                    if (sealed) seal_header(v, copy, v.data_checksum);
+                    put(v, 0, copy, sizeof copy);
+                    read_victim(v, v.size, sealed || same_bits(copy, header, sizeof copy), false, what,
+                                &tally);
+                }
+            }
+        }
+        put(v, 0, v.content.data(), HEADER_BYTES);
+        // fields without a meaning are of no interest to the old formats
+        if (v.kind == OLD_WEIGHTS || v.kind == OLD_IMAGES) {
+            Tally ignored;
+            for (int field = 10; field < HEADER_INTS; field++) {
+                int32_t copy[HEADER_INTS];
+                memcpy(copy, header, sizeof copy);
+                copy[field] = (int32_t)dice.next();
+                put(v, 0, copy, sizeof copy);
+                read_victim(v, v.size, true, false, text("undefined field %d", field), &ignored);
+            }
+            put(v, 0, v.content.data(), HEADER_BYTES);
+            if (ignored.refused && tally.bad.empty())
+                tally.bad = text("; %s: an undefined field is not ignored", KIND_NAMES[v.kind]);
+        }
+    }
+    report_tally("header fields", tally);
+}
+
+static void test_truncated_files(const std::vector<Victim>& victims) {
+    Tally tally;
+    running = "truncated files";
+    for (const Victim& v : victims) {
+        std::vector<size_t> sizes;
+        for (size_t size = 0; size <= 1100; size++) sizes.push_back(size);
+        for (size_t size = 4096; size < v.size; size += 4096) sizes.push_back(size);
+        for (size_t less = 1; less <= 8; less++) sizes.push_back(v.size - less);
+        for (size_t more : {1, 4, 4096}) sizes.push_back(v.size + more);
+        std::sort(sizes.rbegin(), sizes.rend());  // shrinking in place; the file is mended afterwards
+        for (size_t size : sizes) {
+            if (size == v.size) continue;
+            ASSERT(ftruncate(v.fd, (off_t)size) == 0);
+            read_victim(v, size, false, false, text("%zu of %zu bytes", size, v.size), &tally);
+        }
+        put(v, 0, v.content.data(), v.content.size());
+        ASSERT(ftruncate(v.fd, (off_t)v.size) == 0);
+    }
+    report(tally.accepted == 0 && tally.bad.empty(), "truncated files",
+           "%ld lengths, each refused with one sentence%s", tally.refused, tally.bad.c_str());
+}
+
+static int32_t odd_value(Dice* dice, int32_t value) {
+    static const float reals[] = {NAN, INFINITY, -1.0f, 1e30f, 0.0f, -0.0f, 1e-40f};
+    int32_t bits;
+    switch (dice->below(9)) {
+        case 0: return (int32_t)dice->next();
+        case 1: return (int32_t)dice->below(70);
+        case 2: return -(int32_t)dice->below(3);
+        case 3: return dice->one_in(2) ? INT_MAX : INT_MIN;
+        case 4: return (int32_t)((uint32_t)value + dice->below(5) - 2);
+        case 5: return (int32_t)(1u << dice->below(32));
+        case 6: return (int32_t)((uint32_t)value << dice->below(4));
+        case 7: return value ^ (int32_t)(1u << dice->below(32));
+        default: memcpy(&bits, &reals[dice->below(7)], sizeof bits); return bits;
+    }
+}
+
+// A mutation is a handful of edits of the header, of a section's entry, of single bytes and of the length;
+// half of them leave with a checksum that is right.
+static void test_mutations(const std::vector<Victim>& victims, long count, uint32_t seed) {
+    Tally tally;
+    Dice dice{seed};
+    running = "mutations";
+    long sealed_count = 0;
+    for (long i = 0; i < count; i++) {
+        // the files of weights are long, so their turn comes less often
+        uint32_t turn = dice.below(100);
+        const Victim& v = victims[turn < 12   ? (size_t)WEIGHTS
+                                  : turn < 14 ? (size_t)CHECKPOINT
+                                  : turn < 34 ? (size_t)OLD_WEIGHTS
+                                  : turn < 50 ? (size_t)NEW_IMAGES
+                                  : turn < 66 ? (size_t)LABELLED_IMAGES
+                                  : turn < 82 ? (size_t)OLD_IMAGES
+                                              : (size_t)FILE_KINDS + turn % 2];
+        int32_t header[HEADER_INTS];
+        memcpy(header, v.content.data(), sizeof header);
+        size_t size = v.size;
+        std::vector<std::pair<size_t, char>> bytes;  // behind the header
+        std::string what = text("mutation %ld of seed %u", i, seed);
+        for (int edit = 1 + dice.below(4); edit > 0; edit--) switch (dice.below(8)) {
+                case 0:
+                case 1:
+                case 2: {  // a field that means something
+                    int field = dice.below(v.kind <= OLD_IMAGES ? 10 : 72);
+                    header[field] = odd_value(&dice, header[field]);
+                    break;
+                }
+                case 3: {  // any field
+                    int field = dice.below(HEADER_INTS);
+                    header[field] = odd_value(&dice, header[field]);
+                    break;
+                }
+                case 4: {  // a section's entry: another's name, or another length
+                    int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * dice.below(MAX_SECTIONS);
+                    const int32_t* other = header + FIELD_SECTION_TABLE + SECTION_INTS * dice.below(6);
+                    if (dice.one_in(2))
+                        memcpy(entry, other, SECTION_NAME_BYTES);
+                    else
+                        entry[6 + dice.below(2)] = odd_value(&dice, other[6]);
+                    break;
+                }
+                case 5: ((char*)header)[dice.below(HEADER_BYTES)] ^= (char)(1 << dice.below(8)); break;
+                case 6: {
+                    if (size <= HEADER_BYTES || v.kind == OLD_WEIGHTS) break;
+                    size_t at = HEADER_BYTES + dice.below((uint32_t)(v.content.size() - HEADER_BYTES));
+                    bytes.push_back({at, (char)dice.next()});
+                    break;
+                }
+                case 7: {
+                    if (!dice.one_in(4)) break;
+                    size = dice.one_in(2)
+                               ? dice.below((uint32_t)v.size)
+                               : v.size + (dice.below(17) - (size_t)8) * (dice.one_in(2) ? 1 : 512);
+                    break;
+                }
+            }
+        for (auto& [at, value] : bytes) put(v, at, &value, 1);
+        bool sealed = v.checksum_field() < 0;
+        if (!sealed && dice.one_in(2)) {
+            sealed = true;
+            uint32_t checksum = v.data_checksum;
+            size_t held = std::min(size, v.content.size());
+            if (!bytes.empty() || size != v.size) {
+                std::vector<char> changed = v.content;
+                for (auto& [at, value] : bytes) changed[at] = value;
+                changed.resize(size);
+                checksum =
+                    held > HEADER_BYTES ? crc32(changed.data() + HEADER_BYTES, size - HEADER_BYTES) : 0;
+            }
+            seal_header(v, header, checksum);
+        }
+        put(v, 0, header, sizeof header);
+        if (size != v.size) ASSERT(ftruncate(v.fd, (off_t)size) == 0);
+        bool untouched =
+            bytes.empty() && size == v.size && same_bits(header, v.content.data(), sizeof header);
+        for (auto& [at, value] : bytes) untouched |= v.content[at] == value;  // written over with itself
+        read_victim(v, size, sealed || untouched, v.kind != OLD_WEIGHTS && v.kind != CHECKPOINT, what,
+                    &tally);
+        sealed_count += sealed;
+        if (size != v.size) {
+            ASSERT(ftruncate(v.fd, (off_t)v.size) == 0);
+            put(v, 0, v.content.data(), v.content.size());
+        } else {
+            put(v, 0, v.content.data(), HEADER_BYTES);
+            for (auto& [at, value] : bytes) put(v, at, &v.content[at], 1);
+        }
+    }
+    report(
+        tally.bad.empty() && tally.refused > count / 4 && tally.accepted > count / 50, "mutations",
+        "%ld, %ld of them with a right checksum: %ld refused with one sentence, %ld read; slowest %.1f ms%s",
+        count, sealed_count, tally.refused, tally.accepted, 1e3 * tally.slowest, tally.bad.c_str());
+}
+
+static int open_files() {
+    int count = 0;
+    DIR* dir = opendir("/proc/self/fd");
+    while (dir && readdir(dir)) count++;
+    if (dir) closedir(dir);
+    return count;
+}
+
+static void test_readers(long mutations, uint32_t seed) {
+    std::vector<Victim> victims;
+    for (int kind = 0; kind < FILE_KINDS; kind++) victims.push_back(make_victim((FileKind)kind));
+    victims.push_back(make_victim(NEW_IMAGES, 4));  // box-filtered to half the size
+    victims.push_back(make_victim(OLD_IMAGES, 4));
+    int files = open_files();
+    test_valid_files(&victims);
+    test_corrupted_fields(victims);
+    test_truncated_files(victims);
+    test_mutations(victims, mutations, seed);
+    running = "after the mutations";
+    bool mended = true;
+    std::string wrong;
+    for (const Victim& v : victims) mended &= refusal([&] { wrong += use_file(v, true); }).empty();
+    report(mended && wrong.empty() && open_files() == files, "no file left open",
+           "%d before and %d after, and the valid files can be read again", files, open_files());
+    for (const Victim& v : victims) close(v.fd);
+}
+
+// ===========================================================================================================
+// 9  AGAINST PYTORCH AND NUMPY
+// ===========================================================================================================
+
+// A buffer that a layer is to overwrite: NaN where it does not.
+static std::vector<float> blank(size_t n) { return std::vector<float>(n, NAN); }
+static float* pointer(std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
+
+static void linear_case(const Case& c, Verdict* v) {
+    int M = c.arg(0), C = c.arg(1), C2 = c.arg(2), O = c.arg(3);
+    bool accumulate = c.arg(4), wants_dx = c.has("dx");
+    std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
+                       residual = c.floats("residual"), dout = c.floats("dout"), dw = c.floats("dw0"),
+                       db = c.floats("db0"), out = blank((size_t)M * O),
+                       dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
+                       dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
+    linear_forward_cpu(out.data(), x.data(), pointer(x2), w.data(), b.data(), pointer(residual), M, C, C2, O);
+    linear_backward_cpu(wants_dx ? dx.data() : nullptr, wants_dx ? pointer(dx2) : nullptr, dw.data(),
+                        db.data(), dout.data(), x.data(), pointer(x2), w.data(), M, C, C2, O, accumulate);
+    v->compare("out", out, c.at("out"));
+    v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
+    if (wants_dx) v->compare("dx", dx, c.at("dx"));
+    if (wants_dx && C2) v->compare("dx2", dx2, c.at("dx2"));
+}
+
+static void conv_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), H = c.arg(1), W = c.arg(2), C = c.arg(3), O = c.arg(4);
+    bool in_place = c.arg(5), wants_dx = c.has("dx"), wants_demb = c.has("demb");
+    std::vector<float> x = c.floats("x"), w = c.floats("w"), b = c.floats("b"), emb = c.floats("emb"),
+                       residual = c.floats("residual"), dout = c.floats("dout"), dw = c.floats("dw0"),
+                       db = c.floats("db0"), out = in_place ? residual : blank((size_t)B * H * W * O),
+                       dx = blank((size_t)B * H * W * C), demb = blank((size_t)B * O);
+    conv3x3_forward_cpu(out.data(), x.data(), w.data(), b.data(), pointer(emb),
+                        in_place ? out.data() : pointer(residual), B, H, W, C, O);
+    conv3x3_backward_cpu(wants_dx ? dx.data() : nullptr, dw.data(), db.data(),
+                         wants_demb ? demb.data() : nullptr, dout.data(), x.data(), w.data(), B, H, W, C, O);
+    v->compare("out", out, c.at("out"));
+    v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
+    if (wants_dx) v->compare("dx", dx, c.at("dx"));
+    if (wants_demb) v->compare("demb", demb, c.at("demb"));
+}
+
+static void norm_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), T = c.arg(1), C = c.arg(2), C2 = c.arg(3), G = c.arg(4);
+    bool silu = c.arg(5), accumulate = c.arg(6);
+    std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
+                       dout = c.floats("dout"), dresidual = c.floats("dresidual"), dw = c.floats("dw0"),
+                       db = c.floats("db0"), mean = blank((size_t)B * G), rstd = blank((size_t)B * G),
+                       out = blank((size_t)B * T * (C + C2)), again = out,
+                       sums = blank((size_t)2 * B * (C + C2)),
+                       dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
+                       dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2);
+    groupnorm_forward_cpu(out.data(), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(), b.data(), B,
+                          T, C, C2, G, silu);
+    groupnorm_apply_cpu(again.data(), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(), b.data(), B,
+                        T, C, C2, G, silu);
+    groupnorm_backward_cpu(dx.data(), pointer(dx2), dw.data(), db.data(), sums.data(), dout.data(),
+                           pointer(dresidual), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(),
+                           b.data(), B, T, C, C2, G, silu, accumulate);
+    v->compare("out", out, c.at("out")), v->compare("made again", again, c.at("out"));
+    v->compare("mean", mean, c.at("mean")), v->compare("rstd", rstd, c.at("rstd"));
+    v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db")), v->compare("dx", dx, c.at("dx"));
+    if (C2) v->compare("dx2", dx2, c.at("dx2"));
+}
+
+static void attention_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), T = c.arg(1), C = c.arg(2), heads = c.arg(3);
+    std::vector<float> qkv = c.floats("qkv"), dout = c.floats("dout"), out = blank((size_t)B * T * C),
+                       lse = blank((size_t)B * heads * T), dqkv = blank((size_t)B * T * 3 * C);
+    attention_forward_cpu(out.data(), lse.data(), qkv.data(), B, T, C, heads);
+    attention_backward_cpu(dqkv.data(), dout.data(), out.data(), lse.data(), qkv.data(), B, T, C, heads);
+    v->compare("out", out, c.at("out")), v->compare("lse", lse, c.at("lse"));
+    double scale = largest_of(c.at("dqkv"));
+    for (int third = 0; third < 3; third++) {
+        std::vector<double> r = columns_of(c.at("dqkv"), 3 * C, third * C, C);
+        std::vector<float> a = columns_of(dqkv, 3 * C, third * C, C);
+        std::string name = std::string("d") + "qkv"[third];
+        if (largest_of(r) < 1e-12 * scale)  // with one pixel the softmax is 1 whatever q and k are
+            v->compare_zero(name, a, scale);
+        else
+            v->compare(name, a, r);
+    }
+}
+
+static void resample_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), H = c.arg(1), W = c.arg(2), C = c.arg(3);
+    bool accumulate = c.arg(4);
+    std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(c.at("out").size()),
+                       dx = accumulate ? c.floats("dx0") : blank(x.size());
+    if (c.is("upsample")) {
+        upsample_forward_cpu(out.data(), x.data(), B, H, W, C);
+        upsample_backward_cpu(dx.data(), dout.data(), B, H, W, C, accumulate);
+    } else {
+        downsample_forward_cpu(out.data(), x.data(), B, H, W, C);
+        downsample_backward_cpu(dx.data(), dout.data(), B, H, W, C, accumulate);
+    }
+    v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
+}
+
+static void pointwise_case(const Case& c, Verdict* v) {
+    if (c.is("embedding")) {
+        std::vector<int> t(c.at("t").begin(), c.at("t").end());
+        std::vector<float> out = blank(t.size() * c.arg(0));
+        timestep_embedding_forward_cpu(out.data(), t.data(), (int)t.size(), c.arg(0), c.arg(1));
+        v->compare("out", out, c.at("out"));
+        return;
+    }
+    std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(x.size()), dx = out;
+    if (c.is("silu")) {
+        silu_forward_cpu(out.data(), x.data(), x.size());
+        silu_backward_cpu(dx.data(), dout.data(), x.data(), x.size());
+        v->compare("out", out, c.at("out"));
+    } else {  // mse
+        std::vector<float> target = c.floats("target"),
+                           losses = blank((x.size() + LOSS_CHUNK - 1) / LOSS_CHUNK);
+        mse_cpu(losses.data(), dx.data(), x.data(), target.data(), x.size());
+        double sum = 0;
+        for (float part : losses) sum += part;
+        v->compare("loss", {(float)(sum / (double)x.size())}, c.at("loss"));
+        std::vector<float> only = losses;
+        mse_cpu(only.data(), nullptr, x.data(), target.data(), x.size());
+        v->note("loss without gradient", only == losses ? 0 : INFINITY);
+    }
+    v->compare("dx", dx, c.at("dx"));
+}
+
+static void test_layers(const char* path) {
+    const struct {
+        const char* kind;
+        void (*run)(const Case&, Verdict*);
+    } kinds[] = {{"embedding", pointwise_case}, {"silu", pointwise_case},    {"mse", pointwise_case},
+                 {"linear", linear_case},       {"conv3x3", conv_case},      {"groupnorm", norm_case},
+                 {"attention", attention_case}, {"upsample", resample_case}, {"downsample", resample_case}};
+    for (const Case& c : read_cases(path)) {
+        Verdict verdict(1e-5);
+        running = c.name;
+        for (auto& kind : kinds)
+            if (c.is(kind.kind)) kind.run(c, &verdict);
+        verdict.line(c.name);
+    }
+}
+
+// Output, loss and gradients of the model in `weights`, a file of train_unet.py's debug_state beside it.
+static void test_model(const char* weights, const char* state) {
+    WeightsFile file = open_weights(weights);
+    Case c = read_cases(state).at(0);
+    for (Case& other : read_cases(state)) c.tensors[other.name] = other.tensors.begin()->second;
+    int B = (int)c.at("t").size(), H = file.config.image_size;
+    size_t n = c.at("x").size();
+    Model m = Model();
+    build_model(&m, file.config, B, true);
+    read_parameters(m.master, file, "weights", m.plan);
+    poison(&m);
+    auto interleaved = [&](const std::string& what) {  // (B, 3, H, W) -> (B, H, W, 3)
+        std::vector<double> to(n);
+        const std::vector<double>& from = c.at(what);
+        for (size_t i = 0; i < n; i++) {
+            size_t b = i / (3 * H * H), channel = i / (H * H) % 3, pixel = i % (H * H);
+            to[(b * H * H + pixel) * 3 + channel] = from.at(i);
+        }
+        return to;
+    };
+    std::vector<double> x = interleaved("x"), target = interleaved("target");
+    std::vector<float> input(x.begin(), x.end()), wanted(target.begin(), target.end());
+    std::vector<int> t(c.at("t").begin(), c.at("t").end());
+    backend_upload(m.input, input.data(), n * sizeof(float));
+    backend_upload(m.target, wanted.data(), n * sizeof(float));
+    backend_upload(m.timesteps, t.data(), B * sizeof(int));
+    double loss = forward_loss(&m, B);
+    backend_zero(m.gradients, m.plan.num_parameters * sizeof(float));
+    unet_backward(&m, B);
+
+    Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
+    output.compare("out", output_values(&m, B), interleaved("out"));
+    output.line("output");
+    scalar.note("loss", fabs(loss / c.at("loss")[0] - 1));
+    scalar.line("loss");
+    std::vector<float> flat = gradients_of(&m);
+    double largest = 0;
+    size_t stored = 0;
+    for (const Tensor& tensor : m.plan.tensors)
+        largest = std::max(largest, largest_of(c.at(std::string("grad.") + tensor.name)));
+    for (const Tensor& tensor : m.plan.tensors) {
+        std::string name = tensor.name;
+        const std::vector<double>& r = c.at("grad." + name);
+        std::vector<float> a(tensor.count);
+        reorder(a.data(), &flat[tensor.offset], tensor, false);
+        stored += r.size();
+        bool is_qkv = name.find(".qkv.") != std::string::npos;
+        for (int third = 0; third < (is_qkv ? 3 : 1); third++) {
+            size_t part = is_qkv ? r.size() / 3 : r.size(), first = third * part;
+            if (r.size() != tensor.count) {
+                gradient.note(name + ", whose length is wrong", INFINITY);
+                continue;
+            }
+            std::vector<double> expected(r.begin() + first, r.begin() + first + part);
+            std::vector<float> got(a.begin() + first, a.begin() + first + part);
+            std::string what = is_qkv ? name + " " + "qkv"[third] : name;
+            // adding the same to every key changes no softmax
+            if (is_qkv && third == 1 && tensor.ndim == 1)
+                gradient.compare_zero(what, got, largest);
+            else
+                gradient.compare(what, got, expected);
+        }
+    }
+    gradient.line("gradients, one by one");
+    report(stored == m.plan.num_parameters, "every parameter", "%zu of %zu have a reference", stored,
+           m.plan.num_parameters);
+    free_model(&m);
+}
+
+static void twin_case(const Case& c, Verdict* v) {
+    size_t n = c.at("values").size();
+    const std::vector<double>& values = c.at("values");
+    double wrong = 0;
+    auto differ = [&](double ours, double theirs) { wrong += !(ours == theirs); };
+    if (c.is("words")) {  // args: seed, stream, sample, step
+        for (size_t e = 0; e < n; e++)
+            differ((int32_t)random_word(c.word(0), c.word(1), (uint32_t)e, c.word(2), c.word(3)), values[e]);
+    } else if (c.is("normals")) {
+        for (size_t e = 0; e < n; e++) {
+            float four[4];
+            random_normals(four, c.word(0), c.word(1), (uint32_t)e / 4, c.word(2), c.word(3));
+            wrong += !(fabs(four[e % 4] - values[e]) < 2e-6);
+        }
+    } else if (c.is("timesteps")) {  // args: seed, stream, step, T
+        for (size_t b = 0; b < n; b++)
+            differ(random_timestep(c.word(0), (Stream)c.arg(1), (uint32_t)b, c.word(2), c.arg(3)), values[b]);
+    } else if (c.is("permutation")) {  // args: seed, epoch
+        std::vector<int> order(n);
+        random_permutation(order.data(), (int)n, c.word(0), c.word(1));
+        for (size_t i = 0; i < n; i++) differ(order[i], values[i]);
+    } else if (c.is("batches")) {  // args: seed, images
+        Orders orders(c.arg(1), (int)(n / c.arg(1)) + 1, c.word(0));
+        for (size_t i = 0; i < n; i++) differ(orders.at(i), values[i]);
+    } else if (c.is("abar")) {  // args: T, schedule
+        std::vector<double> abar = make_abar(c.arg(0), c.arg(1));
+        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(abar.at(t) / values[t] - 1));
+        wrong = abar.size() != n;
+    } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1), config.predict = c.arg(2);
+        config.sampler = c.arg(3), config.sample_steps = c.arg(4);
+        std::vector<SamplerStep> steps = make_sampler(config);
+        wrong = steps.size() * 6 != n;
+        for (size_t i = 0; i < steps.size() && !wrong; i++) {
+            const SamplerStep& s = steps[i];
+            const double* r = &values[6 * i];
+            differ(s.timestep, r[0]);
+            const float ours[] = {s.from_x, s.from_out, s.to_x0, s.to_x, s.sigma};
+            for (int k = 0; k < 5; k++)
+                v->note(text("step %zu, number %d", i, k),
+                        fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
+        }
+    } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps; reals: lr, ema_rate; at; values (n, 2)
+        Config config = default_config();
+        config.lr_schedule = c.arg(0), config.warmup_steps = c.arg(1), config.lr_steps = c.arg(2);
+        config.lr = (float)c.at("reals")[0], config.ema_rate = (float)c.at("reals")[1];
+        for (size_t i = 0; i < c.at("at").size(); i++) {
+            AdamW a = adamw_at(config, (long)c.at("at")[i]);
+            v->note(text("lr at %g", c.at("at")[i]), fabs(a.lr - values[2 * i]) / (double)config.lr);
+            v->note(text("ema at %g", c.at("at")[i]), fabs(a.ema_weight / values[2 * i + 1] - 1));
+        }
+    } else {
+        wrong = 1;
+    }
+    v->note(wrong ? text("%g values are wrong", wrong) : "integers", wrong ? INFINITY : 0);
+}
+
+static void test_twin(const char* path) {
+    for (const Case& c : read_cases(path)) {
+        Verdict verdict(c.is("abar") ? 1e-10 : 2e-6);
+        running = c.name;
+        twin_case(c, &verdict);
+        verdict.line(c.name);
+    }
+}
+
+// Files are read to the same floats in NumPy, bit for bit, upright and mirrored.
+static void test_images(const char* path, int size, const char* expected) {
+    Case c = read_cases(expected).at(0);
+    Dataset data = read_images(path, size);
+    const std::vector<double>&upright = c.at("upright"), &mirrored = c.at("mirrored");
+    size_t elements = (size_t)IMAGE_CHANNELS * data.size * data.size, wrong = 0;
+    std::vector<float> image(elements);
+    BatchSource source = BatchSource();
+    source.bytes = data.bytes.empty() ? nullptr : data.bytes.data(), source.floats = data.floats.data();
+    source.batch = 1, source.size = data.size;
+    bool ok = upright.size() == data.count * elements && mirrored.size() == upright.size();
+    for (int i = 0; ok && i < data.count; i++)
+        for (bool flipped : {false, true}) {
+            int chosen = flipped ? -1 - i : i;
+            load_images_cpu(image.data(), &chosen, source);
+            for (size_t e = 0; e < elements; e++)
+                wrong += !(image[e] == (flipped ? mirrored : upright)[i * elements + e]);
+        }
+    report(ok && !wrong, c.name, "%d images of %dx%d, %zu values differ", data.count, data.size, data.size,
+           wrong);
+}
+
+static void test_same_weights(const char* first, const char* second) {
+    WeightsFile a = open_weights(first), b = open_weights(second);
+    Plan plan = make_plan(a.config, 1, false), other = make_plan(b.config, 1, false);
+    std::vector<float> x(plan.num_parameters), y(other.num_parameters);
+    read_parameters(x.data(), a, "weights", plan), read_parameters(y.data(), b, "weights", other);
+    bool named = plan.tensors.size() == other.tensors.size();
+    for (size_t i = 0; named && i < plan.tensors.size(); i++)
+        named = !strcmp(plan.tensors[i].name, other.tensors[i].name);
+    bool model = true;
+    for (const Flag& flag : FLAGS)
+        if (flag.group == GROUP_MODEL) model &= flag_text(a.config, flag) == flag_text(b.config, flag);
+    report(named && model && x.size() == y.size() && same_bits(x.data(), y.data(), x.size() * sizeof(float)),
+           "same weights", "%zu parameters of %s and %s", x.size(), first, second);
+}
+
+// ===========================================================================================================
+// 10  MAIN
+// ===========================================================================================================
+
+static const struct {
+    const char* name;
+    void (*run)();
+} TESTS[] = {{"measure", test_error_measure},
+             {"random", test_random},
+             {"checksum", test_checksum},
+             {"matmul", test_matmul},
+             {"differences", test_finite_differences},
+             {"plan", test_plan},
+             {"plan configurations", test_configurations},
+             {"plan refusals", test_refusals},
+             {"threads", test_threads},
+             {"batches", test_batches},
+             {"sampling", test_sampling}};
+
+int main(int argc, char** argv) {
+    // as in train_unet.cu: threads that spin while they wait are slow where there are more threads than cores
+    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
+    std::string mode = argc > 1 ? argv[1] : "";
+    auto argument = [&](int i) { return argc > i ? argv[i] : (char*)"(no file named)"; };
+    for (int signal_number : {SIGABRT, SIGALRM}) signal(signal_number, last_words);
+#ifndef __SANITIZE_ADDRESS__  // which reports crashes itself, and better
+    for (int signal_number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) signal(signal_number, last_words);
+#endif
+#ifdef OPENBLAS
+    openblas_set_num_threads(1);
+#endif
+    set_threads(TEST_THREADS);
+    cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes());  // for as many threads as a test may set
+
+    if (mode == "--layers") {
+        test_layers(argument(2));
+    } else if (mode == "--model") {
+        test_model(argument(2), argument(3));
+    } else if (mode == "--twin") {
+        test_twin(argument(2));
+    } else if (mode == "--images") {
+        test_images(argument(2), atoi(argument(3)), argument(4));
+    } else if (mode == "--same") {
+        test_same_weights(argument(2), argument(3));
+    } else if (mode == "" || mode == "--only" || mode == "--fuzz") {
+        const char* temporary = getenv("TMPDIR");
+        std::string folder = text("%s/test_unet_XXXXXX", temporary ? temporary : "/tmp");
+        if (!mkdtemp(&folder[0])) fail("can't make a folder like %s", folder.c_str());
+        test_folder = folder;
+        for (auto& test : TESTS)
+            if (mode == "" || (mode == "--only" && strstr(test.name, argument(2))))
+                running = test.name, test.run();
+        if (mode != "--only") {
+            long mutations = mode == "--fuzz" ? atol(argument(2)) : 100000;
+            bool seeded = mode == "--fuzz" && !strcmp(argument(3), "--seed");
+            test_readers(mutations, seeded ? (uint32_t)atol(argument(4)) : 1);
+        }
+        if (system(("rm -r '" + test_folder + "'").c_str())) fail("can't remove %s", test_folder.c_str());
+    } else {
+        fail_usage("test_unet knows no %s; its first lines tell what it knows", mode.c_str());
+    }
+    return summary();
+}

@@ -1,0 +1,1336 @@
+"""Tests of train_unet against PyTorch and NumPy, of its files, and of the command lines.
+
+    make test                      builds what is tested, sets up Python, runs this
+    python test_unet.py            every test; the last line counts them, those that test_unet runs too
+    python test_unet.py -k resume  those whose name contains "resume"; all of pytest's flags work
+
+The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r| against a reference r in
+float64; float32 passes below 1e-5. Comparisons are written so that a NaN fails and one bad element fails.
+The programs under test are those in this folder; the environment variables TRAIN_UNET, TEST_UNET,
+TEST_UNET_ASAN, TEST_UNET_OWN and TEST_UNET_OPENBLAS name others.
+"""
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import generate
+import train_unet
+import unet_io
+from unet_io import Checkpoint, Config, Stream, UserError
+
+ROOT = pathlib.Path(__file__).resolve().parent
+TRAIN = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
+TEST = os.environ.get("TEST_UNET", str(ROOT / "test_unet"))
+VARIANTS = {"asan": os.environ.get("TEST_UNET_ASAN", str(ROOT / "build/test_unet_asan")),
+            "own": os.environ.get("TEST_UNET_OWN", str(ROOT / "build/test_unet_own")),
+            "openblas": os.environ.get("TEST_UNET_OPENBLAS", str(ROOT / "build/test_unet_openblas"))}
+
+SMALL = dict(image_size=4, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
+             num_head_channels=8, norm_groups=8, batch_size=2)  # the smallest network that the flags allow
+TOY = SMALL | dict(image_size=8, channel_mult=(1, 2), attention_resolutions=(4,), num_head_channels=16)
+QUICK = ("--num_samples", 1, "--sample_steps", 1)  # the grid at the end of a run costs next to nothing
+
+
+# ----------------------------------------------------------------------------------------------------
+# harness
+
+def run(*command, status=0, timeout=300, **options):
+    """Run a command, which must end with this status; returns the result with its output as text."""
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout,
+                            **options)
+    assert result.returncode == status, f"{command}: {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def script(name, *flags, **options):
+    """Run one of the Python programs."""
+    return run(sys.executable, ROOT / name, *flags, **options)
+
+
+@pytest.fixture
+def cpp(record_property):
+    """cpp(binary, *arguments) runs test_unet; its tests count instead of the function that asked for them."""
+    def call(binary, *arguments, timeout=540):
+        environment = dict(os.environ, UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1",
+                           ASAN_OPTIONS="allocator_may_return_null=1")
+        result = subprocess.run([binary, *map(str, arguments)], stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment)
+        print(result.stdout)
+        closing = re.search(r"^(\d+) passed, (\d+) failed$", result.stdout, re.M)
+        assert closing, f"{binary} {arguments} ended with {result.returncode}:\n{result.stdout[-3000:]}"
+        passed, failed = map(int, closing.groups())
+        lines = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "FAIL "))]
+        assert len(lines) == passed + failed and "runtime error" not in result.stdout, result.stdout
+        record_property("passed", passed)
+        record_property("failed", failed)
+        bad = "\n".join(line for line in lines if line.startswith("FAIL"))
+        assert passed + failed > 0 and failed == 0 and result.returncode == 0, bad or result.stdout
+    return call
+
+
+def call(module, *flags):
+    """Run the main() of one of the Python programs here; returns the sentence of a refusal or ''."""
+    argv = sys.argv
+    sys.argv = [module.__name__, *map(str, flags)]
+    try:
+        module.main()
+    except UserError as error:
+        return str(error)
+    finally:
+        sys.argv = argv
+    return ""
+
+
+def variant(name):
+    if not os.access(VARIANTS[name], os.X_OK):
+        pytest.skip(f"{VARIANTS[name]} is not built")
+    return VARIANTS[name]
+
+
+def error_of(a, r):
+    """The error of a tensor, see above: NaN where a or r holds one."""
+    a, r = np.asarray(a, np.float64).ravel(), np.asarray(r, np.float64).ravel()
+    assert a.shape == r.shape and len(r)
+    difference = np.abs(a - r)
+    return max(np.linalg.norm(difference) / np.linalg.norm(r), difference.max() / np.abs(r).max())
+
+
+def same_bits(a, b):
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def flags_of(config):
+    """A Config as a command line."""
+    words = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata["help"]:
+            text = ",".join(map(str, value)) or "0" if field.type is tuple else value
+            words += [f"--{field.name}", int(text) if field.type is bool else text]
+    return words
+
+
+def write_toy_images(path, n=11, size=8, seed=1):
+    """Random smooth pictures."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (n, 3, 4, 4)).astype(np.float32)
+    fine = F.interpolate(torch.from_numpy(coarse), size=size, mode="bilinear").numpy()
+    unet_io.write_images(path, fine.astype(np.uint8))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def images8(tmp_path_factory):
+    return write_toy_images(tmp_path_factory.mktemp("data") / "toy8.bin")
+
+
+@pytest.fixture(scope="session")
+def images4(tmp_path_factory):
+    return write_toy_images(tmp_path_factory.mktemp("data") / "toy4.bin", size=4)
+
+
+def checkpoint_in(folder, step):
+    return pathlib.Path(folder) / f"checkpoint_{step:08d}.bin"
+
+
+def losses_in(folder):
+    """Losses by step from metrics.jsonl, whose every line must be valid JSON."""
+    lines = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def perturbed_file(path, config):
+    """Write fresh weights plus N(0, 0.02^2): as initialised, nearly every gradient is zero. -> the model"""
+    model = train_unet.perturb(train_unet.init_weights(train_unet.UNet(config), config.seed), config.seed)
+    weights = train_unet.to_numpy(model.parameters())
+    unet_io.write_checkpoint(path, Checkpoint(config, {"weights": weights}))
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------
+# the program's own tests
+
+def test_unet_alone(cpp):
+    cpp(TEST)
+
+
+@pytest.mark.parametrize("name", ["own", "openblas"])
+def test_unet_other_products(cpp, name):
+    """The build with the other matrix product, without the readers, which don't depend on it."""
+    cpp(variant(name), "--only", "")
+
+
+@pytest.mark.parametrize("arguments", [("--only", "plan"), ("--fuzz", 3000, "--seed", 2)])
+def test_unet_sanitized(cpp, arguments):
+    """Plan and file readers under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    cpp(variant("asan"), *arguments)
+
+
+# ----------------------------------------------------------------------------------------------------
+# layers
+
+class Layers:
+    """Collects cases for `test_unet --layers`: inputs in float32, PyTorch's answers in float64."""
+    def __init__(self, seed):
+        self.tensors, self.generator = {}, torch.Generator().manual_seed(seed)
+
+    def random(self, *shape, scale=1.0, offset=0.0):
+        """Random values that are exact in float32, as a float64 leaf."""
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + offset
+        return values.float().double().requires_grad_()
+
+    def add(self, name, args, inputs, outputs):
+        """inputs, outputs: name -> tensor or None; args: the integers of the case."""
+        assert f"{name}/args" not in self.tensors
+        self.tensors[f"{name}/args"] = np.array(args, np.int32)
+        for what, tensor in inputs.items():
+            if tensor is not None:
+                self.tensors[f"{name}/{what}"] = tensor.detach().numpy().astype(np.float32)
+        for what, tensor in outputs.items():
+            if tensor is not None:
+                self.tensors[f"{name}/{what}"] = tensor.detach().numpy()
+
+
+def nhwc(x):
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def channels_last(x):
+    """(B, C, T) -> (B, T, C)"""
+    return x.transpose(1, 2).contiguous()
+
+
+def add_embedding(layers, width, max_period, t):
+    half = width // 2
+    frequencies = max_period ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.tensor(t, dtype=torch.float64).reshape(-1, 1) * frequencies.reshape(1, -1)
+    name = f"embedding {len(t)}x{width} period {max_period}"
+    layers.add(name, [width, max_period], {}, dict(out=torch.cat([angles.cos(), angles.sin()], 1)))
+    layers.tensors[f"{name}/t"] = np.array(t, np.int32)
+
+
+def add_silu(layers, n, scale):
+    x, dout = layers.random(n, scale=scale), layers.random(n)
+    out = F.silu(x)
+    out.backward(dout)
+    layers.add(f"silu {n} scale {scale}", [], dict(x=x, dout=dout), dict(out=out, dx=x.grad))
+
+
+def add_mse(layers, n):
+    x, target = layers.random(n), layers.random(n)
+    loss = F.mse_loss(x, target)
+    loss.backward()
+    layers.add(f"mse {n}", [], dict(x=x, target=target), dict(loss=loss.reshape(1), dx=x.grad))
+
+
+def add_linear(layers, M, C, C2, O, accumulate=False, residual=False, wants_dx=True):
+    x, x2 = layers.random(M, C), layers.random(M, C2) if C2 else None
+    w, b, dout = layers.random(O, C + C2, scale=(C + C2)**-0.5), layers.random(O), layers.random(M, O)
+    added = layers.random(M, O) if residual else None
+    start = {name: layers.random(*shape) for name, shape in
+             dict(dx0=(M, C), dx20=(M, C2), dw0=(O, C + C2), db0=(O,)).items() if min(shape) > 0}
+    out = F.linear(torch.cat([x, x2], 1) if C2 else x, w, b) + (added if residual else 0)
+    out.backward(dout)
+    outputs = dict(out=out, dw=w.grad + start["dw0"], db=b.grad + start["db0"])
+    if wants_dx:
+        outputs["dx"] = x.grad + (start["dx0"] if accumulate else 0)
+        outputs["dx2"] = x2.grad + (start["dx20"] if accumulate else 0) if C2 else None
+    name = f"linear {M}x{C}{f'+{C2}' if C2 else ''} to {O}{' add' * accumulate}{' residual' * residual}"
+    layers.add(name, [M, C, C2, O, accumulate],
+               dict(x=x, x2=x2, w=w, b=b, dout=dout, residual=added, **start), outputs)
+
+
+def add_conv(layers, B, H, W, C, O, emb=False, residual="", wants_dx=True):
+    """residual: "", "apart", or "in place" for one that already lies where the result goes."""
+    x, w, b = layers.random(B, C, H, W), layers.random(O, C, 3, 3, scale=(9 * C)**-0.5), layers.random(O)
+    embedding = layers.random(B, O) if emb else None
+    added, dout = layers.random(B, O, H, W) if residual else None, layers.random(B, O, H, W)
+    dw0, db0 = layers.random(O, C, 3, 3), layers.random(O)
+    out = F.conv2d(x, w, b, padding=1) + (embedding[:, :, None, None] if emb else 0)
+    out = out + (added if residual else 0)
+    out.backward(dout)
+    name = f"conv3x3 {B}x{H}x{W}x{C} to {O}{' emb' * emb}{' residual ' * bool(residual)}{residual}"
+    layers.add(name, [B, H, W, C, O, residual == "in place"],
+               dict(x=nhwc(x), w=nhwc(w), b=b, emb=embedding, residual=nhwc(added) if residual else None,
+                    dout=nhwc(dout), dw0=nhwc(dw0), db0=db0),
+               dict(out=nhwc(out), dx=nhwc(x.grad) if wants_dx else None, dw=nhwc(w.grad + dw0),
+                    db=b.grad + db0, demb=embedding.grad if emb else None))
+
+
+def add_norm(layers, B, T, C, C2, G, silu=True, accumulate=False, dresidual=False, offset=0.0):
+    x = layers.random(B, C, T, offset=offset)
+    x2 = layers.random(B, C2, T, scale=2.0, offset=1.0) if C2 else None
+    K = C + C2
+    w, b, dout = layers.random(K, offset=1.0, scale=0.3), layers.random(K), layers.random(B, K, T)
+    branch = layers.random(B, C, T) if dresidual else None
+    dx0, dx20 = layers.random(B, C, T), layers.random(B, C2, T) if C2 else None
+    dw0, db0 = layers.random(K), layers.random(K)
+    both = torch.cat([x, x2], 1) if C2 else x
+    out = F.group_norm(both, G, w, b, eps=1e-5)
+    out = F.silu(out) if silu else out
+    out.backward(dout)
+    grouped = both.detach().reshape(B, G, -1)
+    rstd = (grouped.var(2, unbiased=False) + 1e-5).rsqrt()
+    dx = x.grad + (branch if dresidual else 0) + (dx0 if accumulate else 0)
+    name = (f"groupnorm {B}x{T}x{C}{f'+{C2}' if C2 else ''} in {G}{' silu' * silu}{' add' * accumulate}"
+            f"{' branch' * dresidual}{f' mean {offset:g}' if offset else ''}")
+    last = channels_last
+    layers.add(name, [B, T, C, C2, G, silu, accumulate],
+               dict(x=last(x), x2=last(x2) if C2 else None, w=w, b=b, dout=last(dout), dw0=dw0, db0=db0,
+                    dresidual=last(branch) if dresidual else None, dx0=last(dx0),
+                    dx20=last(dx20) if C2 else None),
+               dict(out=last(out), mean=grouped.mean(2), rstd=rstd, dx=last(dx), dw=w.grad + dw0,
+                    dx2=last(x2.grad + (dx20 if accumulate else 0)) if C2 else None, db=b.grad + db0))
+
+
+def add_attention(layers, B, T, C, heads, scale=1.0):
+    qkv, dout = layers.random(B, T, 3 * C, scale=scale), layers.random(B, T, C)
+    q, k, v = qkv.reshape(B, T, 3, heads, C // heads).permute(2, 0, 3, 1, 4)  # (B, heads, T, d) each
+    scores = q @ k.transpose(-1, -2) * (C // heads)**-0.5
+    out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)
+    out.backward(dout)
+    layers.add(f"attention {B}x{T}x{C} in {heads}", [B, T, C, heads], dict(qkv=qkv, dout=dout),
+               dict(out=out, lse=scores.logsumexp(-1), dqkv=qkv.grad))
+
+
+def add_resample(layers, kind, B, H, W, C, accumulate=False):
+    x = layers.random(B, C, H, W)
+    out = F.avg_pool2d(x, 2) if kind == "downsample" else F.interpolate(x, scale_factor=2, mode="nearest")
+    dout, dx0 = layers.random(*out.shape), layers.random(B, C, H, W)
+    out.backward(dout)
+    layers.add(f"{kind} {B}x{H}x{W}x{C}{' add' * accumulate}", [B, H, W, C, accumulate],
+               dict(x=nhwc(x), dout=nhwc(dout), dx0=nhwc(dx0)),
+               dict(out=nhwc(out), dx=nhwc(x.grad + (dx0 if accumulate else 0))))
+
+
+def layer_cases():
+    """Every layer at the model's shapes and at odd ones."""
+    layers = Layers(1)
+    add_embedding(layers, 64, 10000, [0, 1, 17, 500, 999])
+    add_embedding(layers, 64, 10000, [(37 * i + 5) % 1000 for i in range(32)])  # B = half
+    add_embedding(layers, 32, 1000, [999])
+    add_embedding(layers, 2, 2, [3, 99999])
+    for n, scale in ((1, 1), (4097, 3), (1000, 60)):
+        add_silu(layers, n, scale)
+    for n in (1, 4096, 4097, 24577):
+        add_mse(layers, n)
+    add_linear(layers, 32, 64, 0, 256, wants_dx=False)
+    add_linear(layers, 33, 256, 0, 64, accumulate=True)
+    add_linear(layers, 1, 256, 0, 256)
+    add_linear(layers, 1024, 192, 0, 576)
+    add_linear(layers, 515, 128, 64, 128)
+    add_linear(layers, 257, 33, 17, 65, accumulate=True)
+    add_linear(layers, 300, 5, 3, 7, residual=True)
+    add_linear(layers, 64, 96, 0, 96, residual=True)
+    add_linear(layers, 7, 1, 0, 1)
+    add_conv(layers, 1, 64, 64, 64, 64, emb=True)
+    add_conv(layers, 1, 32, 32, 3, 64, wants_dx=False)
+    add_conv(layers, 1, 32, 32, 64, 3)
+    add_conv(layers, 2, 16, 16, 192, 128, emb=True)
+    add_conv(layers, 1, 8, 8, 512, 256, emb=True)
+    add_conv(layers, 2, 8, 8, 64, 96, residual="apart")
+    add_conv(layers, 2, 8, 8, 64, 96, residual="in place")
+    add_conv(layers, 3, 9, 4, 33, 17, emb=True, residual="apart")
+    add_conv(layers, 2, 7, 5, 3, 35, wants_dx=False)
+    add_conv(layers, 1, 1, 1, 32, 32, emb=True)
+    add_conv(layers, 4, 2, 3, 5, 7, residual="in place")
+    add_conv(layers, 2, 1, 13, 2, 1)
+    add_norm(layers, 1, 4096, 64, 0, 32)
+    add_norm(layers, 2, 256, 128, 64, 32)              # groups of 6 straddle the two inputs at 128
+    add_norm(layers, 2, 64, 256, 0, 32, silu=False, dresidual=True)
+    add_norm(layers, 2, 256, 192, 128, 32, accumulate=True)
+    add_norm(layers, 1, 49, 35, 13, 8, accumulate=True)
+    add_norm(layers, 3, 5, 10, 0, 5, dresidual=True)
+    add_norm(layers, 2, 17, 32, 0, 1, accumulate=True, dresidual=True)
+    add_norm(layers, 1, 100, 1, 3, 2, silu=False)
+    add_norm(layers, 2, 130, 200, 56, 1)               # a group longer than a work item
+    add_norm(layers, 2, 64, 64, 0, 8, offset=30.0)     # sums of squares would cancel
+    add_attention(layers, 2, 64, 256, 8)
+    add_attention(layers, 1, 256, 192, 6)
+    add_attention(layers, 2, 65, 64, 2, scale=3.0)     # a sharp softmax
+    add_attention(layers, 3, 7, 12, 3)
+    add_attention(layers, 1, 49, 8, 8)
+    add_attention(layers, 1, 100, 96, 1)
+    add_attention(layers, 2, 1, 32, 2)
+    add_attention(layers, 1, 4225, 4, 1)               # so many pixels that fewer rows fit at a time
+    for kind in ("upsample", "downsample"):
+        add_resample(layers, kind, 2, 16, 16, 64)
+        add_resample(layers, kind, 3, 2, 6, 5, accumulate=True)
+        add_resample(layers, kind, 1, 2, 2, 1)
+    return layers.tensors
+
+
+def test_layers(cpp, tmp_path):
+    unet_io.write_tensors(tmp_path / "layers.bin", layer_cases())
+    cpp(TEST, "--layers", tmp_path / "layers.bin")
+    for name in ("own", "openblas"):
+        if os.access(VARIANTS[name], os.X_OK):
+            cpp(VARIANTS[name], "--layers", tmp_path / "layers.bin")
+
+
+# ----------------------------------------------------------------------------------------------------
+# the model
+
+MODELS = {
+    "toy": Config(**TOY),
+    "tiny": Config(**{name: value for name, value in unet_io.PRESETS["tiny"].items()
+                      if name in {field.name for field in dataclasses.fields(Config)}} | dict(batch_size=2)),
+    "32 groups": Config(**TOY | dict(image_size=16, num_channels=64, norm_groups=32, num_res_blocks=2,
+                                     attention_resolutions=(16, 8), num_head_channels=32, seed=7)),
+    "narrowing": Config(**TOY | dict(channel_mult=(2, 1), attention_resolutions=(), norm_groups=4, seed=8,
+                                     batch_size=3, predict="v", noise_schedule="cosine")),
+    "three blocks": Config(**TOY | dict(image_size=12, channel_mult=(1, 3), num_res_blocks=3, seed=9,
+                                        attention_resolutions=(12, 6), max_period=1000, batch_size=1)),
+    "four levels": Config(**TOY | dict(image_size=16, channel_mult=(1, 1, 2, 2), batch_size=3, seed=10,
+                                       attention_resolutions=(8, 2))),
+}
+
+
+def check_model(cpp, tmp_path, config):
+    train_unet.debug_state(str(tmp_path / "debug"), config)
+    cpp(TEST, "--model", tmp_path / "debug_weights.bin", tmp_path / "debug_state.bin")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(cpp, tmp_path, name):
+    """Output, loss and every gradient, q, k and v apart, against PyTorch in float64."""
+    check_model(cpp, tmp_path, MODELS[name])
+
+
+def test_default_model(cpp, tmp_path):
+    config = Config(batch_size=1, seed=3)
+    check_model(cpp, tmp_path, config)
+    # the file of weights that all of this started from: header and names agree between the two programs
+    assert sum(p.numel() for p in train_unet.UNet(config).parameters()) == 20494211
+
+
+def test_timesteps_of_a_batch(cpp, tmp_path):
+    """As many images as frequencies, B = half = 32: each sample must still have its own timestep."""
+    config = Config(**SMALL | dict(num_channels=64, batch_size=32))
+    rows = np.arange(32)
+    config.seed = next(seed for seed in range(1000)
+                       if len(set(unet_io.timesteps(seed, rows, 0, config.diffusion_steps).tolist())) == 32)
+    check_model(cpp, tmp_path, config)
+
+
+# ----------------------------------------------------------------------------------------------------
+# training
+
+TRAINING = {
+    "eps": Config(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1, norm_groups=8,
+                  attention_resolutions=(8,), batch_size=4, lr=1e-4, seed=11),
+    "v, flip, warm-up, cosine": Config(image_size=16, num_channels=32, channel_mult=(1, 2), num_res_blocks=1,
+                                       norm_groups=8, attention_resolutions=(8,), batch_size=5, lr=3e-4,
+                                       seed=4000000000, predict="v", noise_schedule="cosine", flip=True,
+                                       lr_schedule="cosine", warmup_steps=5, ema_rate=0.7, lr_steps=20,
+                                       weight_decay=0.1, beta1=0.85, beta2=0.99, diffusion_steps=500),
+    "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
+                                      num_head_channels=32)),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training(tmp_path, name):
+    """20 AdamW steps from the same seed: the same losses to 1e-5, the same weights, the same average."""
+    config, steps = TRAINING[name], 20
+    data = str(ROOT / "data/faces.bin")
+    model = perturbed_file(tmp_path / "start.bin", config)
+    start = np.concatenate([p.ravel() for p in train_unet.to_numpy(model.parameters())])
+    run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", data,
+        "--steps", steps, "--log_every", 1, "--out_dir", tmp_path / "run", *QUICK)
+    theirs = np.array([losses_in(tmp_path / "run")[step] for step in range(1, steps + 1)])
+
+    trainer = train_unet.Trainer(model, unet_io.read_images(data), config)
+    ours = np.array([trainer.step() for _ in range(steps)])
+    worst = np.abs(theirs / ours - 1).max()
+    print(f"losses {ours[0]:.4f} ... {ours[-1]:.4f}, largest relative difference {worst:.2g}")
+    assert worst < 1e-5
+    assert len(set(ours.round(6))) == steps
+
+    # Adam moves an element whose gradient is rounding noise by a full step in a random direction, so the
+    # weights are compared by how far they went together, not one by one
+    file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", steps)))
+    sections = {"weights": trainer.parameters} | ({"ema": trainer.ema} if config.ema_rate else {})
+    assert ("ema" in file.sections) == (config.ema_rate > 0)
+    for section, tensors in sections.items():
+        flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(tensors)])
+        away = np.linalg.norm(file.sections[section] - flat) / np.linalg.norm(flat - start)
+        print(f"{section}: {away:.2g} of the way apart")
+        assert away < 2e-3
+    assert file.step == steps and file.config.seed == config.seed
+
+
+def test_validation_loss(tmp_path, images8):
+    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2))
+    held_out = write_toy_images(tmp_path / "val.bin", n=7, seed=9)
+    model = perturbed_file(tmp_path / "start.bin", config)
+    run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", images8,
+        "--val_file", held_out, "--steps", 3, "--val_every", 3, "--out_dir", tmp_path / "run", *QUICK)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    theirs = [json.loads(line)["val_loss"] for line in lines if "val_loss" in line]
+    trainer = train_unet.Trainer(model, unet_io.read_images(images8), config)
+    for _ in range(3):
+        trainer.step()
+    ours = trainer.validation_loss(unet_io.read_images(held_out))
+    assert len(theirs) == 1 and abs(theirs[0] / ours - 1) < 1e-5
+
+
+# ----------------------------------------------------------------------------------------------------
+# the twin: random numbers, schedules, samplers, learning rates
+
+def int32(values):
+    return np.asarray(values, np.uint64).astype(np.uint32).view(np.int32)
+
+
+def respaced_sampler(T, schedule, predict, sampler, count):
+    """The sampler's numbers from the published formulas, written another way than in the programs.
+
+    Respacing as in guided-diffusion: the betas that are left are derived from the products that are left,
+    then Ho et al. 2020, equation 7, or Song et al. 2021, equation 12. float64 (count, 6), last timestep
+    first: the timestep; x0 = n1 x + n2 out; x <- n3 x0 + n4 x + n5 noise.
+    """
+    if schedule == "linear":
+        betas = np.minimum(np.linspace(1e-4 * 1000 / T, 0.02 * 1000 / T, T), 0.999)
+    else:
+        def bar(s):
+            return np.cos((s + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = np.array([min(1 - bar((i + 1) / T) / bar(i / T), 0.999) for i in range(T)])
+    products = np.cumprod(1 - betas)
+    stride, place, kept = (T - 1) / (count - 1) if count > 1 else 1, 0.0, []
+    for _ in range(count):
+        kept.append(round(place))
+        place += stride
+    left, last = [], 1.0
+    for t in kept:
+        left.append(1 - products[t] / last)
+        last = products[t]
+    alphas = 1 - np.array(left)
+    bar, rows = np.cumprod(alphas), []
+    for i in reversed(range(count)):
+        before = bar[i - 1] if i else 1.0
+        n1, n2 = ((np.sqrt(bar[i]), -np.sqrt(1 - bar[i])) if predict == "v"
+                  else (1 / np.sqrt(bar[i]), -np.sqrt(1 / bar[i] - 1)))
+        if sampler == "ddpm":
+            n3 = left[i] * np.sqrt(before) / (1 - bar[i])
+            n4 = (1 - before) * np.sqrt(alphas[i]) / (1 - bar[i])
+            n5 = np.sqrt(left[i] * (1 - before) / (1 - bar[i])) if i else 0.0
+        else:  # x = sqrt(before) x0 + sqrt(1 - before) eps with eps = (x - sqrt(bar) x0) / sqrt(1 - bar)
+            n4, n5 = np.sqrt((1 - before) / (1 - bar[i])), 0.0
+            n3 = np.sqrt(before) - n4 * np.sqrt(bar[i])
+        rows.append([kept[i], n1, n2, n3, n4, n5])
+    return np.array(rows)
+
+
+def twin_cases():
+    tensors = {}
+
+    def add(name, args, values, **others):
+        for what, value in dict(args=np.array(args), values=values, **others).items():
+            value = np.asarray(value)
+            if value.dtype not in (np.float32, np.float64):
+                value = int32(value)
+            tensors[f"{name}/{what}"] = value
+
+    for stream in Stream:
+        add(f"words {stream.name}", [2**32 - 5, stream, 3, 99], unet_io.words(2**32 - 5, stream, 1001, 3, 99))
+    for seed, sample, step in ((0, 0, 0), (1, 31, 19999), (2**32 - 1, 2**31 + 7, 2**32 - 1)):
+        add(f"words {seed} {sample} {step}", [seed, Stream.NOISE, sample, step],
+            unet_io.words(seed, Stream.NOISE, 400, sample, step))
+        add(f"normals {seed} {sample} {step}", [seed, Stream.NOISE, sample, step],
+            unet_io.normals(seed, Stream.NOISE, 12289, sample, step))
+    for T in (1000, 17, 4000):
+        add(f"timesteps of {T}", [5, Stream.TIMESTEP, 7, T], unet_io.timesteps(5, np.arange(100), 7, T))
+    for epoch, n in ((0, 1), (3, 2), (1, 78), (123456, 1626)):
+        add(f"permutation {epoch} of {n}", [2**31 + 1, epoch], unet_io.permutation(2**31 + 1, epoch, n))
+    add("batches across epochs", [6, 7],
+        np.concatenate([unet_io.batch_indices(6, step, 5, 7) for step in range(6)]))
+    for T, schedule in ((1000, "linear"), (1000, "cosine"), (100, "linear"), (20, "linear"), (77, "cosine")):
+        add(f"abar {schedule} {T}", [T, schedule == "cosine"], unet_io.alphas_bar(T, schedule))
+    for T, schedule, predict, sampler, count in (
+            (1000, "linear", "eps", "ddim", 50), (1000, "linear", "eps", "ddpm", 1000),
+            (1000, "cosine", "v", "ddim", 50), (1000, "cosine", "v", "ddpm", 250),
+            (100, "linear", "v", "ddim", 1), (100, "cosine", "eps", "ddpm", 7),
+            (500, "linear", "eps", "ddim", 499)):
+        add(f"sampler {schedule} {T} {predict} {sampler} {count}",
+            [T, schedule == "cosine", predict == "v", sampler == "ddpm", count],
+            respaced_sampler(T, schedule, predict, sampler, count).reshape(-1))
+    at = [0, 1, 2, 4, 5, 6, 9, 10, 50, 98, 99, 100, 101, 5000]
+    for schedule, warmup, length in (("constant", 0, 100), ("constant", 10, 100), ("cosine", 0, 100),
+                                     ("cosine", 10, 100), ("cosine", 100, 100), ("cosine", 200, 100)):
+        config = Config(lr=3e-4, lr_schedule=schedule, warmup_steps=warmup, lr_steps=length, ema_rate=0.995)
+        values = [[unet_io.learning_rate(config, s), 1 - unet_io.ema_decay(config, s)] for s in at]
+        add(f"rate {schedule} warm-up {warmup} of {length}", [schedule == "cosine", warmup, length],
+            np.array(values).reshape(-1), reals=np.array([3e-4, 0.995]), at=at)
+    return tensors
+
+
+def test_twin(cpp, tmp_path):
+    unet_io.write_tensors(tmp_path / "twin.bin", twin_cases())
+    cpp(TEST, "--twin", tmp_path / "twin.bin")
+
+
+def test_schedule_by_known_values():
+    """The published schedule's ends, and guided-diffusion's choice of 10 of 1000 timesteps."""
+    abar = unet_io.alphas_bar(1000, "linear")
+    assert abs(abar[0] - 0.9999) < 1e-12 and abs(abar[-1] - 4.0358e-5) < 1e-8
+    assert unet_io.space_timesteps(1000, 10).tolist() == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
+    assert unet_io.space_timesteps(1000, 1).tolist() == [0]
+    rows = respaced_sampler(1000, "linear", "eps", "ddpm", 100)
+    tables = unet_io.sampler_tables(1000, "linear", 100)
+    for column, name in ((3, "x0_weight"), (4, "x_weight"), (5, "sigma")):
+        assert error_of(tables[name][::-1], rows[:, column]) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 2])
+def test_initial_weights(tmp_path, images8, seed):
+    """Both programs draw the same weights, to the bit; as PyTorch would: bounds, zeros, ones."""
+    config = Config(**TOY | dict(seed=seed))
+    run(TRAIN, *flags_of(config), "--steps", 0, "--data_file", images8, "--out_dir", tmp_path / "run", *QUICK)
+    file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 0)))
+    model = train_unet.init_weights(train_unet.UNet(config), seed)
+    parameters = dict(model.named_parameters())
+    flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(parameters.values())])
+    assert same_bits(file.sections["weights"], flat) and same_bits(file.sections["ema"], flat)
+    assert not file.sections["adam_m"].any() and not file.sections["adam_v"].any()
+    assert file.tensors == len(parameters) and file.step == 0
+    fresh = dict(train_unet.UNet(config).named_parameters())  # as PyTorch draws them
+    for name, parameter in parameters.items():
+        values, theirs, n = parameter.detach(), fresh[name].detach(), parameter.numel()
+        if theirs.unique().numel() == 1:  # zeros and ones
+            assert torch.equal(values, theirs), name
+            continue
+        bound = model.get_submodule(name.rpartition(".")[0]).weight[0].numel() ** -0.5
+        for drawn in (values, theirs):
+            assert drawn.abs().max() <= bound * 1.000001, name
+            assert abs(drawn.std() / bound * 3**0.5 - 1) < 0.05 + 4 / n**0.5, name
+            assert abs(drawn.mean() / bound) < 0.02 + 4 / n**0.5, name
+
+
+def test_flags_of_both_programs(tmp_path):
+    """./train_unet --help and unet_io.Config agree on defaults; train_unet.py's file needs no flags again."""
+    text = run(TRAIN, "--help").stdout
+    listed = dict(re.findall(r"^  --(\w+) .*?(?:\(default ([^)]*)\))?$", text, re.M))
+    for field in dataclasses.fields(Config):
+        if not field.metadata["help"]:
+            continue
+        default = field.default
+        if field.type is tuple:
+            default = ",".join(map(str, default))
+        if field.type is bool:
+            assert not default and field.name in listed
+        elif field.type is float:
+            assert float(listed[field.name]) == default, field.name
+        else:
+            assert listed[field.name] == str(default), field.name
+    for preset, values in unet_io.PRESETS.items():
+        words = re.search(rf"^  {preset}:(.*)$", text, re.M).group(1).split()
+        given = dict(zip(words[::2], words[1::2])) if words[0].startswith("--") else {}
+        for name, value in values.items():
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            theirs = given[f"--{name}"]
+            assert theirs == str(shown) or float(theirs) == float(shown), name
+
+
+# ----------------------------------------------------------------------------------------------------
+# resuming, and being killed
+
+def start_flags(config, data, folder, steps, **more):
+    words = [*flags_of(config), "--data_file", data, "--out_dir", folder, "--steps", steps, *QUICK]
+    for name, value in more.items():
+        words += [f"--{name}", value]
+    return words
+
+
+RESUMED = Config(**TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
+                              predict="v", ema_rate=0.9, batch_size=3))
+
+
+def test_resume(tmp_path, images8):
+    """10 steps + 10 steps after a restart = 20 steps: the whole checkpoint, bit for bit."""
+    flags = dict(save_every=10, sample_every=0, log_every=1)
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "whole", 20, **flags))
+    (tmp_path / "parts").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "whole", 10), tmp_path / "parts")
+    result = run(TRAIN, "--resume", tmp_path / "parts")  # no flag has to be typed again
+    assert "resumed at step 10" in result.stdout
+    expected, found = (checkpoint_in(tmp_path / name, 20).read_bytes() for name in ("whole", "parts"))
+    assert found == expected
+    losses = losses_in(tmp_path / "parts")
+    assert losses == {step: loss for step, loss in losses_in(tmp_path / "whole").items() if step > 10}
+
+
+def test_resume_with_more_steps(tmp_path, images8):
+    """--steps 10, then --resume --steps 20: as 20 at once, but for the schedule's length in the header."""
+    constant = dataclasses.replace(RESUMED, lr_schedule="constant")
+    run(TRAIN, *start_flags(constant, images8, tmp_path / "whole", 20, save_every=0))
+    run(TRAIN, *start_flags(constant, images8, tmp_path / "parts", 10, save_every=0))
+    run(TRAIN, "--resume", "--out_dir", tmp_path / "parts", "--steps", 20)
+    expected, found = (checkpoint_in(tmp_path / name, 20).read_bytes() for name in ("whole", "parts"))
+    assert found[1024:] == expected[1024:]
+    header, other = (np.frombuffer(data[:1024], "<i4") for data in (expected, found))
+    assert np.flatnonzero(header != other).tolist() == [2, 54]
+    assert found != checkpoint_in(tmp_path / "parts", 10).read_bytes()
+
+
+def test_schedule_is_not_bent(tmp_path, images8):
+    """A later --steps leaves the learning rates of the schedule as they were."""
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 10, log_every=1))
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 14)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    config = dataclasses.replace(RESUMED, lr_steps=10)
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    for line in lines:
+        assert abs(line["lr"] - unet_io.learning_rate(config, line["step"] - 1)) < 1e-5 * RESUMED.lr
+        assert {"step", "loss", "ms", "images_per_s", "lr"} <= line.keys()
+
+
+def test_killed_twenty_times(tmp_path, images4):
+    """kill -9 at random moments, twenty times, resumed each time: the bits of a run that nobody killed."""
+    config, steps = Config(**SMALL | dict(lr=1e-3, flip=True)), 700
+    flags = dict(save_every=3, sample_every=0, log_every=100)
+    started = time.time()
+    run(TRAIN, *start_flags(config, images4, tmp_path / "calm", steps, **flags))
+    lasted = time.time() - started
+    seed = random.randrange(10**6)
+    print(f"seed {seed}, a run lasts {lasted:.2f} s")
+    dice, folder, reached = random.Random(seed), tmp_path / "killed", []
+    for _ in range(20):
+        words = (["--resume", folder] if list(folder.glob("checkpoint_*.bin"))
+                 else start_flags(config, images4, folder, steps, **flags))
+        command = [TRAIN, *map(str, words)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with subprocess.Popen(command, **pipes) as process:
+            time.sleep(dice.uniform(0, lasted / 11))
+            process.kill()
+            output = process.stdout.read()
+        assert process.returncode == -signal.SIGKILL, output
+        assert "error" not in output, output
+        reached.append(max((int(path.stem[-8:]) for path in folder.glob("checkpoint_*.bin")), default=0))
+    assert len(set(reached)) > 8 and reached == sorted(reached) and reached[-1] < steps, reached
+    run(TRAIN, "--resume", folder)
+    assert checkpoint_in(folder, steps).read_bytes() == checkpoint_in(tmp_path / "calm", steps).read_bytes()
+    assert sorted(losses_in(folder).items())[-1] == sorted(losses_in(tmp_path / "calm").items())[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped(tmp_path, images8, number):
+    """Ctrl-C and SIGTERM: the step is finished and saved, exit 0, and the printed command goes on."""
+    flags = dict(save_every=0, sample_every=0, log_every=1)
+    config = dataclasses.replace(RESUMED, batch_size=2)
+    run(TRAIN, *start_flags(config, images8, tmp_path / "calm", 60, **flags))
+    folder = tmp_path / "stopped"
+    command = [TRAIN, *map(str, start_flags(config, images8, folder, 60, **flags))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.time() + 60
+        while time.time() < deadline and not (folder / "metrics.jsonl").exists():
+            time.sleep(0.002)
+        while time.time() < deadline and len(losses_in(folder)) < 2:
+            time.sleep(0.002)
+        process.send_signal(number)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    steps = [int(path.stem[-8:]) for path in folder.glob("checkpoint_*.bin")]
+    assert len(steps) == 1 and 2 <= steps[0] < 60
+    assert unet_io.read_checkpoint(str(checkpoint_in(folder, steps[0]))).step == steps[0]
+    words = re.search(r"^continue: +\./train_unet (.+)$", output, re.M).group(1).split()
+    run(TRAIN, *words)
+    assert checkpoint_in(folder, 60).read_bytes() == checkpoint_in(tmp_path / "calm", 60).read_bytes()
+
+
+def test_damaged_checkpoint_is_passed_over(tmp_path, images8):
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 9, save_every=3, keep=9))
+    expected = checkpoint_in(tmp_path / "run", 9).read_bytes()
+    damaged = bytearray(expected)
+    damaged[len(damaged) // 3] ^= 16
+    checkpoint_in(tmp_path / "run", 9).write_bytes(damaged)
+    whole = checkpoint_in(tmp_path / "run", 6).read_bytes()
+    checkpoint_in(tmp_path / "run", 6).write_bytes(whole[:-1])
+    result = run(TRAIN, "--resume", tmp_path / "run")
+    assert "checkpoint_00000009.bin" in result.stderr and "checkpoint_00000006.bin" in result.stderr
+    assert "resumed at step 3" in result.stdout
+    assert checkpoint_in(tmp_path / "run", 9).read_bytes() == expected
+
+
+def small_disk(kind, folder):
+    """(where to put a run that can't grow beyond 4 MB, options for subprocess)."""
+    folder.mkdir()
+    if kind == "file size limit":
+        def limit():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        return limit
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]
+    mounted = subprocess.run(command, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system can't be mounted here")
+    return None
+
+
+@pytest.mark.parametrize("kind", ["file size limit", "small file system"])
+def test_full_disk(tmp_path, images4, kind):
+    """One sentence, exit status 1, and the checkpoint before is as it was."""
+    config, folder = Config(**SMALL), tmp_path / "disk"
+    limit = small_disk(kind, folder)
+    try:
+        run(TRAIN, *start_flags(config, images4, folder / "run", 5, save_every=5, sample_every=0))
+        before = checkpoint_in(folder / "run", 5).read_bytes()
+        result = run(TRAIN, "--resume", folder / "run", "--steps", 10, status=1, preexec_fn=limit)
+        sentence = r"error: .*checkpoint_00000010\.bin.*(too large|No space left).*\n"
+        assert re.fullmatch(sentence, result.stderr)
+        assert [path.name for path in (folder / "run").glob("checkpoint*")] == ["checkpoint_00000005.bin"]
+        assert checkpoint_in(folder / "run", 5).read_bytes() == before
+        if kind == "file size limit":  # with room again the run goes on
+            run(TRAIN, "--resume", folder / "run", "--steps", 10)
+    finally:
+        if kind == "small file system":
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# files, there and back
+
+def test_checkpoint_round_trip(tmp_path, images8):
+    """.bin -> PyTorch -> .bin: the same bits; and PyTorch's checkpoint resumes in the program."""
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 4, save_every=2, val_file=images8, keep=3))
+    path = checkpoint_in(tmp_path / "run", 2)
+    first = unet_io.read_checkpoint(str(path))
+    for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed"):
+        assert getattr(first.config, name) == getattr(RESUMED, name), name
+    assert first.sections["data_file"] == first.sections["val_file"] == images8
+    model, _ = train_unet.load_model(str(path), use_ema=False)
+    trainer = train_unet.Trainer(model, unet_io.read_images(images8), first.config)
+    trainer.restore(first, str(path))
+    texts = {name: first.sections[name] for name in unet_io.TEXT_SECTIONS}
+    unet_io.write_checkpoint(tmp_path / "again.bin", trainer.checkpoint(first.smoothed_loss, **texts))
+    second = unet_io.read_checkpoint(str(tmp_path / "again.bin"))
+    assert list(second.sections) == list(first.sections) and second.config == first.config
+    for name, values in first.sections.items():
+        again = second.sections[name]
+        assert values == again if isinstance(values, str) else same_bits(values, again), name
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "again.bin", checkpoint_in(tmp_path / "other", 2))
+    run(TRAIN, "--resume", tmp_path / "other", "--steps", 4, *QUICK)
+    found, expected = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4)))
+                       for name in ("other", "run"))
+    for name in unet_io.TENSOR_SECTIONS:
+        assert same_bits(found.sections[name], expected.sections[name]), name
+
+
+def test_resume_in_pytorch(tmp_path, images8):
+    """train_unet.py goes on from the program's checkpoint with the program's next losses."""
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 6, save_every=3, log_every=1, keep=9))
+    checkpoint_in(tmp_path / "run", 6).unlink()
+    script("train_unet.py", "--resume", tmp_path / "run", "--out_dir", tmp_path / "python", "--steps", 6,
+           "--log_every", 1, "--device", "cpu", "--sample_every", 0)
+    theirs, ours = losses_in(tmp_path / "run"), losses_in(tmp_path / "python")
+    assert sorted(ours) == [4, 5, 6]
+    for step, loss in ours.items():
+        assert abs(loss / theirs[step] - 1) < 1e-5
+
+
+def test_old_weights(cpp, tmp_path):
+    """The old file with garbage in its undefined fields, moments and generator records; and an old .pt."""
+    config = Config(image_size=16, attention_resolutions=(4, 2), max_period=1000, batch_size=2)
+    weights = np.random.default_rng(0).standard_normal(20494211, np.float32)
+    unet_io.write_old_weights(tmp_path / "old.bin", config, weights, weights, weights, batch=2, has_rng=True)
+    header = np.fromfile(tmp_path / "old.bin", "<i4", 256)
+    assert header[10:].all()
+    assert os.path.getsize(tmp_path / "old.bin") == 1024 + 12 * len(weights) + 48 * 2 * 3 * 256
+    read = unet_io.read_checkpoint(str(tmp_path / "old.bin"))
+    assert same_bits(read.sections["weights"], weights) and read.config.max_period == 1000
+    unet_io.write_checkpoint(tmp_path / "new.bin", Checkpoint(read.config, {"weights": train_unet.to_numpy(
+        train_unet.load_model(str(tmp_path / "old.bin"))[0].parameters())}))
+    cpp(TEST, "--same", tmp_path / "old.bin", tmp_path / "new.bin")
+    plain = np.fromfile(tmp_path / "old.bin", np.uint8)[:1024 + 4 * len(weights)]
+    plain[:1024].view("<i4")[8:10] = 0
+    plain.tofile(tmp_path / "plain.bin")
+    cpp(TEST, "--same", tmp_path / "plain.bin", tmp_path / "new.bin")
+    short = plain[:-4]
+    short.tofile(tmp_path / "short.bin")
+    result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "short.bin", status=1)
+    assert "short.bin" in result.stderr and result.stderr.count("\n") == 1
+    with pytest.raises(UserError):
+        train_unet.load_model(str(tmp_path / "short.bin"))
+
+    model = train_unet.UNet(Config(max_period=1000))
+    state = {f"_orig_mod.layer{i}": p.detach() for i, p in enumerate(model.parameters())}
+    torch.save(state, tmp_path / "old.pt")
+    loaded, _ = train_unet.load_model(str(tmp_path / "old.pt"))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters()))
+    assert loaded.config.max_period == 1000
+
+
+def test_files_for_the_program(cpp, tmp_path, images8):
+    """python train_unet.py --init_model_only True: its file starts the program, with the same weights."""
+    flags = flags_of(Config(**TOY | dict(seed=6)))
+    result = script("train_unet.py", "--init_model_only", "True", *flags, "--device", "cpu", cwd=tmp_path)
+    assert "./train_unet --model_weights unet_init.bin" in result.stdout
+    run(TRAIN, "--model_weights", tmp_path / "unet_init.bin", "--data_file", images8, "--steps", 0,
+        "--out_dir", tmp_path / "run", *QUICK)
+    cpp(TEST, "--same", tmp_path / "unet_init.bin", checkpoint_in(tmp_path / "run", 0))
+    run(TRAIN, *flags, "--data_file", images8, "--steps", 0, "--out_dir", tmp_path / "own", *QUICK)
+    cpp(TEST, "--same", tmp_path / "unet_init.bin", checkpoint_in(tmp_path / "own", 0))
+
+
+@pytest.mark.parametrize("kind, size, factor", [("uint8", 8, 1), ("float32", 8, 1), ("uint8", 64, 2),
+                                                ("float32", 16, 2), ("uint8", 24, 3), ("uint8", 32, 8)])
+def test_images(cpp, tmp_path, kind, size, factor):
+    """Pixels in = pixels out, box-filtered to 1/factor of the size, upright and mirrored, bit for bit."""
+    pixels = np.random.default_rng(size).integers(0, 256, (5, 3, size, size), np.uint8)
+    values = pixels.astype(np.float32)
+    if kind == "uint8":
+        labels = [f"class {i % 2}" for i in range(5)] if factor == 1 else None
+        unet_io.write_images(tmp_path / "x.bin", pixels, labels)
+    else:
+        values = values / np.float32(127.5) - np.float32(1)
+        unet_io.write_old_images(tmp_path / "x.bin", values)
+    images = unet_io.read_images(str(tmp_path / "x.bin"))
+    assert same_bits(images.pixels, pixels if kind == "uint8" else values)
+    small = np.zeros((5, 3, size // factor, size // factor), np.float32)
+    for y in range(factor):  # row by row, in float32
+        for x in range(factor):
+            small += values[..., y::factor, x::factor]
+    small = (small / np.float32(127.5 * factor**2) - np.float32(1) if kind == "uint8"
+             else small / np.float32(factor**2))
+    assert same_bits(images.floats(range(5), size // factor), small)
+    if kind == "uint8" and factor == 1:
+        assert same_bits(unet_io.to_uint8(small), pixels) and images.class_names == ("class 0", "class 1")
+        assert images.labels.tolist() == [0, 1, 0, 1, 0]
+    name = f"images {kind} {size} by {factor}"
+    expected = {f"{name}/upright": small, f"{name}/mirrored": small[..., ::-1]}
+    unet_io.write_tensors(tmp_path / "t.bin", expected)
+    cpp(TEST, "--images", tmp_path / "x.bin", size // factor, tmp_path / "t.bin")
+
+
+def mutated_files(folder):
+    """(a good image file, a good checkpoint) for the Python readers."""
+    pixels = np.random.default_rng(1).integers(0, 256, (9, 3, 4, 4), np.uint8)
+    unet_io.write_images(folder / "images.bin", pixels, [f"c{i % 3}" for i in range(9)])
+    config = Config(**SMALL)
+    weights = train_unet.to_numpy(train_unet.UNet(config).parameters())
+    sections = {"weights": weights, "data_file": "x.bin"}
+    unet_io.write_checkpoint(folder / "weights.bin", Checkpoint(config, sections))
+    return (folder / "images.bin", 9, unet_io.read_images), (folder / "weights.bin", 2, train_unet.load_model)
+
+
+def test_damaged_files_in_python(tmp_path):
+    """The Python readers: header fields corrupted in turn, files cut short: a UserError or an answer."""
+    dice = np.random.default_rng(3)
+    for path, field, read in mutated_files(tmp_path):
+        good = path.read_bytes()
+        header, data = np.frombuffer(good[:1024], "<i4"), good[1024:]
+        data_crc, target = zlib.crc32(data), tmp_path / "bad.bin"
+        outcomes = {"read": 0, "refused": 0}
+
+        def attempt(content, must_fail):
+            target.write_bytes(content)
+            try:
+                read(str(target))
+                assert not must_fail
+                outcomes["read"] += 1
+            except UserError as error:
+                assert len(str(error).splitlines()) == 1
+                outcomes["refused"] += 1
+
+        for index in [*range(72), *range(128, 152)]:
+            for value in (0, -1, 2**31 - 1, int(header[index]) + 1, int(dice.integers(-2**31, 2**31))):
+                bad = header.copy()
+                bad[index] = np.int64(value).astype(np.int32)
+                if value == header[index] + 1 or index == field:
+                    attempt(bad.tobytes() + data, bad[index] != header[index])
+                if index != field:  # and with a checksum that is right
+                    bad[field] = 0
+                    bad[field] = np.uint32(zlib.crc32(bad.tobytes(), data_crc)).view(np.int32)
+                    attempt(bad.tobytes() + data, False)
+        for length in [*range(0, 1100, 50), *range(4096, len(good), 65536), len(good) - 1]:
+            if length < len(good):
+                attempt(good[:length], True)
+        print(path.name, outcomes)
+        assert outcomes["refused"] > 150 and outcomes["read"] > 20
+
+
+# ----------------------------------------------------------------------------------------------------
+# pictures
+
+def picture(path):
+    with Image.open(path) as image:
+        assert image.format == "PNG" and image.mode == "RGB"
+        return np.asarray(image).astype(int)
+
+
+PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
+    "ddim v": (Config(**TOY | dict(image_size=16, predict="v", noise_schedule="cosine")), [], 2),
+    "ddim eps": (Config(**TOY | dict(batch_size=8, lr=2e-3)), ["--sample_steps", 20], 2),
+    "ddpm v": (Config(**TOY | dict(predict="v", diffusion_steps=100)), ["--sampler", "ddpm"], 2),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(tmp_path, images8, name):
+    """./train_unet --generate and generate.py: the same picture from the same seed and weights."""
+    config, flags, most = PICTURES[name]
+    weights, size = tmp_path / "w.bin", config.image_size
+    if config.predict == "eps":  # with weights that predict no noise every pixel would end at black or white
+        run(TRAIN, *start_flags(config, images8, tmp_path / "run", 300, sample_every=0))
+        weights = checkpoint_in(tmp_path / "run", 300)
+    else:
+        perturbed_file(weights, config)
+    common = ["--seed", 40, *flags]
+    run(TRAIN, "--generate", 5, "--model_weights", weights, "--output_name", tmp_path / "a.png",
+        "--batch_size", 2, *common)
+    assert call(generate, "--num_images", 5, "--model_filename", weights, "--output_name", tmp_path / "b.png",
+                "--device", "cpu", "--output_dir", tmp_path / "single", *common) == ""
+    ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
+    assert ours.shape == theirs.shape == (2 * (size + 2) + 2, 3 * (size + 2) + 2, 3)
+    first = ours[2:2 + size, 2:2 + size]
+    inside = ((first > 0) & (first < 255)).mean()
+    print(f"largest difference {np.abs(ours - theirs).max()}, {inside:.0%} of the values not at an end")
+    assert np.abs(ours - theirs).max() <= most
+    assert inside > 0.15 and first.std() > 5                                # a picture, not a clamped plane
+    assert (ours[:2] == 255).all() and (ours[-size:, -size:] == 255).all()  # the gaps, the empty place
+    # picture 2 of seed 40 is picture 0 of seed 42, and so is the single file
+    run(TRAIN, "--generate", 1, "--model_weights", weights, "--output_name", tmp_path / "c.png",
+        *flags, "--seed", 42)
+    third = ours[2:2 + size, 2 + 2 * (size + 2):][:, :size]
+    assert np.abs(picture(tmp_path / "c.png")[2:-2, 2:-2] - third).max() <= 1
+    assert np.abs(picture(tmp_path / "single/000042.png") - third).max() <= most
+    assert not (third == first).all()
+
+
+def test_pictures_from_averaged_weights(tmp_path, images8):
+    """The EMA is what is drawn with; --use_ema 0 takes the raw weights, in both programs."""
+    config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=0.99)
+    run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8))
+    drawn = {}
+    for use_ema in (0, 1):
+        path = checkpoint_in(tmp_path / "run", 8)
+        run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", use_ema, "--sample_steps", 5,
+            "--output_name", tmp_path / f"a{use_ema}.png")
+        assert call(generate, "--num_images", 1, "--model_filename", path, "--use_ema", use_ema,
+                    "--sample_steps", 5, "--output_name", tmp_path / f"b{use_ema}.png",
+                    "--device", "cpu") == ""
+        ours, theirs = picture(tmp_path / f"a{use_ema}.png"), picture(tmp_path / f"b{use_ema}.png")
+        assert np.abs(ours - theirs).max() <= 2
+        drawn[use_ema] = ours
+    assert np.abs(drawn[0] - drawn[1]).max() > 2
+
+
+# ----------------------------------------------------------------------------------------------------
+# command lines
+
+def refused(*command, status=1, says=(), **options):
+    """The command must end with one sentence on stderr that holds every string of `says`."""
+    result = run(*command, status=status, **options)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    assert "Traceback" not in result.stderr
+    for text in [says] if isinstance(says, str) else says:
+        assert str(text) in lines[0], (text, lines[0])
+    return lines[0]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--batchsize", 4], ["--batchsize;", "--batch_size?"]), (["--lrr", 1], "--lr?"), (["--halp"], "--help?"),
+    (["--num-channels", 64], "--num_channels?"), (["data.bin"], "'data.bin'"),
+    (["--lr"], "--lr needs a value"),
+    (["--lr", "fast"], ["--lr", "'fast'"]), (["--lr=-1"], "--lr"), (["--steps", "1e12"], "--steps"),
+    (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
+    (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
+    (["--channel_mult", "1,x"], "--channel_mult"),
+    (["--flip=perhaps"], "--flip")])
+def test_usage(words, says):
+    refused(TRAIN, *words, status=2, says=says)
+
+
+def test_help():
+    text = run(TRAIN, "--help").stdout
+    for flag in ("data_file val_file model_weights out_dir resume preset image_size num_channels channel_mult"
+                 " num_res_blocks attention_resolutions num_head_channels norm_groups diffusion_steps"
+                 " noise_schedule predict batch_size steps lr weight_decay seed log_every save_every"
+                 " sample_every generate dry_run").split():
+        assert re.search(rf"^  --{flag}\b", text, re.M), flag
+    assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
+    assert run(TRAIN, "-h").stdout == text
+
+
+def test_dry_run(tmp_path):
+    """The plan, the parameters and the memory, without data and without a trace."""
+    text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run").stdout
+    assert "20494211 parameters in 326 tensors" in text and "middle_block.1" in text and "in all" in text
+    assert not (tmp_path / "run").exists()
+    text = run(TRAIN, "--preset=tiny", "--dry_run", "1", "--num_channels=64").stdout
+    assert re.search(r"num_channels +64 ", text) and re.search(r"image_size +32 ", text)
+    refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
+    refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
+    refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+
+
+def test_data_files(tmp_path, images8):
+    toy = start_flags(Config(**TOY), images8, tmp_path / "run", 1)  # a flag that comes later wins
+    refused(TRAIN, *toy, "--data_file", tmp_path / "none.bin", says=["none.bin", "prepare_data.py"])
+    good = pathlib.Path(images8).read_bytes()
+    (tmp_path / "cut.bin").write_bytes(good[:-5])
+    refused(TRAIN, *toy, "--data_file", tmp_path / "cut.bin", says=["cut.bin", "damaged"])
+    (tmp_path / "flipped.bin").write_bytes(good[:2000] + bytes([good[2000] ^ 1]) + good[2001:])
+    refused(TRAIN, *toy, "--data_file", tmp_path / "flipped.bin", says=["flipped.bin", "checksum"])
+    (tmp_path / "text.bin").write_text("hello\n" * 500)
+    refused(TRAIN, *toy, "--data_file", tmp_path / "text.bin", says=["text.bin", "no image file"])
+    (tmp_path / "empty.bin").write_bytes(b"")
+    refused(TRAIN, *toy, "--data_file", tmp_path / "empty.bin", says="empty.bin")
+    refused(TRAIN, *toy, "--data_file", tmp_path, says="not a regular file")
+    odd = write_toy_images(tmp_path / "odd.bin", size=12)
+    refused(TRAIN, *toy, "--data_file", odd, says=["12 x 12", "prepare_data.py", "--image_size 8"])
+    small = write_toy_images(tmp_path / "small.bin", size=4)
+    refused(TRAIN, *toy, "--data_file", small, says=["4 x 4", "--image_size 8"])
+    refused(TRAIN, *toy, "--data_file", images8, "--val_file", small, says=["small.bin", "4 x 4"])
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "packed.bin.gz").write_bytes(b"")
+    refused(TRAIN, *toy, "--data_file", tmp_path / "packed.bin", says="gzip")
+
+
+def test_weights_files(tmp_path, images8):
+    toy = start_flags(Config(**TOY), images8, tmp_path / "run", 1)
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    refused(TRAIN, *toy, "--model_weights", tmp_path / "none.bin", says="none.bin")
+    refused(TRAIN, *toy, "--model_weights", images8, says=["images", "--data_file"])
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--num_channels", 64, "--data_file", images8,
+            "--out_dir", tmp_path / "run", says=["--num_channels 64", "w.bin", "32"])
+    good = (tmp_path / "w.bin").read_bytes()
+    (tmp_path / "cut.bin").write_bytes(good[:-1000])
+    refused(TRAIN, *toy, "--model_weights", tmp_path / "cut.bin", says=["cut.bin", "damaged"])
+    refused(TRAIN, *toy, "--data_file", tmp_path / "w.bin", says="no image file")
+    refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "nowhere", says=["checkpoint", "nowhere"])
+    draw = [TRAIN, "--generate", 1, "--model_weights", tmp_path / "w.bin"]
+    refused(*draw, "--sample_steps", 2000, says="2000")
+    refused(*draw, "--sample_steps", 1, "--output_name", tmp_path / "no/such/folder.png", says="folder.png")
+
+
+def test_run_folders(tmp_path, images8):
+    folder = tmp_path / "a/b/run"
+    toy = start_flags(RESUMED, images8, folder, 2)
+    run(TRAIN, *toy)
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_00000002.bin", "metrics.jsonl",
+                                                        "samples_00000002.png"}
+    refused(TRAIN, *toy, says=[folder, "step 2", "--resume", "--out_dir"])
+    refused(TRAIN, "--resume", folder, "--num_channels", 64, says=["--num_channels 64", "32"])
+    refused(TRAIN, "--resume", folder, "--batch_size", 7, says=["--batch_size 7", "3"])
+    refused(TRAIN, "--resume", folder, "--predict", "eps", says=["--predict eps", "v"])
+    refused(TRAIN, "--resume", folder, "--seed", 1, says=["--seed 1", "0"])
+    refused(TRAIN, "--resume", tmp_path / "nowhere", says=["nowhere", "--resume"])
+    (tmp_path / "file").write_text("")
+    refused(TRAIN, *toy, "--out_dir", tmp_path / "file/run", says="file")
+    moved = run(TRAIN, "--resume", folder, "--lr", "5e-4", "--steps", 3)
+    assert "changed on resume: --lr" in moved.stdout
+    os.rename(images8, images8 + ".away")
+    try:
+        refused(TRAIN, "--resume", folder, "--steps", 9, says=[images8])
+    finally:
+        os.rename(images8 + ".away", images8)
+
+
+def test_too_little_memory(tmp_path):
+    message = refused(TRAIN, "--batch_size", 65536, "--data_file", ROOT / "data/faces.bin",
+                      "--out_dir", tmp_path, says="of memory")
+    fits = re.search(r"--batch_size (\d+) would fit", message)
+    assert "no batch size would fit" in message or 0 < int(fits.group(1)) < 65536
+
+
+def test_diverging_run_says_so(tmp_path, images8):
+    message = refused(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 200), "--lr", 900,
+                      "--warmup_steps", 0, "--lr_schedule", "constant", says="--lr")
+    assert "NaN" in message or "infinite" in message
+
+
+# ----------------------------------------------------------------------------------------------------
+# prepare_data.py
+
+def make_pictures(folder):
+    """A folder tree of odd picture files, good and bad."""
+    for name in ("cats", "dogs/small"):
+        (folder / name).mkdir(parents=True)
+    gradient = np.zeros((30, 40, 3), np.uint8)
+    gradient[..., 0], gradient[..., 1] = np.arange(40) * 6, np.arange(30)[:, None] * 8
+    Image.fromarray(gradient).save(folder / "cats/plain.png")
+    Image.fromarray(gradient).save(folder / "cats/photo.jpg", quality=95)
+    Image.fromarray(gradient).convert("P").save(folder / "cats/palette.gif")
+    clear = Image.new("RGBA", (20, 20), (255, 0, 0, 0))
+    clear.paste((0, 0, 255, 255), (0, 0, 10, 20))
+    clear.save(folder / "dogs/alpha.png")
+    Image.new("L", (9, 13), 100).save(folder / "dogs/grey.png")
+    Image.fromarray(np.full((8, 8), 30000, np.uint16)).save(folder / "dogs/deep.png")
+    turned = Image.fromarray(gradient)
+    exif = turned.getexif()
+    exif[0x0112] = 6  # rotated by 90 degrees
+    turned.save(folder / "dogs/small/turned.jpg", exif=exif, quality=95)
+    whole = (folder / "cats/plain.png").read_bytes()
+    (folder / "dogs/cut.png").write_bytes(whole[:len(whole) // 2])
+    (folder / "dogs/words.jpg").write_text("this is no picture")
+    (folder / "dogs/empty.png").write_bytes(b"")
+    (folder / "notes.txt").write_text("not tried at all")
+    (folder / ".hidden.png").write_bytes(b"")
+    return folder
+
+
+GOOD = ["cats/palette.gif", "cats/photo.jpg", "cats/plain.png", "dogs/alpha.png", "dogs/deep.png",
+        "dogs/grey.png", "dogs/small/turned.jpg"]
+BAD = ["dogs/cut.png", "dogs/empty.png", "dogs/words.jpg"]
+
+
+def test_prepare_folder(tmp_path):
+    make_pictures(tmp_path / "in")
+    result = script("prepare_data.py", "--data_dir", tmp_path / "in", "--output_name", tmp_path / "x.bin",
+                    "--image_size", 8, "--labels")
+    skipped = [line for line in result.stderr.splitlines() if line.startswith("skipped")]
+    assert len(skipped) == len(BAD) and all(any(name in line for line in skipped) for name in BAD)
+    assert "7 images of 8x8" in result.stdout and "3 files skipped" in result.stdout
+    images = unet_io.read_images(str(tmp_path / "x.bin"))
+    assert images.pixels.shape == (7, 3, 8, 8) and images.pixels.dtype == np.uint8
+    assert images.class_names == ("cats", "dogs", "small")
+    assert images.labels.tolist() == [0, 0, 0, 1, 1, 1, 2]
+    by_name = dict(zip(GOOD, images.pixels.astype(int)))
+    alpha = by_name["dogs/alpha.png"]  # blue on the left, white where it is clear
+    assert (alpha[:, :, 0] == [[0] * 8, [0] * 8, [255] * 8]).all() and (alpha[:, :, -1] == 255).all()
+    assert (by_name["dogs/grey.png"] == 100).all()
+    assert np.abs(by_name["dogs/deep.png"] - 30000 / 257).max() <= 1  # 16 bits
+    plain = by_name["cats/plain.png"]  # the central square, smoothly scaled
+    assert (np.diff(plain[0], axis=1) > 0).all() and (np.diff(plain[1], axis=0) > 0).all()
+    assert abs(plain[0].mean() - 19.5 * 6) < 3 and abs(plain[1].mean() - 14.5 * 8) < 3
+    assert np.abs(by_name["cats/photo.jpg"] - plain).max() < 25
+    turned = by_name["dogs/small/turned.jpg"]  # what was below is now on the left
+    assert (np.diff(turned[1], axis=1) < 0).all() and (np.diff(turned[0], axis=0) > 0).all()
+
+
+def test_prepare_zip_and_split(tmp_path):
+    """A zip gives the same images as the folder; the split leaves each image on one side, reproducibly."""
+    folder = make_pictures(tmp_path / "in")
+    for name in BAD:
+        (folder / name).unlink()
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, path.relative_to(folder))
+    for source, target in (("in", "a"), ("in.zip", "b"), ("in", "c")):
+        script("prepare_data.py", "--data_dir", tmp_path / source,
+               "--output_name", tmp_path / f"{target}.bin", "--image_size", 8,
+               "--val_fraction", "0.3" if target != "c" else "0")
+    for suffix in ("", "_val"):
+        assert (tmp_path / f"a{suffix}.bin").read_bytes() == (tmp_path / f"b{suffix}.bin").read_bytes()
+    train, held_out, everything = (unet_io.read_images(str(tmp_path / name)).pixels
+                                   for name in ("a.bin", "a_val.bin", "c.bin"))
+    assert len(train) == 5 and len(held_out) == 2
+    together = sorted(image.tobytes() for image in [*train, *held_out])
+    assert together == sorted(image.tobytes() for image in everything)
+
+
+def test_prepare_exact_size(tmp_path):
+    """Pictures that already have the size come out as they went in, and train."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
+    (tmp_path / "in").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / f"in/{i}.png")
+    script("prepare_data.py", "--data_dir", tmp_path / "in", "--output_name", tmp_path / "x.bin",
+           "--image_size", 8)
+    images = unet_io.read_images(str(tmp_path / "x.bin"))
+    assert same_bits(images.pixels, np.moveaxis(pixels, -1, 1)) and images.labels is None
+    run(TRAIN, *start_flags(Config(**TOY), tmp_path / "x.bin", tmp_path / "run", 2))
+    result = script("train_unet.py", *flags_of(Config(**TOY)), "--data_dir", tmp_path / "in", "--compile", 0,
+                    "--steps", 2, "--log_every", 1, "--out_dir", tmp_path / "python", "--device", "cpu",
+                    "--sample_every", 0)
+    assert "step      2/2" in result.stdout
+    ours, theirs = losses_in(tmp_path / "python"), losses_in(tmp_path / "run")
+    assert abs(ours[1] / theirs[1] - 1) < 1e-5
+
+
+def test_prepare_refusals(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("x")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/a.png").write_text("x")
+    (tmp_path / "no.zip").write_text("x")
+    common = [sys.executable, ROOT / "prepare_data.py", "--output_name", tmp_path / "x.bin"]
+    for source, words, says in (("none", [], "none"), ("empty", [], "empty"), ("text", [], "no images"),
+                                ("no.zip", [], "no.zip"), ("bad", ["--image_size", 0], "--image_size"),
+                                ("bad", ["--val_fraction", 1], "--val_fraction")):
+        refused(*common, "--data_dir", tmp_path / source, *words, says=says)
+    result = run(*common, "--data_dir", tmp_path / "bad", status=1)
+    assert "skipped a.png" in result.stderr and "error: none of the 1 files" in result.stderr
+    assert not list(tmp_path.glob("x*"))
+    Image.new("RGB", (300, 300), "red").save(tmp_path / "bad/b.png")
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+    (tmp_path / "x.bin").write_text("what was there before")
+    run(*common, "--data_dir", tmp_path / "bad", "--image_size", 300, status=1, preexec_fn=limit)
+    assert (tmp_path / "x.bin").read_text() == "what was there before"
+    assert not (tmp_path / "x.bin.tmp").exists()
+
+
+def test_python_refusals(tmp_path, images8):
+    """The other two programs: one sentence, no traceback."""
+    (tmp_path / "bad.pt").write_text("x" * 100)
+    python = ["--device", "cpu", "--out_dir", tmp_path / "run"]
+    draw = ["--device", "cpu", "--output_name", tmp_path / "x.png", "--model_filename"]
+    for module, words, says in (
+            (train_unet, [*python, "--data_file", tmp_path / "none.bin"], "none.bin"),
+            (train_unet, [*python, "--data_file", images8], "prepare_data.py"),
+            (train_unet, [*python, "--resume", tmp_path], "checkpoint"),
+            (train_unet, [*python, "--num_channels", 32, "--data_file", images8], "norm_groups"),
+            (train_unet, [*python, "--image_size", 36, "--data_file", images8], "image_size"),
+            (generate, [*draw, tmp_path / "none.bin"], "none.bin"), (generate, [*draw, images8], "toy8.bin"),
+            (generate, [*draw, tmp_path / "bad.pt"], "bad.pt")):
+        sentence = call(module, *words)
+        assert says in sentence and len(sentence.splitlines()) == 1, (words, sentence)
+    # and on the command line it comes without a traceback
+    refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "none.bin", says="none.bin")
+
+
+# ----------------------------------------------------------------------------------------------------
+# main
+
+class Counter:
+    """A pytest plugin that counts tests; a function that ran test_unet counts as the tests run there."""
+    passed = failed = 0
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.user_properties:
+            counts = {name: sum(value for key, value in report.user_properties if key == name)
+                      for name in ("passed", "failed")}
+            self.passed += counts["passed"]
+            self.failed += max(counts["failed"], int(report.failed))
+        elif report.failed:
+            self.failed += 1
+        elif report.when == "call" and report.passed:
+            self.passed += 1
+
+    def pytest_collectreport(self, report):
+        self.failed += report.failed
+
+
+def main():
+    counter = Counter()
+    flags = ["-q", "-p", "no:cacheprovider", "--durations=8", "--tb=short", "-rs"]
+    status = pytest.main([str(ROOT / "test_unet.py"), *flags, *sys.argv[1:]], plugins=[counter])
+    if status != pytest.ExitCode.OK and not counter.failed:
+        counter.failed = 1
+    print(f"{counter.passed} passed, {counter.failed} failed", flush=True)
+    sys.exit(1 if counter.failed else 0)
+
+
+if __name__ == "__main__":
+    main()
