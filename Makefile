@@ -72,7 +72,7 @@ nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECI
 	-Xcompiler -Wall$(,)-Wextra
 , := ,
 # The tests hold the CPU layers beside the kernels, and do not use every function of the program.
-nvcctestflags = $(filter-out -Werror all-warnings,$(call nvccflags,$(1),$(2))) -diag-suppress 177 -Xcompiler -O3$(,)-fopenmp$(,)-Wno-unused-function
+nvcctestflags = $(filter-out -Werror all-warnings,$(call nvccflags,$(1),$(2))) -diag-suppress 177$(,)1675 -Xcompiler -O3$(,)-fopenmp$(,)-Wno-unused-function
 
 
 ifeq ($(DEVICE),cuda)

@@ -4,6 +4,8 @@
 //   ./test_unet --only NAME                those of them whose name contains NAME
 //   ./test_unet --fuzz N [--seed S]        the file readers alone, with N random mutations
 //
+// Built by nvcc it holds the kernels beside the CPU layers and compares those instead: see CUDA LAYERS.
+//
 // test_unet.py writes reference values with PyTorch and NumPy and calls:
 //
 //   ./test_unet --layers FILE              each layer, forward and backward
@@ -56,6 +58,919 @@
 #include <malloc.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#ifdef __CUDACC__
+#define TESTING
+#include "train_unet.cu"
+
+// ===========================================================================================================
+// CUDA LAYERS
+// ===========================================================================================================
+
+// In a build for the GPU, every launcher against the CPU function of its name:
+//
+//   build/test_unet_cuda_bf16          check: every launcher, many shapes
+//   build/test_unet_cuda_bf16 tiny     few and small shapes, for compute-sanitizer
+//   build/test_unet_cuda_bf16 time     microseconds of every launch of a training step of the default model
+//
+// One line a layer and pass. Inputs are rounded to the layers' precision first, so that an error is the
+// launcher's own. What is overwritten is NaN before, as is the workspace; two runs must agree in every bit.
+
+#include <curand_kernel.h>
+
+#include <functional>
+#include <map>
+#include <type_traits>
+#include <utility>
+
+// ---- reports ----------------------------------------------------------------------------------------------
+
+static int passed, failed;
+
+__attribute__((format(printf, 3, 4))) static bool report(bool ok, const std::string& name, const char* format,
+                                                         ...) {
+    char detail[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(detail, sizeof detail, format, args);
+    va_end(args);
+    printf("%s %s: %s\n", ok ? "ok" : "FAIL", name.c_str(), detail);
+    fflush(stdout);
+    ok ? passed++ : failed++;
+    return ok;
+}
+static int summary() {
+    printf("%d passed, %d failed\n", passed, failed);
+    fflush(stdout);
+    return failed ? 1 : 0;
+}
+
+// The larger of ||a - r|| / ||r|| and max|a - r| / max|r|; NaN where either holds one.
+static double error_of(const std::vector<double>& a, const std::vector<double>& r) {
+    double difference = 0, size = 0, worst = 0, largest = 0;
+    for (size_t i = 0; i < r.size(); i++) {
+        double d = fabs(a[i] - r[i]);
+        if (!(d < 1e30)) return NAN;
+        difference += d * d, size += r[i] * r[i];
+        worst = std::max(worst, d), largest = std::max(largest, fabs(r[i]));
+    }
+    return worst == 0 ? 0 : std::max(sqrt(difference / size), worst / largest);
+}
+
+// What the checks of one layer and pass came to.
+struct Line {
+    std::string layer, worst_at, first_fault;
+    int shapes = 0, faults = 0;
+    double worst = 0, allowed = 0, share = 0;  // of the check that came closest to its limit; worst / allowed
+};
+static std::vector<Line> lines;
+static Line& line_of(const std::string& layer) {
+    for (Line& line : lines)
+        if (line.layer == layer) return line;
+    lines.push_back({});
+    lines.back().layer = layer;
+    return lines.back();
+}
+static void fault(const std::string& layer, const std::string& what) {
+    Line& line = line_of(layer);
+    if (!line.faults++) line.first_fault = what;
+}
+static void report_lines() {
+    for (const Line& line : lines)
+        report(!line.faults, line.layer, "%d shapes, worst error %.1e of %.0e allowed (%s)%s", line.shapes,
+               line.worst, line.allowed, line.worst_at.c_str(),
+               line.faults ? text("; %d faults, the first: %s", line.faults, line.first_fault.c_str()).c_str()
+                           : "");
+    lines.clear();
+}
+
+// ---- tensors and checks -----------------------------------------------------------------------------------
+
+static const double LIMIT = sizeof(floatX) == 2 ? 4e-3 : 1e-5, FLOAT_LIMIT = 1e-5, ROUNDINGS = 1e-6,
+                    EXACT = 0;
+// Sums over up to a million pixels, whose order differs between the two.
+static const double WEIGHT_LIMIT = sizeof(floatX) == 2 ? 2e-5 : 1e-5;
+// dq and dk come from probabilities and their gradients rounded to bf16: measured rounding, not a margin.
+static const double ATTENTION_BACKWARD_LIMIT = sizeof(floatX) == 2 ? 8e-3 : 1e-5;
+
+static float rounded(float value) { return (float)(floatX)value; }
+
+static float random_normal() {  // nearly: the sum of four uniform numbers, variance 1
+    static uint64_t state = 1;
+    float sum = -2;
+    for (int i = 0; i < 4; i++) {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        sum += (float)(state >> 40) * 0x1p-24f;
+    }
+    return sum * 1.7320508f;
+}
+
+// The numbers of an element, to be compared.
+template <typename T>
+static void append(std::vector<double>* numbers, const T& element) {
+    numbers->push_back((double)element);
+}
+enum {
+    STEP,
+    LR,
+    WEIGHT_DECAY,
+    BETA1,
+    BETA2,
+    EPS,
+    CORRECTION1,
+    CORRECTION2,
+    EMA_WEIGHT,
+    FINITE,
+    LOSS,
+    NORM,
+    FIELDS
+};
+static void append(std::vector<double>* numbers, const StepState& s) {
+    const AdamW& a = s.update;
+    numbers->insert(numbers->end(),
+                    {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps, a.correction1,
+                     a.correction2, a.ema_weight, (double)s.finite, s.loss, s.norm});
+}
+
+// A tensor on both sides: T on the device, float here where T is floatX. The device's is no larger than it
+// says, so that memcheck sees a step past its end.
+struct AnyBuffer {
+    virtual ~AnyBuffer() {}
+    virtual void upload() = 0;
+    virtual void poison() = 0;
+    virtual std::vector<char> bits() const = 0;  // of the device's
+    virtual std::vector<double> numbers(bool here) const = 0;
+};
+template <typename T>
+struct Buffer : AnyBuffer {
+    typedef std::conditional_t<std::is_same_v<T, floatX>, float, T> Host;
+    std::vector<Host> host;
+    T* device;
+
+    explicit Buffer(std::vector<Host> values) : host(std::move(values)) {
+        device = (T*)backend_allocate(std::max(bytes(), (size_t)16));
+        upload();
+    }
+    explicit Buffer(size_t n, float scale = 1, float mean = 0) : Buffer(normals(n, scale, mean)) {}
+    Buffer(const Buffer&) = delete;
+    ~Buffer() { backend_free(device); }
+
+    static std::vector<Host> normals(size_t n, float scale, float mean) {
+        std::vector<Host> values(n);
+        for (Host& value : values) value = (Host)(T)(mean + scale * random_normal());
+        return values;
+    }
+    size_t bytes() const { return host.size() * sizeof(T); }
+    void upload() override {
+        std::vector<T> values(host.begin(), host.end());
+        backend_upload(device, values.data(), bytes());
+    }
+    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_stream)); }
+    std::vector<T> download() const {
+        std::vector<T> values(host.size());
+        backend_download(values.data(), device, bytes());
+        return values;
+    }
+    std::vector<char> bits() const override {
+        std::vector<T> values = download();
+        return std::vector<char>((char*)values.data(), (char*)values.data() + bytes());
+    }
+    std::vector<double> numbers(bool here) const override {
+        std::vector<double> all;
+        if (here)
+            for (const Host& value : host) append(&all, value);
+        else
+            for (const T& value : download()) append(&all, (Host)value);
+        return all;
+    }
+};
+typedef Buffer<floatX> Layer;
+typedef Buffer<float> Floats;
+
+// A launcher's arguments on either side; null where `present` is not.
+struct OnDevice {
+    template <typename T>
+    T* operator()(Buffer<T>& b, bool present = true) const {
+        return present ? b.device : nullptr;
+    }
+};
+struct OnHost {
+    template <typename T>
+    typename Buffer<T>::Host* operator()(Buffer<T>& b, bool present = true) const {
+        return present ? b.host.data() : nullptr;
+    }
+};
+
+// What a launcher writes: over whatever is there (WRITTEN: NaN before), or by adding or in place (KEPT).
+// Compared are runs of `width` numbers, the one numbered `part` of every `parts`.
+enum Before { WRITTEN, KEPT };
+struct Output {
+    AnyBuffer* buffer;
+    Before before;
+    const char* name;
+    double limit;
+    int part = 0, parts = 1, width = 1;
+
+    std::vector<double> numbers(bool here) const {
+        std::vector<double> all = buffer->numbers(here), some;
+        if (parts == 1) return all;
+        for (size_t i = 0; i < all.size(); i++)
+            if ((int)(i / width % parts) == part) some.push_back(all[i]);
+        return some;
+    }
+};
+
+// call(function, on) calls the launcher, then the CPU's function, which leaves its results in `host`.
+template <typename Gpu, typename Cpu, typename Call>
+static void check(const std::string& layer, const std::string& shape, const std::vector<Output>& outputs,
+                  Gpu gpu, Cpu cpu, Call call) {
+    std::vector<std::vector<char>> bits[2];
+    line_of(layer).shapes++;
+    for (auto& of_run : bits) {
+        for (const Output& o : outputs) {
+            o.buffer->upload();
+            if (o.before == WRITTEN) o.buffer->poison();
+        }
+        CUDA_CHECK(cudaMemsetAsync(gpu_workspace, 255, GPU_WORKSPACE_BYTES, main_stream));
+        call(gpu, OnDevice());
+        for (const Output& o : outputs) of_run.push_back(o.buffer->bits());
+    }
+    call(cpu, OnHost());
+    for (size_t i = 0; i < outputs.size(); i++) {
+        const Output& o = outputs[i];
+        if (bits[0][i] != bits[1][i]) fault(layer, shape + " " + o.name + ": two runs differ");
+        double error = error_of(o.numbers(false), o.numbers(true));
+        if (!(error <= o.limit))
+            fault(layer, text("%s %s: error %.2e of %.0e", shape.c_str(), o.name, error, o.limit));
+        Line& line = line_of(layer);
+        double share = error == 0 ? 0 : std::isnan(error) || o.limit == 0 ? INFINITY : error / o.limit;
+        if (line.worst_at.empty() || share > line.share)
+            line.worst = error, line.allowed = o.limit, line.share = share,
+            line.worst_at = shape + " " + o.name;
+    }
+}
+
+// ---- matrix products --------------------------------------------------------------------------------------
+
+static std::string forced() {
+    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
+}
+
+static void test_conv(int B, int H, int W, int C, int O, bool emb, bool residual, bool in_place, bool dx,
+                      bool demb) {
+    std::string shape = text("B%d H%d W%d C%d O%d", B, H, W, C, O) + forced();
+    size_t M = (size_t)B * H * W;
+    Layer x(M * C), w((size_t)O * 9 * C, 1 / sqrtf(9.0f * C)), bias(O), e((size_t)B * O), r(M * O),
+        out(M * O);
+    check("conv3x3 forward", shape, {{&out, in_place ? KEPT : WRITTEN, "out", LIMIT}}, conv3x3_forward,
+          conv3x3_forward_cpu, [&](auto f, auto on) {
+              f(on(out), on(x), on(w), on(bias), on(e, emb), in_place ? on(out) : on(r, residual), B, H, W, C,
+                O);
+          });
+
+    Layer dout(M * O), gx(M * C), ge((size_t)B * O);
+    Floats dw(w.host.size()), db(O);
+    std::vector<Output> outputs = {{&dw, KEPT, "dw", WEIGHT_LIMIT}, {&db, KEPT, "dbias", WEIGHT_LIMIT}};
+    if (dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
+    if (demb) outputs.push_back({&ge, WRITTEN, "demb", LIMIT});
+    std::vector<float> before = dw.host;
+    auto cpu = [&](auto... arguments) {
+        conv3x3_backward_cpu(arguments...);
+        if (M < 300000) return;  // its fp32 sums are no measure for so many pixels
+#pragma omp parallel for collapse(2)
+        for (int o = 0; o < O; o++)
+            for (int k = 0; k < 9 * C; k++) {
+                double sum = before[(size_t)o * 9 * C + k];
+                int dy = k / C / 3 - 1, dx = k / C % 3 - 1;
+                for (int p = 0; p < (int)M; p++) {
+                    int py = p / W % H + dy, px = p % W + dx;
+                    if (py < 0 || py >= H || px < 0 || px >= W) continue;
+                    sum +=
+                        (double)dout.host[(size_t)p * O + o] * x.host[(size_t)(p + dy * W + dx) * C + k % C];
+                }
+                dw.host[(size_t)o * 9 * C + k] = (float)sum;
+            }
+    };
+    check("conv3x3 backward", shape, outputs, conv3x3_backward, cpu, [&](auto f, auto on) {
+        f(on(gx, dx), on(dw), on(db), on(ge, demb), on(dout), on(x), on(w), B, H, W, C, O);
+    });
+}
+
+static void test_linear(int M, int C, int C2, int O, bool residual, bool dx, bool accumulate) {
+    std::string shape = text("M%d C%d+%d O%d", M, C, C2, O) + forced();
+    size_t m = M, K = C + C2;
+    Layer x(m * C), x2(m * C2), w(O * K, 1 / sqrtf((float)K)), bias(O), r(m * O), out(m * O);
+    check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, linear_forward, linear_forward_cpu,
+          [&](auto f, auto on) {
+              f(on(out), on(x), on(x2, C2), on(w), on(bias), on(r, residual), M, C, C2, O);
+          });
+
+    Layer dout(m * O), gx(m * C), gx2(m * C2);
+    Floats dw(w.host.size()), db(O);
+    bool dx2 = dx && C2;
+    std::vector<Output> outputs = {{&dw, KEPT, "dw", WEIGHT_LIMIT}, {&db, KEPT, "dbias", WEIGHT_LIMIT}};
+    if (dx) outputs.push_back({&gx, accumulate ? KEPT : WRITTEN, "dx", LIMIT});
+    if (dx2) outputs.push_back({&gx2, accumulate ? KEPT : WRITTEN, "dx2", LIMIT});
+    check("linear backward", shape, outputs, linear_backward, linear_backward_cpu, [&](auto f, auto on) {
+        f(on(gx, dx), on(gx2, dx2), on(dw), on(db), on(dout), on(x), on(x2, C2), on(w), M, C, C2, O,
+          accumulate);
+    });
+}
+
+static void test_bias(int B, int T, int O, bool per_image) {
+    Layer dout((size_t)B * T * O), de((size_t)B * O);
+    Floats db(O);
+    std::vector<Output> outputs = {{&db, KEPT, "dbias", WEIGHT_LIMIT}};
+    if (per_image) outputs.push_back({&de, WRITTEN, "per image", LIMIT});
+    check("bias backward", text("B%d T%d O%d", B, T, O), outputs, bias_backward, bias_backward_cpu,
+          [&](auto f, auto on) { f(on(db), on(de, per_image), on(dout), B, T, O); });
+}
+
+// ---- group norm, attention, resampling --------------------------------------------------------------------
+
+static void test_norm(int B, int T, int C, int C2, int G, bool silu, bool accumulate, bool residual,
+                      float mean_value) {
+    std::string shape =
+        text("B%d T%d C%d+%d G%d%s%s%s%s", B, T, C, C2, G, silu ? " SiLU" : "", accumulate ? " adding" : "",
+             residual ? " residual" : "", norm_one_launch ? "" : " in two launches");
+    int K = C + C2;
+    size_t N = (size_t)B * T;
+    Layer x(N * C, 1, mean_value), x2(N * C2, 1, mean_value), w(K, 0.5f, 1), bias(K, 0.5f), out(N * K);
+    Floats mean(B * G), rstd(B * G);
+    auto call = [&](auto f, auto on) {
+        f(on(out), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2, G, silu);
+    };
+    Output output = {&out, WRITTEN, "out", LIMIT};
+    check("groupnorm forward", shape,
+          {output, {&mean, WRITTEN, "mean", FLOAT_LIMIT}, {&rstd, WRITTEN, "rstd", FLOAT_LIMIT}},
+          groupnorm_forward, groupnorm_forward_cpu, call);
+    mean.upload(), rstd.upload();  // from here on both sides start from the CPU's
+    check("groupnorm apply", shape, {output}, groupnorm_apply, groupnorm_apply_cpu, call);
+
+    bool in_place = !accumulate && !C2 && !residual;  // dx is then the memory of dout
+    Layer dout(N * K), dresidual(N * C), dx(N * C), dx2(N * C2);
+    Floats dw(K), db(K), sums((size_t)2 * B * K);
+    Before before = accumulate || in_place ? KEPT : WRITTEN;
+    std::vector<Output> outputs = {{&dw, KEPT, "dw", FLOAT_LIMIT},
+                                   {&db, KEPT, "dbias", FLOAT_LIMIT},
+                                   {in_place ? &dout : &dx, before, "dx", LIMIT}};
+    if (C2) outputs.push_back({&dx2, before, "dx2", LIMIT});
+    check("groupnorm backward", shape, outputs, groupnorm_backward, groupnorm_backward_cpu,
+          [&](auto f, auto on) {
+              sums.poison();
+              f(in_place ? on(dout) : on(dx), on(dx2, C2), on(dw), on(db), on(sums), on(dout),
+                on(dresidual, residual), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2,
+                G, silu, accumulate);
+          });
+}
+
+static void test_attention(int B, int T, int heads, int d) {
+    std::string shape = text("B%d T%d heads %d of %d", B, T, heads, d);
+    int C = heads * d;
+    size_t N = (size_t)B * T * C;
+    Layer qkv(3 * N), out(N), dout(N), dqkv(3 * N);
+    Floats lse((size_t)B * heads * T);
+    check("attention forward", shape, {{&out, WRITTEN, "out", LIMIT}, {&lse, WRITTEN, "lse", FLOAT_LIMIT}},
+          attention_forward, attention_forward_cpu,
+          [&](auto f, auto on) { f(on(out), on(lse), on(qkv), B, T, C, heads); });
+    for (float& value : out.host) value = rounded(value);
+    out.upload(), lse.upload();
+
+    const double limit = ATTENTION_BACKWARD_LIMIT;  // of each part: they differ in size
+    std::vector<Output> outputs = {{&dqkv, WRITTEN, "dv", limit, 2, 3, C}};
+    if (T > 1)  // of one pixel, dq and dk are zero: nothing to compare with
+        outputs.insert(outputs.end(),
+                       {{&dqkv, WRITTEN, "dq", limit, 0, 3, C}, {&dqkv, WRITTEN, "dk", limit, 1, 3, C}});
+    check("attention backward", shape, outputs, attention_backward, attention_backward_cpu,
+          [&](auto f, auto on) { f(on(dqkv), on(dout), on(out), on(lse), on(qkv), B, T, C, heads); });
+}
+
+static void test_resample(int B, int H, int W, int C) {  // H, W: the small side
+    std::string shape = text("B%d H%d W%d C%d", B, H, W, C);
+    size_t n = (size_t)B * H * W * C;
+    Layer small(n), big(4 * n), to_small(n), to_big(4 * n);
+    check("upsample forward", shape, {{&to_big, WRITTEN, "out", LIMIT}}, upsample_forward,
+          upsample_forward_cpu, [&](auto f, auto on) { f(on(to_big), on(small), B, H, W, C); });
+    check("downsample forward", shape, {{&to_small, WRITTEN, "out", LIMIT}}, downsample_forward,
+          downsample_forward_cpu, [&](auto f, auto on) { f(on(to_small), on(big), B, 2 * H, 2 * W, C); });
+    for (bool adding : {false, true}) {
+        Before before = adding ? KEPT : WRITTEN;
+        std::string how = shape + (adding ? " adding" : "");
+        check("upsample backward", how, {{&to_small, before, "dx", LIMIT}}, upsample_backward,
+              upsample_backward_cpu, [&](auto f, auto on) { f(on(to_small), on(big), B, H, W, C, adding); });
+        check("downsample backward", how, {{&to_big, before, "dx", LIMIT}}, downsample_backward,
+              downsample_backward_cpu,
+              [&](auto f, auto on) { f(on(to_big), on(small), B, 2 * H, 2 * W, C, adding); });
+    }
+}
+
+// ---- embedding, loss, noise, samplers ---------------------------------------------------------------------
+
+static std::vector<int> some_timesteps(int B) {
+    std::vector<int> t(B);
+    for (int b = 0; b < B; b++) t[b] = (b * 379 + 999) % 1000;
+    return t;
+}
+
+static void test_embedding(int B, int C) {
+    std::string shape = text("B%d C%d", B, C);
+    Buffer<int> t(some_timesteps(B));
+    size_t n = (size_t)B * C + 5;
+    Layer sinusoids((size_t)B * C), x(n, 3), dout(n), y(n);
+    Floats weights(n);
+    check("timestep embedding", shape, {{&sinusoids, WRITTEN, "out", LIMIT}}, timestep_embedding_forward,
+          timestep_embedding_forward_cpu, [&](auto f, auto on) { f(on(sinusoids), on(t), B, C, 10000); });
+    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}}, silu_forward, silu_forward_cpu,
+          [&](auto f, auto on) { f(on(y), on(x), n); });
+    check("SiLU backward", shape, {{&dout, KEPT, "dx", LIMIT}}, silu_backward, silu_backward_cpu,
+          [&](auto f, auto on) { f(on(dout), on(dout), on(x), n); });
+    check("fill timesteps", shape, {{&t, WRITTEN, "timesteps", EXACT}}, fill_timesteps, fill_timesteps_cpu,
+          [&](auto f, auto on) { f(on(t), B, 731); });
+    auto round_here = [](float* to, const float* from, size_t n) {
+        std::transform(from, from + n, to, rounded);
+    };
+    check("round weights", shape, {{&y, WRITTEN, "working copy", EXACT}}, round_weights, round_here,
+          [&](auto f, auto on) { f(on(y), on(weights), n); });
+}
+
+static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
+    std::string shape = text("B%d H%d W%d%s", B, H, W, predict == PREDICT_V ? " v" : "");
+    size_t n = (size_t)B * IMAGE_CHANNELS * H * W;
+    Floats images(n, 0.5f), signal(1000), noise(1000), target(n), x(n),
+        losses((n + LOSS_CHUNK - 1) / LOSS_CHUNK);
+    Layer x_t(n), input(n), out(n), dout(n);
+    Buffer<int> t(some_timesteps(B));
+    Buffer<StepState> state(std::vector<StepState>(1, StepState{123456, {}, 1, 0, 0}));
+    check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
+          add_noise, add_noise_cpu, [&](auto f, auto on) {
+              f(on(x_t), on(target), on(images), on(t), on(signal), on(noise), B, H, W, predict, 77,
+                STREAM_NOISE, 5, on(state, with_state));
+          });
+    target.upload();
+
+    Output input_output = {&input, WRITTEN, "input", LIMIT};
+    check("sampler start", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, sampler_start,
+          sampler_start_cpu, [&](auto f, auto on) { f(on(x), on(input), B, H, W, 41); });
+    for (float sigma : {0.21f, 0.0f}) {
+        SamplerStep s = {500, 1.1f, -0.4f, 0.3f, 0.65f, sigma};
+        check("sampler step", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output}, sampler_step,
+              sampler_step_cpu, [&](auto f, auto on) { f(on(x), on(input), on(out), s, B, H, W, 41, 9); });
+    }
+    for (bool training : {true, false}) {
+        std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
+        if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
+        check("mean squared error", shape, outputs, mse, mse_cpu,
+              [&](auto f, auto on) { f(on(losses), on(dout, training), on(out), on(target), n); });
+    }
+}
+
+__global__ void philox_kernel(uint32_t* ours, uint32_t* curand, float* normals, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    Philox p = philox(12345 + i % 7, STREAM_NOISE, i, i / 3, 1000 - i % 1000);
+    uint4 c = curand_Philox4x32_10(make_uint4(i, i / 3, 1000 - i % 1000, 0),
+                                   make_uint2(12345 + i % 7, STREAM_NOISE));
+    const uint32_t word[4] = {c.x, c.y, c.z, c.w};
+    for (int k = 0; k < 4; k++) ours[4 * i + k] = p.word[k], curand[4 * i + k] = word[k];
+    random_normals_device(normals + 4 * i, 12345 + i % 7, STREAM_NOISE, i, i / 3, 1000 - i % 1000);
+}
+static void test_philox(int n) {
+    Buffer<uint32_t> ours(std::vector<uint32_t>(4 * n)), curand(std::vector<uint32_t>(4 * n));
+    Floats normals(4 * n);
+    auto gpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
+        philox_kernel<<<blocks_of(n, 128), 128, 0, main_stream>>>(ours, curand, normals, n);
+        LAUNCH_CHECK();
+    };
+    auto cpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
+        for (int i = 0; i < n; i++) {
+            Philox p = philox(12345 + i % 7, STREAM_NOISE, i, i / 3, 1000 - i % 1000);
+            for (int k = 0; k < 4; k++) ours[4 * i + k] = curand[4 * i + k] = p.word[k];
+            random_normals(normals + 4 * i, 12345 + i % 7, STREAM_NOISE, i, i / 3, 1000 - i % 1000);
+        }
+    };
+    check("Philox", text("%d quads", n),
+          {{&ours, WRITTEN, "words", EXACT},
+           {&curand, WRITTEN, "cuRAND's words", EXACT},
+           {&normals, WRITTEN, "normals", ROUNDINGS}},
+          gpu, cpu, [&](auto f, auto on) { f(on(ours), on(curand), on(normals)); });
+}
+
+// ---- a step's beginning and end, optimiser ----------------------------------------------------------------
+
+static void test_step(int count, int batch, int size, int64_t step, int lr_schedule, bool bytes) {
+    std::string shape = text("%d images of %d, batch %d, step %lld", count, size, batch, (long long)step);
+    int slots = 2 * (batch / count + 2), elements = IMAGE_CHANNELS * size * size;
+    std::vector<int> shuffled((size_t)slots * count);
+    for (size_t i = 0; i < shuffled.size(); i++) shuffled[i] = (int)(i * 7 % count);
+    std::vector<uint8_t> values((size_t)count * elements);
+    for (size_t i = 0; i < values.size(); i++) values[i] = (uint8_t)((uint32_t)i * 2654435761u >> 24);
+    Buffer<int> order(shuffled), timesteps(some_timesteps(batch)), sources(some_timesteps(batch));
+    Buffer<uint8_t> byte_pixels(values);
+    Floats pixels(values.size(), 0.5f), images((size_t)batch * elements);
+    Buffer<StepState> state(std::vector<StepState>(1, StepState{step, {}, 1, 0, 0}));
+    auto source = [&](auto on) {
+        return BatchSource{
+            on(byte_pixels, bytes), on(pixels, !bytes), on(order), count, slots, batch, size, 1, 1000, 99};
+    };
+    Config config = default_config();
+    config.lr_schedule = lr_schedule, config.warmup_steps = 100, config.lr_steps = 5000;
+    config.weight_decay = 0.01f;
+    std::vector<Output> outputs = {{&timesteps, WRITTEN, "timesteps", EXACT},
+                                   {&sources, WRITTEN, "sources", EXACT}};
+    static const char* const NAMES[] = {"step", "lr",          "weight decay", "beta1",     "beta2",
+                                        "eps",  "correction1", "correction2",  "EMA weight"};
+    for (int field = STEP; field <= EMA_WEIGHT; field++)  // each on its own: they differ in size
+        outputs.push_back({&state, KEPT, NAMES[field], field == STEP ? EXACT : ROUNDINGS, field, FIELDS});
+    check("begin step", shape, outputs, begin_step, begin_step_cpu,
+          [&](auto f, auto on) { f(on(state), on(timesteps), on(sources), source(on), hyper_of(config)); });
+    sources.upload();
+    check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
+          load_images, load_images_cpu, [&](auto f, auto on) { f(on(images), on(sources), source(on)); });
+}
+
+// `broken`: a loss (1) or a gradient norm (2) that is not finite; the step must not count.
+static void test_finish(size_t elements, size_t parameters, int broken) {
+    static const char* const WHAT[] = {"", ", loss NaN", ", gradient infinite"};
+    std::string shape = text("%zu elements, %zu parameters%s", elements, parameters, WHAT[broken]);
+    Floats losses((elements + LOSS_CHUNK - 1) / LOSS_CHUNK, 500, 4000),
+        norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
+    if (broken == 1) losses.host.back() = NAN;
+    if (broken == 2) norms.host[0] = INFINITY;
+    losses.upload(), norms.upload();
+    StepState before = {1234567, {0.25f, 0.01f, 0.9f, 0.99f, 1e-8f, 0.5f, 0.6f, 0.7f}, 0, 0, 0};
+    Buffer<StepState> state(std::vector<StepState>(1 + RESULT_SLOTS, before));
+    std::vector<Output> outputs = {{&state, KEPT, "step", EXACT, STEP, FIELDS},
+                                   {&state, KEPT, "lr", EXACT, LR, FIELDS},
+                                   {&state, KEPT, "finite", EXACT, FINITE, FIELDS}};
+    if (broken != 1) outputs.push_back({&state, KEPT, "loss", FLOAT_LIMIT, LOSS, FIELDS});
+    if (broken != 2) outputs.push_back({&state, KEPT, "norm", FLOAT_LIMIT, NORM, FIELDS});
+    check("finish step", shape, outputs, finish_step, finish_step_cpu,
+          [&](auto f, auto on) { f(on(state), on(losses), elements, on(norms), parameters); });
+}
+
+static void test_optimiser(size_t n, bool with_ema, bool finite) {
+    std::string shape = text("%zu parameters%s%s", n, with_ema ? " EMA" : "", finite ? "" : ", not finite");
+    Floats w(n), ema(n), m(n, 0.1f), v(n, 0.01f), gradient(n, 0.1f), parts((n + NORM_CHUNK - 1) / NORM_CHUNK);
+    Layer working(n);
+    for (float& value : v.host) value = fabsf(value);
+    StepState update = {7, {1e-3f, 0.1f, 0.9f, 0.999f, 1e-8f, 0.5f, 0.3f, 0.01f}, finite, 0, 0};
+    Buffer<StepState> state(std::vector<StepState>(1, update));
+    double limit = finite ? ROUNDINGS : EXACT;
+    auto cpu = [](float* w, float* ema, float* working, float* m, float* v, const float* gradient, size_t n,
+                  const StepState* state) {
+        adamw_cpu(w, ema, nullptr, m, v, gradient, n, state);
+        if (state->finite) std::copy(w, w + n, working);
+    };
+    check("AdamW", shape,
+          {{&w, KEPT, "w", limit},
+           {&ema, KEPT, "EMA", limit},
+           {&m, KEPT, "m", limit},
+           {&v, KEPT, "v", limit},
+           {&working, KEPT, "working copy", finite ? LIMIT : EXACT}},
+          adamw, cpu, [&](auto f, auto on) {
+              f(on(w), on(ema, with_ema), on(working), on(m), on(v), on(gradient), n, on(state));
+          });
+    std::vector<float> device_w = w.download();
+    std::vector<floatX> device_working = working.download();
+    bool same = true;
+    for (size_t i = 0; finite && i < n; i++) same &= (float)device_working[i] == rounded(device_w[i]);
+    if (!same) fault("AdamW", shape + ": the working copy is not w, rounded");
+    check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}}, squared_norm, squared_norm_cpu,
+          [&](auto f, auto on) { f(on(parts), on(gradient), n); });
+}
+
+// ---- what is checked --------------------------------------------------------------------------------------
+
+static void check_tiny() {
+    test_conv(1, 7, 9, 96, 64, true, false, true, true, true);
+    forced_splits = 2;
+    test_conv(2, 8, 8, 128, 32, true, true, false, true, true);
+    forced_splits = 0;
+    test_conv(1, 9, 7, 3, 32, false, false, false, false, false);
+    test_conv(1, 9, 7, 32, 3, false, false, false, true, false);
+    test_linear(77, 96, 64, 96, true, true, true);
+    test_bias(3, 49, 96, true);
+    for (bool one : {true, false}) {
+        norm_one_launch = one;
+        test_norm(3, 63, 96, 32, 32, true, false, false, 0.3f);
+        test_norm(1, 63, 128, 64, 32, true, true, false, 0.3f);
+        test_norm(2, 49, 32, 0, 8, false, false, true, 30);
+        test_norm(2, 1024, 64, 0, 32, true, false, false, 0.3f);
+    }
+    norm_one_launch = true;
+    test_norm(1, 4096, 64, 0, 32, true, false, true, 0.3f);
+    test_attention(1, 49, 2, 16), test_attention(3, 130, 1, 48), test_attention(1, 64, 2, 64);
+    test_attention(1, 49, 1, 128);
+    test_resample(3, 7, 9, 96), test_resample(1, 3, 5, 32);
+    test_embedding(3, 32);
+    test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, false);
+    test_step(5, 7, 6, 3, LR_COSINE, true);
+    test_finish(10000, 200000, 0);
+    test_optimiser(70003, true, true), test_optimiser(3, false, true);
+    test_philox(1000);
+    report_lines();
+}
+
+// The shapes of the default model, and those at the edges of what the kernels take at once.
+static void check_products(const Plan& plan) {
+    for (int tile = -1; tile < 3; tile++)
+        for (int splits : {0, 3}) {
+            forced_tile = tile, forced_splits = splits;
+            if (tile < 0 && splits) continue;
+            test_conv(1, 7, 7, 96, 320, true, true, false, true, true);
+            test_conv(3, 9, 13, 320, 96, true, false, false, true, true);
+            test_conv(3, 13, 9, 32, 32, false, false, true, true, false);
+            test_conv(3, 8, 8, 192, 64, true, true, false, true, true);
+            test_conv(1, 17, 40, 64, 160, false, true, false, false, true);
+            test_linear(1, 64, 0, 256, false, true, false);
+            test_linear(3, 256, 0, 64, true, true, true);
+            test_linear(169, 96, 32, 320, true, true, true);
+            test_linear(500, 320, 96, 96, false, true, false);
+            test_linear(1000, 32, 32, 32, false, false, false);
+        }
+    forced_tile = -1, forced_splits = 0;
+    for (int B : {1, 3}) {
+        test_conv(B, 13, 9, 3, 64, false, false, false, false, false);
+        test_conv(B, 9, 7, 3, 32, true, true, false, true, true);
+        test_conv(B, 9, 13, 64, 3, false, false, false, true, false);
+        test_conv(B, 7, 7, 96, 3, true, true, false, true, true);
+    }
+    test_conv(40, 128, 128, 3, 32, false, false, false, false, false);  // gathered in more than one pass
+    test_conv(40, 128, 128, 32, 3, false, false, false, true, false);
+    test_conv(1, 8, 8, 1024, 512, false, false, false, true, false);
+    std::vector<std::vector<int>> seen;
+    auto first = [&](std::vector<int> shape) {
+        bool fresh = std::find(seen.begin(), seen.end(), shape) == seen.end();
+        seen.push_back(shape);
+        return fresh;
+    };
+    for (const Block& b : plan.blocks) {
+        int M = 3 * b.H * b.H, K = b.C + b.C2;
+        bool res = b.kind == BLOCK_RES, conv = res || b.kind == BLOCK_CONV_IN || b.kind == BLOCK_OUT;
+        if (conv && first({9, b.H, K, b.O})) test_conv(3, b.H, b.H, K, b.O, true, true, false, K > 3, true);
+        if (res && first({9, b.H, b.O, b.O}))
+            test_conv(3, b.H, b.H, b.O, b.O, false, false, true, true, false);
+        if (res && K != b.O && first({1, b.H, b.C, b.C2, b.O}))
+            test_linear(M, b.C, b.C2, b.O, false, true, b.accumulate);
+        if (b.kind == BLOCK_ATTENTION && first({1, b.H, b.C, 3})) {
+            test_linear(M, b.C, 0, 3 * b.C, false, true, false);
+            test_linear(M, b.C, 0, b.C, true, true, true);
+        }
+    }
+    for (int O : {3, 32, 96, 320})
+        for (int T : {1, 49, 1000})
+            test_bias(3, T, O, true), test_bias(1, T, O, false), test_bias(70, T, O, true);
+    report_lines();
+}
+
+static void check_all(const Plan& plan) {
+    check_products(plan);
+
+    static const struct {
+        int B, T, C, C2, G;
+    } NORMS[] = {{3, 63, 96, 32, 32},     {1, 63, 128, 64, 32},  {3, 63, 192, 0, 8},
+                 {2, 49, 32, 0, 8},       {1, 256, 64, 32, 8},   {2, 4096, 64, 0, 32},
+                 {1, 4096, 128, 64, 32},  {3, 4096, 64, 64, 32}, {2, 1024, 128, 0, 32},
+                 {2, 1024, 192, 128, 32}, {3, 256, 192, 0, 32},  {2, 256, 256, 192, 32},
+                 {3, 64, 256, 0, 32},     {1, 64, 256, 256, 32}, {1, 49, 1024, 0, 32},
+                 {1, 63, 992, 0, 32},     {1, 16384, 96, 32, 8}, {1, 65536, 64, 0, 32}};
+    int i = 0;
+    for (auto& n : NORMS)
+        for (bool one : {true, false}) {
+            norm_one_launch = one;
+            test_norm(n.B, n.T, n.C, n.C2, n.G, i % 8 != 3, i % 3 == 1, !n.C2 && i % 4 < 2,
+                      i % 5 == 0 ? 30 : 0.3f);
+            if (n.T < 5000) test_norm(n.B, n.T, n.C, n.C2, n.G, true, i % 3 == 2, false, 0.3f);
+            i++;
+        }
+    norm_one_launch = true;
+    for (bool adding : {false, true})
+        for (bool residual : {false, true})
+            for (int H : {8, 16, 32, 64})
+                test_norm(256 / H, H * H, 192, residual ? 0 : 64, 32, true, adding, residual, 0.3f);
+    static const int ATTENTIONS[][4] = {
+        {1, 49, 2, 16},   {3, 130, 1, 48},   {1, 64, 2, 64},  {1, 49, 1, 128},  {2, 64, 8, 32},
+        {2, 256, 6, 32},  {3, 256, 2, 16},   {1, 256, 4, 64}, {1, 256, 2, 128}, {1, 1024, 2, 32},
+        {1, 1024, 1, 64}, {1, 1024, 2, 128}, {1, 1, 2, 32},   {1, 2500, 1, 96}};
+    for (auto& a : ATTENTIONS) test_attention(a[0], a[1], a[2], a[3]);
+    test_resample(3, 7, 9, 96), test_resample(1, 4, 4, 256), test_resample(2, 32, 32, 64);
+    test_resample(1, 3, 5, 32);
+    report_lines();
+
+    test_embedding(1, 64), test_embedding(32, 64), test_embedding(3, 32), test_embedding(300, 32);
+    test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, true);
+    test_diffusion(2, 64, 64, PREDICT_EPS, false);
+    report_lines();
+
+    test_step(5, 7, 6, 3, LR_COSINE, true), test_step(5, 7, 6, 2500, LR_COSINE, false);
+    test_step(300, 32, 17, 70, LR_CONSTANT, true),
+        test_step(100, 300, 8, (int64_t)1 << 33, LR_CONSTANT, false);
+    for (int broken : {0, 1, 2})
+        test_finish(10000, 200000, broken), test_finish(32 * 12288, 20494211, broken);
+    test_optimiser(3000003, true, true), test_optimiser(65536 + 7, false, true);
+    test_optimiser(3, true, true), test_optimiser(70001, true, false);
+    test_philox(2000000);
+    report_lines();
+}
+
+// ---- timing -----------------------------------------------------------------------------------------------
+
+__global__ void fill_kernel(floatX* x, size_t n) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
+         i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t h = (uint32_t)i * 2654435761u;
+        h ^= h >> 15, h *= 2246822519u, h ^= h >> 13;
+        x[i] = (floatX)((float)(h >> 8) * 0x1p-23f - 1.0f);
+    }
+}
+
+// Memory that launches read and write in turn: far more of it than a cache holds. Such an argument becomes
+// the next piece of it at every launch, null where it has no elements.
+static char* pool;
+static size_t pool_bytes, pool_at;
+template <typename T>
+struct Piece {
+    size_t n;
+    operator T*() const {
+        size_t bytes = (n * sizeof(T) + 255) / 256 * 256;
+        if (pool_at + bytes > pool_bytes) pool_at = 0;
+        pool_at += bytes;
+        return n ? (T*)(pool + pool_at - bytes) : nullptr;
+    }
+};
+typedef Piece<floatX> X;
+typedef Piece<float> F;
+
+// Median of 5 replays of a graph of 20 launches, in microseconds a launch.
+static double microseconds(const std::function<void()>& launch) {
+    enum { LAUNCHES = 20, REPLAYS = 5 };
+    fill_kernel<<<1024, 256, 0, main_stream>>>((floatX*)pool, pool_bytes / sizeof(floatX));
+    LAUNCH_CHECK();
+    Recording recording;
+    std::vector<float> times(2 + REPLAYS);  // two to warm up and to record
+    for (float& time : times) {
+        cudaEvent_t mark[2];
+        for (cudaEvent_t& event : mark) CUDA_CHECK(cudaEventCreate(&event));
+        CUDA_CHECK(cudaEventRecord(mark[0], main_stream));
+        backend_replay(&recording, [&] {
+            for (int i = 0; i < LAUNCHES; i++) launch();
+        });
+        CUDA_CHECK(cudaEventRecord(mark[1], main_stream));
+        CUDA_CHECK(cudaEventSynchronize(mark[1]));
+        CUDA_CHECK(cudaEventElapsedTime(&time, mark[0], mark[1]));
+        for (cudaEvent_t event : mark) CUDA_CHECK(cudaEventDestroy(event));
+    }
+    backend_forget(&recording);
+    std::sort(times.begin() + 2, times.end());
+    return times[2 + REPLAYS / 2] * 1e3 / LAUNCHES;
+}
+
+// A launch of the step, and how often it comes. `work`: floating-point operations where `flop`, else bytes.
+struct Job {
+    std::string layer, shape;
+    bool flop;
+    double work;
+    std::function<void()> launch;
+    int count;
+};
+static std::vector<Job> jobs;
+template <typename Launcher, typename... Arguments>
+static void job(const std::string& layer, const std::string& shape, bool flop, double work, Launcher launcher,
+                Arguments... arguments) {
+    for (Job& known : jobs)
+        if (known.layer == layer && known.shape == shape && ++known.count) return;
+    jobs.push_back({layer, shape, flop, work, [=] { launcher(arguments...); }, 1});
+}
+static void conv_jobs(int B, int H, int C, int O) {
+    size_t M = (size_t)B * H * H, W = (size_t)O * 9 * C;
+    std::string shape = text("%dx%d %d->%d", H, H, C, O);
+    double flop = 18.0 * (double)M * C * O;
+    job("conv3x3 forward", shape, true, flop, conv3x3_forward, X{M * O}, X{M * C}, X{W}, X{(size_t)O},
+        nullptr, nullptr, B, H, H, C, O);
+    if (C > IMAGE_CHANNELS)
+        job("conv3x3 input gradient", shape, true, flop, conv3x3_input_gradient, X{M * C}, X{M * O}, X{W}, B,
+            H, H, C, O);
+    job("conv3x3 weight gradient", shape, true, flop, conv3x3_weight_gradient, F{W}, F{(size_t)O}, nullptr,
+        X{M * O}, X{M * C}, B, H, H, C, O);
+}
+static void linear_jobs(size_t M, int C, int C2, int O, bool adding) {
+    size_t W = (size_t)O * (C + C2);
+    std::string shape = text("%zu rows %d+%d->%d%s", M, C, C2, O, adding ? " adding" : "");
+    double flop = 2.0 * (double)M * (C + C2) * O;
+    X x = {M * C}, x2 = {M * C2}, out = {M * O}, w = {W}, bias = {(size_t)O};
+    job("linear forward", shape, true, flop, linear_forward, out, x, x2, w, bias, nullptr, (int)M, C, C2, O);
+    job("linear input gradient", shape, true, flop, linear_input_gradient, x, x2, out, w, (int)M, C, C2, O,
+        adding);
+    job("linear weight gradient", shape, true, flop, linear_weight_gradient, F{W}, F{(size_t)O}, out, x, x2,
+        (int)M, C, C2, O);
+}
+static void norm_jobs(int B, int H, int C, int C2, int G, bool residual, bool adding) {
+    int T = H * H, K = C + C2;
+    size_t N = (size_t)B * T;
+    std::string shape = text("%dx%d %d+%d", H, H, C, C2),
+                how = text("%s%s", residual ? " residual" : "", adding ? " adding" : "");
+    double bytes = (double)(N * K * sizeof(floatX));
+    X x = {N * C}, x2 = {N * C2}, out = {N * K}, w = {(size_t)K};
+    F stats = {(size_t)B * G}, dw = {(size_t)K}, sums = {(size_t)2 * B * K};
+    job("groupnorm forward", shape, false, 2 * bytes, groupnorm_forward, out, stats, stats, x, x2, w, w, B, T,
+        C, C2, G, true);
+    job("groupnorm apply", shape, false, 2 * bytes, groupnorm_apply, out, stats, stats, x, x2, w, w, B, T, C,
+        C2, G, true);
+    job("groupnorm backward", shape + how, false, (3 + residual + adding) * bytes, groupnorm_backward, x, x2,
+        dw, dw, sums, out, X{residual ? N * C : 0}, stats, stats, x, x2, w, w, B, T, C, C2, G, true, adding);
+}
+static void attention_jobs(int B, int T, int C, int heads) {
+    size_t n = (size_t)B * T * C;
+    std::string shape = text("%d pixels %d heads", T, heads);
+    double bytes = (double)(n * sizeof(floatX));
+    F lse = {(size_t)B * heads * T};
+    job("attention forward", shape, false, 4 * bytes, attention_forward, X{n}, lse, X{3 * n}, B, T, C, heads);
+    job("attention backward", shape, false, 8 * bytes, attention_backward, X{3 * n}, X{n}, X{n}, lse,
+        X{3 * n}, B, T, C, heads);
+}
+
+static void time_step(const Plan& plan) {
+    int B = plan.batch, G = plan.norm_groups, size = plan.image_size;
+    size_t pixels = (size_t)B * IMAGE_CHANNELS * size * size, P = plan.num_parameters;
+    pool_bytes = std::min((size_t)6 << 30, backend_memory_available() / 2);
+    if (!(pool = (char*)backend_allocate(pool_bytes))) fail("no memory to time in");
+    for (const Block& b : plan.blocks) {
+        int H = b.H, C = b.C, C2 = b.C2, O = b.O, h = std::min(H, b.out_H);
+        size_t M = (size_t)B * H * H, n = (size_t)B * h * h * C;
+        double bytes = 5.0 * (double)(n * sizeof(floatX));
+        bool widens = C + C2 != O;
+        std::string shape = text("%dx%d %d", h, h, C);
+        if (b.kind == BLOCK_CONV_IN) conv_jobs(B, H, C, O);
+        if (b.kind == BLOCK_RES) {
+            norm_jobs(B, H, C, C2, G, !widens, widens || b.accumulate),
+                norm_jobs(B, H, O, 0, G, false, false);
+            conv_jobs(B, H, C + C2, O), conv_jobs(B, H, O, O);
+            if (widens) linear_jobs(M, C, C2, O, b.accumulate);
+            linear_jobs(B, plan.embed, 0, O, true);
+        }
+        if (b.kind == BLOCK_ATTENTION) {
+            norm_jobs(B, H, C, 0, G, true, b.accumulate);
+            linear_jobs(M, C, 0, 3 * C, false), linear_jobs(M, C, 0, C, false);
+            attention_jobs(B, H * H, C, C / plan.num_head_channels);
+        }
+        if (b.kind == BLOCK_DOWN) {
+            double more = b.accumulate ? bytes / 5 * 9 : bytes;
+            job("downsample forward", shape, false, bytes, downsample_forward, X{n}, X{4 * n}, B, H, H, C);
+            job("downsample backward", shape, false, more, downsample_backward, X{4 * n}, X{n}, B, H, H, C,
+                b.accumulate);
+        }
+        if (b.kind == BLOCK_UP) {
+            job("upsample forward", shape, false, bytes, upsample_forward, X{4 * n}, X{n}, B, H, H, C);
+            job("upsample backward", shape, false, bytes, upsample_backward, X{n}, X{4 * n}, B, H, H, C,
+                b.accumulate);
+        }
+        if (b.kind == BLOCK_OUT) norm_jobs(B, H, C, 0, G, false, false), conv_jobs(B, H, C, O);
+    }
+    StepState update = {0, {1e-4f, 0, 0.9f, 0.999f, 1e-8f, 0.5f, 0.3f, 0.001f}, 1, 0, 0};
+    Buffer<StepState> state(std::vector<StepState>(1, update));
+    Buffer<int> t(some_timesteps(B));
+    double element = sizeof(floatX), n = (double)pixels;
+    job("add noise", "", false, (8 + element) * n, add_noise, X{pixels}, F{pixels}, F{pixels}, t.device,
+        F{1000}, F{1000}, B, size, size, PREDICT_EPS, 1, STREAM_NOISE, 0, state.device);
+    job("mean squared error", "", false, (4 + 2 * element) * n, mse, F{pixels}, X{pixels}, X{pixels},
+        F{pixels}, pixels);
+    job("squared norm", "", false, 4.0 * (double)P, squared_norm, F{P / NORM_CHUNK + 1}, F{P}, P);
+    job("AdamW", "", false, (36 + element) * (double)P, adamw, F{P}, F{P}, X{P}, F{P}, F{P}, F{P}, P,
+        state.device);
+
+    std::map<std::string, double> totals;
+    for (const Job& job : jobs) {
+        double us = microseconds(job.launch);
+        printf("%-24s %-32s x%-3d %8.1f us %7.0f %s\n", job.layer.c_str(), job.shape.c_str(), job.count, us,
+               job.work / us * (job.flop ? 1e-6 : 1e-3), job.flop ? "TFLOP/s" : "GB/s");
+        totals[job.layer] += us * job.count, totals["together"] += us * job.count;
+    }
+    printf("\n%s, batch %d, a step's launches:\n", backend_name().c_str(), B);
+    for (auto& [layer, us] : totals) printf("%-24s %8.0f us\n", layer.c_str(), us);
+    backend_free(pool);
+}
+
+int main(int argc, char** argv) {
+    std::string mode = argc > 1 ? argv[1] : "check";
+    if (mode != "check" && mode != "tiny" && mode != "time")
+        fail_usage("test_unet knows check, tiny and time, and no %s", mode.c_str());
+    backend_init();
+    if (!allocate_workspace()) fail("could not allocate the workspace");
+    Config config = default_config();
+    Plan plan = make_plan(config, config.batch_size, true);
+    if (mode == "time") {
+        time_step(plan);
+        return 0;
+    }
+    printf("%s\n", backend_name().c_str());
+    if (mode == "tiny")
+        check_tiny();
+    else
+        check_all(plan);
+    return summary();
+}
+
+#else  // the CPU build: everything below
 
 // ---- allocations are counted, so that a file's header can be shown to claim no memory ---------------------
 
@@ -934,11 +1849,13 @@ static void test_threads() {
     for (int threads : counts) {
         set_threads(threads);
         Trainer t;
-        Config config = config_of(with(toy_flags(), {{"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
+        // large enough for every sum to be formed in several blocks
+        Config config = config_of(
+            with(toy_flags(), {{"image_size", "16"}, {"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
         build_model(&t.model, config, config.batch_size, true);
         upload_schedule(&t.model);
         perturbed_weights(&t.model, 1);
-        t.images = random_images(7, 8, 5);
+        t.images = random_images(7, 16, 5);
         prepare_steps(&t);
         double sum = 0;
         for (int step = 0; step < 3; step++) {
@@ -1196,6 +2113,13 @@ static std::string use_file(const Victim& v, bool read_data) {
     WeightsFile file = open_weights(v.path);
     std::string bad = refusal([&] { check_config(file.config); });
     if (!bad.empty()) return "a configuration that is refused: " + bad;
+    int32_t header[HEADER_INTS];
+    Reader(v.path).read(header, sizeof header);
+    for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
+        if (header[0] == UNET_MAGIC && (flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION) &&
+            memcmp(header + flag.field, (char*)&file.config + flag.offset,
+                   flag.kind == FLAG_LIST ? sizeof file.config.channel_mult : sizeof(int)))
+            return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
     if (!file.find("weights") || file.step < 0) return "no weights or a negative step";
     for (const char* section : {"weights", "ema", "adam_m", "adam_v"}) {
@@ -1526,6 +2450,68 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
         count, sealed_count, tally.refused, tally.accepted, 1e3 * tally.slowest, tally.bad.c_str());
 }
 
+// Files that random changes do not hit upon: each must be refused, its checksum being right.
+static void test_crafted_files(const std::vector<Victim>& victims) {
+    const Victim& v = victims[CHECKPOINT];
+    int32_t header[HEADER_INTS];
+    uint64_t whole = make_plan(smallest_config(), 1, false).num_parameters * sizeof(float),
+             rest = v.size - HEADER_BYTES, text_bytes = rest - 4 * whole;
+    typedef std::vector<std::pair<std::string, uint64_t>> Table;
+    const Table tables[] = {
+        // lengths that sum up to the file's only because 64 bits overflow
+        {{"pad", 0 - whole}, {"weights", whole}, {"more", rest}},
+        {{"pad", 0 - (uint64_t)HEADER_BYTES}, {"weights", whole}, {"more", rest - whole + HEADER_BYTES}},
+        {{"weights", whole}, {"a", UINT64_MAX}, {"b", rest - whole + 1}},
+        // lengths of other models, in a sum that is right
+        {{"weights", whole - 4}, {"ema", whole + 4}, {"more", rest - 2 * whole}},
+        {{"weights", whole}, {"ema", whole + 4}, {"more", rest - 2 * whole - 4}},
+        {{"weights", whole}, {"adam_m", 0}, {"adam_v", 0}, {"more", rest - whole}},
+        {{"weights", rest}},
+        // two of a name; none of weights; a path as long as weights; too short a sum
+        {{"weights", whole}, {"weights", whole}, {"more", rest - 2 * whole}},
+        {{"ema", whole}, {"adam_m", whole}, {"more", rest - 2 * whole}},
+        {{"weights", whole}, {"data_file", rest - whole}},
+        {{"weights", whole}, {"more", rest - whole - 4}},
+    };
+    int refused = 0, count = 0;
+    std::string bad;
+    auto expect_refusal = [&](const Victim& file) {
+        std::string wrong, message = refusal([&] { wrong = use_file(file, true); });
+        count++;
+        if (is_sentence(message) && refusal_count == 1)
+            refused++;
+        else
+            bad += text("; file %d: '%s' %s", count, message.c_str(), wrong.c_str());
+    };
+    for (const Table& table : tables) {
+        memcpy(header, v.content.data(), sizeof header);
+        memset(header + FIELD_SECTION_TABLE, 0, sizeof header - FIELD_SECTION_TABLE * sizeof(int32_t));
+        header[FIELD_SECTIONS] = (int32_t)table.size();
+        for (size_t i = 0; i < table.size(); i++) {
+            int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * i;
+            memcpy(entry, table[i].first.data(), table[i].first.size());
+            memcpy(entry + SECTION_NAME_BYTES / 4, &table[i].second, sizeof(uint64_t));
+        }
+        seal_header(v, header, v.data_checksum);
+        put(v, 0, header, sizeof header);
+        expect_refusal(v);
+    }
+    put(v, 0, v.content.data(), HEADER_BYTES);
+    bool sound = text_bytes == strlen("some/images.bin");  // the tables above were made for this file
+    const Victim& images = victims[OLD_IMAGES];
+    for (float pixel : {NAN, INFINITY, -INFINITY, 2.0f, -1.5f, 1e-3f}) {
+        size_t at = images.size - sizeof pixel;
+        put(images, at, &pixel, sizeof pixel);
+        if (pixel == 1e-3f)
+            sound &= refusal([&] { use_file(images, true); }).empty();
+        else
+            expect_refusal(images);
+        put(images, at, &images.content[at], sizeof pixel);
+    }
+    report(bad.empty() && sound, "crafted files", "%d of %d refused with one sentence%s", refused, count,
+           bad.c_str());
+}
+
 static int open_files() {
     int count = 0;
     DIR* dir = opendir("/proc/self/fd");
@@ -1543,6 +2529,7 @@ static void test_readers(long mutations, uint32_t seed) {
     test_valid_files(&victims);
     test_corrupted_fields(victims);
     test_truncated_files(victims);
+    test_crafted_files(victims);
     test_mutations(victims, mutations, seed);
     running = "after the mutations";
     bool mended = true;
@@ -1931,3 +2918,4 @@ int main(int argc, char** argv) {
     }
     return summary();
 }
+#endif  // __CUDACC__

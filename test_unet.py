@@ -720,7 +720,7 @@ def test_killed_twenty_times(tmp_path, images4):
             process.kill()
             output = process.stdout.read()
         assert process.returncode == -signal.SIGKILL, output
-        assert "error" not in output, output
+        assert "error" not in output and "passed over" not in output, output  # no half-written checkpoint
         reached.append(max((int(path.stem[-8:]) for path in folder.glob("checkpoint_*.bin")), default=0))
     assert len(set(reached)) > 8 and reached == sorted(reached) and reached[-1] < steps, reached
     run(TRAIN, "--resume", folder)
@@ -1001,7 +1001,7 @@ def test_pictures(tmp_path, images8, name):
     first = ours[2:2 + size, 2:2 + size]
     inside = ((first > 0) & (first < 255)).mean()
     print(f"largest difference {np.abs(ours - theirs).max()}, {inside:.0%} of the values not at an end")
-    assert np.abs(ours - theirs).max() <= most
+    assert np.abs(ours - theirs).max() <= most and (ours != theirs).mean() < 0.02
     assert inside > 0.15 and first.std() > 5                                # a picture, not a clamped plane
     assert (ours[:2] == 255).all() and (ours[-size:, -size:] == 255).all()  # the gaps, the empty place
     # picture 2 of seed 40 is picture 0 of seed 42, and so is the single file
