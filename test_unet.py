@@ -709,23 +709,29 @@ def test_killed_twenty_times(tmp_path, images4):
     lasted = time.time() - started
     seed = random.randrange(10**6)
     print(f"seed {seed}, a run lasts {lasted:.2f} s")
-    dice, folder, reached = random.Random(seed), tmp_path / "killed", []
-    for _ in range(20):
+    dice, folder, reached, half_written = random.Random(seed), tmp_path / "killed", [], 0
+    for attempt in range(20):
         words = (["--resume", folder] if list(folder.glob("checkpoint_*.bin"))
                  else start_flags(config, images4, folder, steps, **flags))
         command = [TRAIN, *map(str, words)]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with subprocess.Popen(command, **pipes) as process:
             time.sleep(dice.uniform(0, lasted / 11))
+            give_up = time.time() + 0.3
+            while attempt % 2 and time.time() < give_up and not list(folder.glob("*.bin.tmp")):
+                pass  # every other time in the middle of a save
             process.kill()
             output = process.stdout.read()
         assert process.returncode == -signal.SIGKILL, output
         assert "error" not in output and "passed over" not in output, output  # no half-written checkpoint
+        half_written += bool(list(folder.glob("*.bin.tmp")))
         reached.append(max((int(path.stem[-8:]) for path in folder.glob("checkpoint_*.bin")), default=0))
-    assert len(set(reached)) > 8 and reached == sorted(reached) and reached[-1] < steps, reached
+    print(f"killed after steps {reached}, {half_written} times during a save")
+    assert len(set(reached)) > 8 and reached == sorted(reached) and reached[-1] < steps and half_written > 2
     run(TRAIN, "--resume", folder)
     assert checkpoint_in(folder, steps).read_bytes() == checkpoint_in(tmp_path / "calm", steps).read_bytes()
     assert sorted(losses_in(folder).items())[-1] == sorted(losses_in(tmp_path / "calm").items())[-1]
+    assert not list(folder.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
