@@ -39,8 +39,8 @@ BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
 
 # Any python3 with PyTorch 2.4 or later is used as it is; one that only lacks small packages gets them in a .venv that
 # still sees its PyTorch; otherwise the .venv holds everything.
-SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))'
-SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest'
+SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))' 2>/dev/null
+SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest' 2>/dev/null
 
 .PHONY: train test bench toc data clean report python settings all_archs
 .DELETE_ON_ERROR:
@@ -125,17 +125,17 @@ train: train_unet
 # ---- tests and benchmark ------------------------------------------------------------------------------------
 
 python:
-	@if $(SYSTEM_READY) 2>/dev/null; then echo "Python:       the system's python3 has PyTorch"; \
+	@if $(SYSTEM_READY); then echo "Python:       the system's python3 has PyTorch"; \
 	elif [ -e .venv/ready ] && [ .venv/ready -nt requirements.txt ]; then echo "Python:       .venv"; \
 	elif ! python3 -c 'import venv, ensurepip' 2>/dev/null; then \
 		echo "Python:       python3 with its venv module is needed (Debian: python3-venv)"; exit 1; \
-	elif $(SYSTEM_TORCH) 2>/dev/null; then echo "Python:       adding pytest, pillow and numpy in .venv (some 30 MB)"; \
+	elif $(SYSTEM_TORCH); then echo "Python:       adding pytest, pillow and numpy in .venv (some 30 MB)"; \
 		python3 -m venv --system-site-packages .venv && .venv/bin/pip install -q numpy pillow pytest && touch .venv/ready; \
 	else echo "Python:       no python3 with PyTorch 2.4 or later; installing requirements.txt into .venv"; \
 		echo "              (on Linux about 2.5 GB to download, 5.5 GB on the disk; once)"; \
 		python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && touch .venv/ready; fi
 
-RUN_PYTHON = $$(if $(SYSTEM_READY) 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
+RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
 TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
