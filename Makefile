@@ -68,7 +68,7 @@ data: data/emoji.bin data/faces.bin
 
 # nvcc's flags for an architecture (80, 86, 89, 90) and a precision. 90 means 90a; a newer GPU gets 90's code as PTX.
 gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $(filter $(ARCHS),$(1)),arch=compute_$(1)$(,)code=sm_$(1),arch=compute_90$(,)code=compute_90))
-nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32) -diag-suppress 177 \
+nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32,$(if $(filter 90,$(1)),-DHOPPER)) -diag-suppress 177 \
 	-Xcompiler -Wall$(,)-Wextra$(,)-Wno-unused-function
 , := ,
 # The tests hold the CPU layers beside the kernels, and do not use every function of the program.

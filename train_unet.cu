@@ -78,6 +78,9 @@ static int omp_get_thread_num() { return 0; }
 #include <cblas.h>
 #endif
 #ifdef __CUDACC__
+#ifdef HOPPER
+#include <cuda.h>
+#endif
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #endif
@@ -616,6 +619,7 @@ static cudaStream_t main_stream;
 static float* gpu_workspace;
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;
 static int gpu_multiprocessors;
+static bool gpu_overlaps_launches;  // compute capability 9.0 and up
 static cudaEvent_t gpu_marks[8];
 
 static void backend_init() {
@@ -639,6 +643,7 @@ static void backend_init() {
             "train_unet DEVICE=cpu",
             properties.name, properties.major, properties.minor);
     gpu_multiprocessors = properties.multiProcessorCount;
+    gpu_overlaps_launches = properties.major >= 9;
     CUDA_CHECK(cudaStreamCreateWithFlags(&main_stream, cudaStreamNonBlocking));
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
 }
@@ -1136,21 +1141,33 @@ static int shared_limit() {
     static int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     return bytes;
 }
-// kernel<<<grid, threads, shared>>>(args...) on main_stream, in clusters of `cluster` blocks along x.
+// kernel<<<grid, threads, shared>>>(args...) on main_stream. On a GPU that can, its blocks are brought in while the
+// last ones of the kernel before still run (programmatic dependent launch): every kernel starts with
+// await_previous_kernel(), and nothing before that reads or writes device memory.
 template <typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster,
-                   Arguments... arguments) {
+static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
+                            int cluster, Arguments... arguments) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared,
-    config.stream = main_stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = gpu_overlaps_launches;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster,
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {grid, threads, shared, main_stream, attributes, cluster > 1 ? 2u : 1u};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
     LAUNCH_CHECK();
+}
+template <typename... Parameters, typename... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
+                   Arguments... arguments) {
+    launch_clusters(kernel, grid, threads, shared, 1, arguments...);
+}
+__device__ static inline void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 static unsigned blocks_of(size_t n, size_t each) { return (unsigned)((n + each - 1) / each); }
@@ -1169,12 +1186,12 @@ __device__ static inline float block_sum(float value) {
 
 // to (n) = from (n), rounded to the layers' precision.
 __global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
+    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) to[i] = (floatX)from[i];
 }
 static void round_weights(floatX* to, const float* from, size_t n) {
-    round_weights_kernel<<<blocks_of(n, 256), 256, 0, main_stream>>>(to, from, n);
-    LAUNCH_CHECK();
+    launch(round_weights_kernel, blocks_of(n, 256), 256, 0, to, from, n);
 }
 #endif  // __CUDACC__
 
@@ -1197,6 +1214,7 @@ static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int 
 // torch.cat([cos(t * f), sin(t * f)], 1), f_i = max_period^(-i / half). One thread an angle, in double. (B,
 // C)
 __global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int B, int C, int max_period) {
+    await_previous_kernel();
     int half = C / 2, n = blockIdx.x * blockDim.x + threadIdx.x, b = n / half, i = n % half;
     if (b >= B) return;
     double sine, cosine;
@@ -1205,9 +1223,8 @@ __global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int
     out[(size_t)b * C + half + i] = (floatX)(float)sine;
 }
 static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
-    timestep_embedding_forward_kernel<<<blocks_of((size_t)B * (C / 2), 64), 64, 0, main_stream>>>(
-        out, t, B, C, max_period);
-    LAUNCH_CHECK();
+    launch(timestep_embedding_forward_kernel, blocks_of((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
+           max_period);
 }
 #else
 #define timestep_embedding_forward timestep_embedding_forward_cpu
@@ -1233,20 +1250,20 @@ static void silu_backward_cpu(float* dx, const float* dout, const float* x, size
 #ifdef __CUDACC__
 // F.silu(x). One thread an element: the embedding's few thousand.
 __global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
+    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
 }
 static void silu_forward(floatX* out, const floatX* x, size_t n) {
-    silu_forward_kernel<<<blocks_of(n, 256), 256, 0, main_stream>>>(out, x, n);
-    LAUNCH_CHECK();
+    launch(silu_forward_kernel, blocks_of(n, 256), 256, 0, out, x, n);
 }
 __global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
 }
 static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    silu_backward_kernel<<<blocks_of(n, 256), 256, 0, main_stream>>>(dx, dout, x, n);
-    LAUNCH_CHECK();
+    launch(silu_backward_kernel, blocks_of(n, 256), 256, 0, dx, dout, x, n);
 }
 #else
 #define silu_forward silu_forward_cpu
@@ -1579,6 +1596,14 @@ static Patch make_patch(int B, int H, int W, int pixels) {
 
 // ---- forward and input gradient
 
+// What a group norm read and knew, for the gradient behind it.
+struct Normed {
+    const floatX *x, *x2, *w, *bias;
+    const float *mean, *rstd;  // (B, G); null: there is no norm
+    int group;                 // channels in a group
+    bool silu;
+};
+
 struct Gemm {
     floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
     const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
@@ -1586,6 +1611,9 @@ struct Gemm {
     const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
     const floatX *bias, *emb;  // (N), (M / T, N); null: none
     float* partial;            // (splits, M, N), where splits > 1
+    float2* sums;              // (M / T, ceil(T / 128), N); null: not wanted. Of each 128 pixels of an image:
+                               // mean and squares about it; behind a norm: sums of dy and of dy x^
+    Normed norm;
     int M, N, N1, C, C2, T;
     int splits;
     Patch patch;  // 3x3 only
@@ -1805,6 +1833,7 @@ static __device__ __noinline__ void store_narrow(const Gemm& g, const float* val
 // once, in 16-byte vectors.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+    await_previous_kernel();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -1953,6 +1982,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
 // outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
+    await_previous_kernel();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
     if (i >= n) return;
     int m = (int)(i / g.N);
@@ -1976,17 +2006,448 @@ static void launch_gemm_tile(Gemm g) {
     if (Tile::TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::BM);
     int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK);
     int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
-    static const cudaError_t raised = cudaFuncSetAttribute(
-        gemm_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared_bytes(2, Tile::A_ROWS));
-    CUDA_CHECK(raised);
     int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    gemm_kernel<Tile><<<dim3(tiles, g.splits), Tile::THREADS, bytes, main_stream>>>(g);
-    LAUNCH_CHECK();
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
     if (g.splits > 1) {
-        gemm_reduce_kernel<<<ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, main_stream>>>(g);
-        LAUNCH_CHECK();
+        launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
     }
 }
+
+#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
+// ---- Hopper: tensor copies and warpgroup products
+
+// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows of 64
+// channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion counts down the
+// bytes that a barrier in shared memory expects.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to the copy engine.
+__device__ inline void barrier_publish() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Until the phase of this parity is over.
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
+        "AGAIN;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int c, int x, int y,
+                                int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+        "%3, %4, %5}], "
+        "[%6];" ::"r"(to),
+        "l"(&map), "r"(c), "r"(x), "r"(y), "r"(b), "r"(barrier)
+        : "memory");
+}
+
+// What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride` bytes apart.
+// MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the next 64 m or n lie
+// `next` bytes further. The swizzle follows the address, so that a start may be any row: a tap of a 3x3 convolution is
+// a shift of the start address.
+__device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint32_t next = 16) {
+    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
+           (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+}
+__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+#define REGISTERS_8(c, i)                                                                       \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+        "+f"(c[i + 6]), "+f"(c[i + 7])
+#define REGISTERS_32(c, i) \
+    REGISTERS_8(c, i), REGISTERS_8(c, i + 8), REGISTERS_8(c, i + 16), REGISTERS_8(c, i + 24)
+#define NAMES_10(t) \
+    "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
+#define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
+#define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
+// c (64, N) += a (64, 16) b (16, N); c[4 j + e] of thread t: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column 8 j +
+// t % 4 * 2 + e % 2.
+template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
+__device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
+    static_assert(N == 64 || N == 128 || N == 192, "");
+    if constexpr (N == 64)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_30
+                     ",%30,%31}, %32, %33, 1, 1, 1, %34, %35;"
+                     : REGISTERS_32(c, 0)
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+    if constexpr (N == 128)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_60
+                     ",%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
+                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32)
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+    if constexpr (N == 192)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES_90
+                     ",%90,%91,%92,%93,%94,%95}, %96, %97, 1, 1, 1, %98, %99;"
+                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64)
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+}
+
+// The map of x (B, H, W, C) for boxes of 64 channels, `width` columns, `height` lines and `images`.
+static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int width, int height,
+                              int images) {
+    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+    if (!encode) {
+        cudaDriverEntryPointQueryResult found;
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
+                                                    cudaEnableDefault, &found));
+        ASSERT(found == cudaDriverEntryPointSuccess);
+    }
+    CUtensorMap map;
+    cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
+    cuuint64_t sizes[4] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B},
+               strides[3] = {row, row * W, row * W * H};
+    cuuint32_t box[4] = {64, (cuuint32_t)width, (cuuint32_t)height, (cuuint32_t)images},
+               steps[4] = {1, 1, 1, 1};
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, box, steps,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    ASSERT(status == CUDA_SUCCESS);
+    return map;
+}
+
+// ---- Hopper: forward and input gradient
+
+struct HopperGemm {
+    CUtensorMap x, x2, w, out, out2, beside,
+        beside2;                       // beside: read where the outputs go: residual, or the norm's x
+    const floatX *bias, *emb;          // (N), (B, N); null: none
+    float2* sums;                      // as in Gemm
+    const float *mean, *rstd;          // (B, G) of the norm whose gradient this is; null: none
+    const floatX *norm_w, *norm_bias;  // (N)
+    int group;                         // its channels in a group
+    bool silu, has_beside;
+    int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
+    int B, H, W, T, tiles_x, tiles_y;
+};
+
+// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS, for images
+// no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
+template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int BLOCKS_, int STAGES_, int RESIDENT_>
+struct HopperTile {
+    static constexpr int TAPS = TAPS_, BLOCKS = BLOCKS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_ && TAPS > 1;
+    static constexpr int THREADS = BLOCKS * 128 + 32;                          // one more warp: the producer
+    static constexpr int PITCH = TAPS == 1 ? 8 : PAIRS ? 10 : 8 * BLOCKS + 2;  // rows from line to line
+    static constexpr int PATCH_ROWS = TAPS == 1 ? 128 * BLOCKS : PAIRS ? 200 * BLOCKS : 18 * PITCH;
+    static constexpr int PATCH_BYTES = (PATCH_ROWS * 128 + 1023) / 1024 * 1024;  // and enough for the outputs
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2, W_BYTES = 8192;
+    static constexpr int SHARED_BYTES = PATCHES * PATCH_BYTES + STAGES * W_BYTES + 256;
+};
+
+__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, int x, int y, int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+        "r"(c), "r"(x), "r"(y), "r"(b), "r"(from)
+        : "memory");
+}
+// Before the copy engine or the tensor cores read what this thread stored to shared memory.
+__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void barrier_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int STAGES = Tile::STAGES, PATCHES = Tile::PATCHES, TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
+    constexpr bool PAIRS = Tile::PAIRS;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    const uint32_t patches = shared_address(hopper_shared), w_ring = patches + PATCHES * Tile::PATCH_BYTES,
+                   barriers = w_ring + STAGES * Tile::W_BYTES;
+    auto patch_full = [&](int i) { return barriers + 8 * i; };
+    auto patch_empty = [&](int i) { return barriers + 8 * (PATCHES + i); };
+    auto w_full = [&](int i) { return barriers + 8 * (2 * PATCHES + i); };
+    auto w_empty = [&](int i) { return barriers + 8 * (2 * PATCHES + STAGES + i); };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int n_tiles = (g.N + 63) / 64, tile = blockIdx.x / n_tiles, o = blockIdx.x % n_tiles * 64;
+    int b0 = 0, y0 = 0, x0 = 0;  // of the tile's pixels
+    if (TAPS == 1)
+        x0 = tile * 128 * BLOCKS;
+    else if (PAIRS)
+        b0 = tile * 2 * BLOCKS;
+    else
+        b0 = tile / (g.tiles_x * g.tiles_y), y0 = tile / g.tiles_x % g.tiles_y * 16,
+        x0 = tile % g.tiles_x * 8 * BLOCKS;
+    // A chunk's tensor, its first channel there and in the concatenation.
+    auto second = [&](int chunk) { return chunk >= g.chunks1; };
+    auto channel = [&](int chunk) { return (second(chunk) ? chunk - g.chunks1 : chunk) * 64; };
+    auto joined = [&](int chunk) { return channel(chunk) + (second(chunk) ? g.C : 0); };
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PATCHES; i++)
+            barrier_init(patch_full(i), 1), barrier_init(patch_empty(i), BLOCKS);
+        for (int i = 0; i < STAGES; i++) barrier_init(w_full(i), 1), barrier_init(w_empty(i), BLOCKS);
+        barrier_publish();
+    }
+    __syncthreads();
+    await_previous_kernel();
+
+    if (warp == BLOCKS * 4) {  // the producer
+        if (lane != 0) return;
+        auto load_patch = [&](int chunk) {
+            int i = chunk % PATCHES;
+            if (chunk >= PATCHES) barrier_wait(patch_empty(i), (chunk / PATCHES - 1) & 1);
+            uint32_t to = patches + i * Tile::PATCH_BYTES;
+            if (chunk < g.chunks) {
+                barrier_expect(patch_full(i), Tile::PATCH_ROWS * 128);
+                copy_box(to, second(chunk) ? g.x2 : g.x, patch_full(i), channel(chunk),
+                         TAPS == 1 ? x0 : x0 - 1, TAPS == 1 ? 0 : y0 - 1, b0);
+            } else if (g.has_beside) {  // where the outputs will be put together
+                bool other = g.N1 < g.N && o >= g.N1;
+                barrier_expect(patch_full(i), BLOCKS * 16384);
+                for (int k = 0; k < BLOCKS; k++)
+                    copy_box(to + k * 16384, other ? g.beside2 : g.beside, patch_full(i),
+                             other ? o - g.N1 : o,
+                             TAPS == 1 ? x0 + 128 * k
+                             : PAIRS   ? 0
+                                       : x0 + 8 * k,
+                             y0, PAIRS ? b0 + 2 * k : b0);
+            } else {
+                barrier_arrive(patch_full(i));
+            }
+        };
+        load_patch(0);
+        for (int chunk = 0, step = 0; chunk < g.chunks; chunk++)
+            for (int tap = 0; tap < TAPS; tap++, step++) {
+                int i = step % STAGES;
+                if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
+                    load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
+                if (step >= STAGES) barrier_wait(w_empty(i), (step / STAGES - 1) & 1);
+                barrier_expect(w_full(i), Tile::W_BYTES);
+                if (Tile::TRANSPOSED)
+                    copy_box(w_ring + i * Tile::W_BYTES, g.w, w_full(i), o, TAPS - 1 - tap, joined(chunk), 0);
+                else
+                    copy_box(w_ring + i * Tile::W_BYTES, g.w, w_full(i), joined(chunk), tap, o, 0);
+                if (TAPS == 1) load_patch(chunk + 1);
+            }
+        return;
+    }
+
+    const int group = warp / 4;
+    float c[64];
+#pragma unroll
+    for (int e = 0; e < 64; e++) c[e] = 0;
+    for (int chunk = 0, step = 0; chunk < g.chunks; chunk++) {
+        int p = chunk % PATCHES;
+        barrier_wait(patch_full(p), chunk / PATCHES & 1);
+        uint32_t patch = patches + p * Tile::PATCH_BYTES;
+        for (int tap = 0; tap < TAPS; tap++, step++) {
+            int i = step % STAGES;
+            barrier_wait(w_full(i), step / STAGES & 1);
+            uint32_t w = w_ring + i * Tile::W_BYTES,
+                     shifted = patch + (tap / 3 * Tile::PITCH + tap % 3) * 128;
+            wgmma_begin();
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
+                if (PAIRS) {
+                    uint32_t at = shifted + group * 200 * 128 + k * 32;
+                    wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(at, 1280));
+                    wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(at + 100 * 128, 1280));
+                } else {
+                    uint32_t at = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
+                    wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(at, Tile::PITCH * 128));
+                }
+            }
+            wgmma_commit();
+            wgmma_wait<1>();  // the step before is done
+            if (threadIdx.x % 128 == 0 && step > 0) {
+                barrier_arrive(w_empty((step - 1) % STAGES));
+                if (tap == 0) barrier_arrive(patch_empty((chunk - 1) % PATCHES));
+            }
+        }
+    }
+    wgmma_wait<0>();
+
+    // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device memory.
+    const int row = o + warp % 4 * 16 + lane / 4,
+              p = g.chunks % PATCHES;  // this thread's channels: row, row + 8
+    const int block_x = TAPS == 1 ? x0 + 128 * group : PAIRS ? 0 : x0 + 8 * group;
+    const int images = g.T == 64 ? 2 : 1;  // of which the warpgroup holds pixels
+    const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? b0 + 2 * group : b0;
+    auto image = [&](int i) { return min(block_b + (images == 2 || PAIRS ? i : 0), g.B - 1); };
+    uint32_t to = patches + p * Tile::PATCH_BYTES + group * 16384;
+    int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
+    uint32_t at = to + line * 128 + ((vector ^ (line & 7)) << 4);
+    float sum[2][2] = {}, other[2][2] = {};  // by image and row
+    float added[2][2], scale[2][2], shift[2][2], mean[2][2], rstd[2][2];
+    const bool gradient = Tile::TRANSPOSED && g.mean;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int n = min(row + 8 * h, g.N - 1);
+            added[i][h] = (g.bias ? (float)g.bias[n] : 0.0f) +
+                          (g.emb ? (float)g.emb[(size_t)image(i) * g.N + n] : 0.0f);
+            if (!gradient) continue;
+            int of = image(i) * (g.N / g.group) + n / g.group;
+            mean[i][h] = g.mean[of], rstd[i][h] = g.rstd[of];
+            scale[i][h] = rstd[i][h] * (float)g.norm_w[n];
+            shift[i][h] = (float)g.norm_bias[n] - mean[i][h] * scale[i][h];
+        }
+    barrier_wait(patch_full(p), g.chunks / PATCHES & 1);
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+        const int i = j / 8;
+        uint32_t r[4];
+        if (g.has_beside) load_matrices_transposed(r, at + j * 1024);
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const int h = e / 2 % 2;
+            float& value = c[4 * j + e];
+            float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
+            value += added[i][h];
+            if (gradient) {
+                if (g.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
+                sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]) * rstd[i][h];
+            } else if (g.has_beside) {
+                value += beside;
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+        store_matrices_transposed(at + j * 1024, r);
+    }
+    fence_shared();
+    barrier_threads(1 + group, 128);
+    if (threadIdx.x % 128 == 0) {
+        bool second = g.N1 < g.N && o >= g.N1;
+        store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, y0, TAPS == 1 ? 0 : block_b);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+    if (g.sums) {
+        auto total = [](float x) {  // over the four lanes that share a row
+            x += __shfl_xor_sync(~0u, x, 1);
+            return x + __shfl_xor_sync(~0u, x, 2);
+        };
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (!gradient) {  // the mean, and the squares about it
+#pragma unroll
+                for (int j = 0; j < 16; j++) sum[j / 8][h] += c[4 * j + 2 * h] + c[4 * j + 2 * h + 1];
+                float first = total(sum[0][h]), last = total(sum[1][h]);
+                sum[0][h] = images == 1 ? (first + last) / 128 : first / 64;
+                sum[1][h] = images == 1 ? sum[0][h] : last / 64;
+#pragma unroll
+                for (int j = 0; j < 16; j++) {
+                    float d0 = c[4 * j + 2 * h] - sum[j / 8][h], d1 = c[4 * j + 2 * h + 1] - sum[j / 8][h];
+                    other[j / 8][h] += d0 * d0 + d1 * d1;
+                }
+            } else {
+                sum[0][h] = total(sum[0][h]), sum[1][h] = total(sum[1][h]);
+                if (images == 1) sum[0][h] += sum[1][h];
+            }
+            other[0][h] = total(other[0][h]), other[1][h] = total(other[1][h]);
+            if (images == 1) other[0][h] += other[1][h];
+        }
+        int pixel =
+            TAPS == 1 ? block_x : block_b * g.T + (PAIRS ? 0 : (y0 / 16 * (g.W / 8) + block_x / 8) * 128);
+        if (lane % 4 == 0)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
+                    if (i < images && n < g.N && part * (128 / images) < g.B * g.T)
+                        g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
+                }
+    }
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
+// B images of H x W; 1x1: all pixels are one line.
+struct HopperShape {
+    int B, H, W;
+};
+template <class Tile>
+static void launch_hopper_tile(const Gemm& g, HopperShape s) {
+    constexpr int TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
+    constexpr bool PAIRS = Tile::PAIRS;
+    HopperGemm h;
+    int width = TAPS == 1 ? 128 * BLOCKS : Tile::PITCH, height = TAPS == 1 ? 1 : PAIRS ? 10 : 18;
+    int images = PAIRS ? 2 * BLOCKS : 1;
+    auto pixels = [&](const floatX* x, int C) {
+        return tensor_map(x, C, s.W, s.H, s.B, width, height, images);
+    };
+    auto outputs = [&](const floatX* x, int C) {
+        return tensor_map(x, C, s.W, s.H, s.B, TAPS == 1 ? 128 : 8,
+                          TAPS == 1 ? 1
+                          : PAIRS   ? 8
+                                    : 16,
+                          PAIRS ? 2 : 1);
+    };
+    int K = g.C + g.C2;
+    h.x = pixels(g.x, g.C);
+    if (g.C2) h.x2 = pixels(g.x2, g.C2);
+    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, 1, 64, 1)
+                           : tensor_map(g.w, K, TAPS, g.N, 1, 1, 64, 1);
+    h.out = outputs(g.out, g.N1);
+    if (g.N1 < g.N) h.out2 = outputs(g.out2, g.N - g.N1);
+    const floatX *beside = g.norm.mean ? g.norm.x : g.residual,
+                 *beside2 = g.norm.mean ? g.norm.x2 : g.residual2;
+    h.has_beside = beside;
+    if (beside) h.beside = outputs(beside, g.N1);
+    if (beside && g.N1 < g.N) h.beside2 = outputs(beside2, g.N - g.N1);
+    h.bias = g.bias, h.emb = g.emb, h.sums = g.sums, h.mean = g.norm.mean, h.rstd = g.norm.rstd;
+    h.norm_w = g.norm.w, h.norm_bias = g.norm.bias, h.group = g.norm.group, h.silu = g.norm.silu;
+    h.C = g.C, h.N = g.N, h.N1 = g.N1;
+    h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
+    h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
+    h.tiles_x = ceil_div(s.W, 8 * BLOCKS), h.tiles_y = ceil_div(s.H, 16);
+    int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
+                : PAIRS   ? ceil_div(s.B, images)
+                          : s.B * h.tiles_x * h.tiles_y;
+    launch(hopper_gemm_kernel<Tile>, tiles * ceil_div(g.N, 64), Tile::THREADS, Tile::SHARED_BYTES, h);
+}
+// Whether the kernel above takes this product, launched here if so.
+template <int TAPS, bool TRANSPOSED>
+static bool launch_hopper(const Gemm& g) {
+    bool split_fits = g.N1 == g.N || g.N1 % 64 == 0, whole_parts = !g.sums || g.T == 64 || g.T % 128 == 0;
+    if (g.N % 8 || g.C % 8 || g.C2 % 8 || g.N <= 16 || !split_fits || !whole_parts) return false;
+    if constexpr (TAPS == 1) {
+        if (g.emb) return false;
+        HopperShape s = {1, 1, g.M};
+        // many tiles: more of them on a multiprocessor; few: more loads under way in each
+        if (ceil_div(g.M, 128) * ceil_div(g.N, 64) >= 8 * gpu_multiprocessors)
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 2, 4>>(g, s);
+        else
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(g, s);
+    } else {
+        HopperShape s = {g.patch.B, g.patch.H, g.patch.W};
+        if (g.sums && g.T != 64 && (s.H % 16 || s.W % 8)) return false;
+        if (s.H <= 8 && s.W <= 8)
+            launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(g, s);
+        else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g.N, 64) >=
+                 3 * gpu_multiprocessors)
+            launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(g, s);
+        else
+            launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(g, s);
+    }
+    return true;
+}
+#endif  // HOPPER
 
 #ifdef TESTING
 static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the estimate below
@@ -1996,8 +2457,12 @@ static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of
 // its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
 template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
-    // A tile for wgmma and the tensor copy engine (compute capability 9.0) would be launched from here, for
-    // C, C2 and N that are multiples of 64, before falling back to the portable ones.
+#ifdef HOPPER
+#ifdef TESTING
+    if (forced_tile < 0)
+#endif
+        if (launch_hopper<TAPS, TRANSPOSED>(g)) return;
+#endif
     if (g.N % VEC != 0 || g.N <= 16) {
         if constexpr (!TRANSPOSED) {
             g.splits = 1;
@@ -2270,6 +2735,7 @@ struct WeightProduct {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     weight_gradient_kernel(const WeightGradient g) {
+    await_previous_kernel();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
     constexpr int THREADS = Tile::THREADS;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -2394,6 +2860,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 // the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
 // gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks, NarrowMap map) {
+    await_previous_kernel();
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
@@ -2462,16 +2929,10 @@ static void launch_weight_gradient(WeightGradient g, float* workspace, size_t by
         if (time < least) least = time, g.splits = s;
     }
     g.partial = g.splits > 1 || map.pitch ? partial : nullptr;
-    static const cudaError_t raised = cudaFuncSetAttribute(
-        weight_gradient_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES);
-    CUDA_CHECK(raised);
-    weight_gradient_kernel<Tile>
-        <<<dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, main_stream>>>(g);
-    LAUNCH_CHECK();
+    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
     int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
-    weight_reduce_kernel<<<weight_blocks + bias_blocks, 256, 0, main_stream>>>(g, n, weight_blocks, map);
-    LAUNCH_CHECK();
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks, map);
 }
 
 // ---- bias gradient
@@ -2479,6 +2940,7 @@ static void launch_weight_gradient(WeightGradient g, float* workspace, size_t by
 // parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
 // to 8 vectors of channels of its chunk; dout is read once, in 16-byte vectors where O allows it.
 __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
+    await_previous_kernel();
     __shared__ float sums[32][8 * VEC + 1];
     int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
     int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
@@ -2507,6 +2969,7 @@ __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O
 // b, 32 b + 32); eight threads a channel take every eighth image.
 __global__ void bias_finish_kernel(float* dbias, floatX* per_image, const float* parts, int B, int chunks,
                                    int O) {
+    await_previous_kernel();
     __shared__ float sums[REDUCE_GROUPS][32];
     int o = blockIdx.x * 32 + threadIdx.x;
     float total = 0;
@@ -2530,13 +2993,11 @@ static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, i
     chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
     int rows = ceil_div(T, chunks);
     chunks = ceil_div(T, rows);
-    bias_parts_kernel<<<dim3(slabs, chunks, B), 256, 0, main_stream>>>(gpu_workspace, dout, T, O, rows);
-    LAUNCH_CHECK();
+    launch(bias_parts_kernel, dim3(slabs, chunks, B), 256, 0, gpu_workspace, dout, T, O, rows);
     if (!per_image) chunks *= B, B = 1;
     // Without per-image sums every part may go to any of the eight threads.
-    bias_finish_kernel<<<ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, main_stream>>>(
-        dbias, per_image, gpu_workspace, per_image ? B : chunks, per_image ? chunks : 1, O);
-    LAUNCH_CHECK();
+    launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias, per_image, gpu_workspace,
+           per_image ? B : chunks, per_image ? chunks : 1, O);
 }
 
 // ---- three channels: the first convolution's input, the last one's output
@@ -2549,6 +3010,7 @@ static int narrow_pitch(int channels) { return ceil_div(9 * channels, 32) * 32; 
 // rows (pixels, pitch) = F.unfold(x, 3, padding=1), tap-major, for pixels from `first`; x (B, H, W, C). A
 // thread a vector.
 __global__ void gather_kernel(floatX* rows, const floatX* x, size_t vectors, int H, int W, int C, int pitch) {
+    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= vectors) return;
     size_t m = i / (pitch / VEC);
@@ -2565,6 +3027,7 @@ __global__ void gather_kernel(floatX* rows, const floatX* x, size_t vectors, int
 // out (O, pitch) = w (O, 9, C), or flipped: out (C, pitch) = w with taps backwards and roles swapped;
 // zero-filled.
 __global__ void narrow_weights_kernel(floatX* out, const floatX* w, int O, int C, int pitch, bool flipped) {
+    await_previous_kernel();
     int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pitch, k = i % pitch;
     if (row >= (flipped ? C : O)) return;
     int depth = 9 * (flipped ? O : C);
@@ -2578,17 +3041,14 @@ enum {
 };  // of gpu_workspace; the rest is for partial sums
 static floatX* narrow_weights(const floatX* w, int O, int C, int pitch, bool flipped) {
     floatX* out = (floatX*)gpu_workspace;
-    narrow_weights_kernel<<<ceil_div((size_t)(flipped ? C : O) * pitch, 256), 256, 0, main_stream>>>(
-        out, w, O, C, pitch, flipped);
-    LAUNCH_CHECK();
+    launch(narrow_weights_kernel, ceil_div((size_t)(flipped ? C : O) * pitch, 256), 256, 0, out, w, O, C,
+           pitch, flipped);
     return out;
 }
 static floatX* narrow_rows(const floatX* x, int B, int H, int W, int C) {
     floatX* rows = (floatX*)((char*)gpu_workspace + NARROW_WEIGHT_BYTES);
     size_t vectors = (size_t)B * H * W * narrow_pitch(C) / VEC;
-    gather_kernel<<<ceil_div(vectors, 256), 256, 0, main_stream>>>(rows, x, vectors, H, W, C,
-                                                                   narrow_pitch(C));
-    LAUNCH_CHECK();
+    launch(gather_kernel, ceil_div(vectors, 256), 256, 0, rows, x, vectors, H, W, C, narrow_pitch(C));
     return rows;
 }
 static int narrow_images(int B, int H, int W, int C) {
@@ -3122,6 +3582,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
     groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, float2* partials, const floatX* x,
                              const floatX* x2, const floatX* w, const floatX* bias, int T, int C, int C2,
                              int G, bool silu, NormGeometry s) {
+    await_previous_kernel();
     extern __shared__ uint4 norm_shared[];
     uint4* tile = norm_shared;                             // (rows, vectors)
     float2* local = (float2*)(tile + s.rows * s.vectors);  // (channels): the block's groups' mean, squares
@@ -3227,9 +3688,9 @@ template <NormPass PASS>
 static void groupnorm_forward_pass(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
                                    const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
                                    bool silu, const NormGeometry& s) {
-    launch(groupnorm_forward_kernel<PASS>, dim3(s.ranks, (C + C2) / s.channels, B), NORM_THREADS, s.shared,
-           PASS == NORM_WHOLE ? s.ranks : 1, out, mean, rstd, (float2*)gpu_workspace, x, x2, w, bias, T, C,
-           C2, G, silu, s);
+    launch_clusters(groupnorm_forward_kernel<PASS>, dim3(s.ranks, (C + C2) / s.channels, B), NORM_THREADS,
+                    s.shared, PASS == NORM_WHOLE ? s.ranks : 1, out, mean, rstd, (float2*)gpu_workspace, x,
+                    x2, w, bias, T, C, C2, G, silu, s);
 }
 static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
                               const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
@@ -3263,6 +3724,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
                               const floatX* dresidual, const float* mean, const float* rstd, const floatX* x,
                               const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
                               int C2, int G, bool silu, bool accumulate, NormGeometry s) {
+    await_previous_kernel();
     extern __shared__ uint4 norm_shared[];
     int elements = s.rows * s.vectors;
     uint4 *tile = norm_shared, *upstream = tile + elements;  // x, dout: (rows, vectors) each
@@ -3383,6 +3845,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
 // dbias, dw (K) += the batch's sums (2, B, K). A block 32 channels: a lane a channel, a warp every eighth
 // image.
 __global__ void groupnorm_weights_kernel(float* dw, float* dbias, const float* sums, int B, int K) {
+    await_previous_kernel();
     __shared__ float parts[2][8][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float a = 0, q = 0;
@@ -3404,9 +3867,9 @@ static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias,
                                bool accumulate) {
     int K = C + C2, tensors = 2 + (dresidual != nullptr) + accumulate;
     auto pass = [&](auto kernel, const NormGeometry& s, int cluster) {
-        launch(kernel, dim3(s.ranks, K / s.channels, B), NORM_THREADS, s.shared, cluster, dx, dx2, sums,
-               (float2*)gpu_workspace, dout, dresidual, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu,
-               accumulate, s);
+        launch_clusters(kernel, dim3(s.ranks, K / s.channels, B), NORM_THREADS, s.shared, cluster, dx, dx2,
+                        sums, (float2*)gpu_workspace, dout, dresidual, mean, rstd, x, x2, w, bias, B, T, C,
+                        C2, G, silu, accumulate, s);
     };
     NormGeometry s = norm_geometry(NORM_WHOLE, tensors, B, T, K, G);
     if (norm_whole(s)) {
@@ -3418,8 +3881,7 @@ static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias,
         pass(groupnorm_backward_kernel<NORM_REDUCE>, s, 1);
         pass(groupnorm_backward_kernel<NORM_APPLY>, apply, 1);
     }
-    groupnorm_weights_kernel<<<blocks_of(K, 32), 256, 0, main_stream>>>(dw, dbias, sums, B, K);
-    LAUNCH_CHECK();
+    launch(groupnorm_weights_kernel, blocks_of(K, 32), 256, 0, dw, dbias, sums, B, K);
 }
 #else
 #define groupnorm_forward groupnorm_forward_cpu
@@ -3627,6 +4089,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
                                                               : 6)  // 6: T = 256 at B = 32 is one wave
     attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
+    await_previous_kernel();
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
@@ -3771,6 +4234,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                               : ATTENTION_BLOCKS)
     attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
                               const bf16* qkv, int T, int C, int d, float scale) {
+    await_previous_kernel();
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
     lse += ((size_t)b * gridDim.y + head) * T;
@@ -3785,15 +4249,14 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
 template <int D>
 static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
     launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
-           sizeof(AttentionForwardShared<D>), 1, out, lse, qkv, T, C, C / heads,
-           1 / sqrtf((float)(C / heads)));
+           sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 template <int D>
 static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
                                       const bf16* qkv, int B, int T, int C, int heads) {
     const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
     launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * blocks_of(T, ATTENTION_ROWS), heads, B),
-           ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), 1, dqkv, dout, out, lse, qkv, T, C,
+           ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
            C / heads, 1 / sqrtf((float)(C / heads)));
 }
 
@@ -3826,6 +4289,7 @@ __device__ static float attention_dot(const float a[D], const float* b) {
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_ROWS)
     attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
+    await_previous_kernel();
     __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
     int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
     const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
@@ -3901,6 +4365,7 @@ template <int D>
 __global__ void __launch_bounds__(ATTENTION_ROWS)
     attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
                               const float* qkv, int T, int C, int d, float scale) {
+    await_previous_kernel();
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
     int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
@@ -3914,14 +4379,14 @@ __global__ void __launch_bounds__(ATTENTION_ROWS)
 template <int D>
 static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
                                      int heads) {
-    launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, 1,
-           out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+    launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
+           lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 template <int D>
 static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
                                       const float* qkv, int B, int T, int C, int heads) {
     launch(attention_backward_kernel<D>, dim3(2 * blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
-           1, dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+           dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 
 #endif
@@ -4002,6 +4467,7 @@ static void downsample_backward_cpu(float* dx, const float* dout, int B, int H, 
 // out (B, 2H, 2W, C) [+]= factor x (B, H, W, C), each pixel four times. A block a row of x; a thread 16
 // bytes. Device memory: x in and out out once (out in too where it accumulates).
 __global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
+    await_previous_kernel();
     int vectors = C / WIDE, row = W * vectors;  // 16-byte pieces of a pixel, of a row
     for (int i = threadIdx.x; i < row; i += blockDim.x) {
         float source[WIDE], value[4][WIDE];
@@ -4019,6 +4485,7 @@ __global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, flo
 }
 // out (B, H, W, C) [+]= factor times the sum of the 2x2 pixels of x (B, 2H, 2W, C). A block a row of out.
 __global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
+    await_previous_kernel();
     int vectors = C / WIDE, row = W * vectors;
     for (int i = threadIdx.x; i < row; i += blockDim.x) {
         float value[4][WIDE], before[WIDE] = {};
@@ -4035,13 +4502,10 @@ __global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float 
 }
 static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
                       bool accumulate) {
-    repeat2x2_kernel<<<B * H, std::min(256, W * C / WIDE), 0, main_stream>>>(out, x, W, C, factor,
-                                                                             accumulate);
-    LAUNCH_CHECK();
+    launch(repeat2x2_kernel, B * H, std::min(256, W * C / WIDE), 0, out, x, W, C, factor, accumulate);
 }
 static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
-    sum2x2_kernel<<<B * H, std::min(256, W * C / WIDE), 0, main_stream>>>(out, x, W, C, factor, accumulate);
-    LAUNCH_CHECK();
+    launch(sum2x2_kernel, B * H, std::min(256, W * C / WIDE), 0, out, x, W, C, factor, accumulate);
 }
 static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
     repeat2x2(out, x, B, H, W, C, 1.0f, false);
@@ -4087,6 +4551,7 @@ static void mse_cpu(float* losses, float* dout, const float* out, const float* t
 // F.mse_loss: losses (chunks) the sums of squares, dout (n, or null) = 2 (out - target) / n. A block a chunk.
 __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target, size_t n,
                            float scale) {
+    await_previous_kernel();
     float sum = 0;
     size_t first = (size_t)blockIdx.x * LOSS_CHUNK, end = min(first + LOSS_CHUNK, n);
 #pragma unroll 4
@@ -4099,9 +4564,8 @@ __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
 static void mse(float* losses, floatX* dout, const floatX* out, const float* target, size_t n) {
-    mse_kernel<<<blocks_of(n, LOSS_CHUNK), 1024, 0, main_stream>>>(losses, dout, out, target, n,
-                                                                   (float)(2.0 / (double)n));
-    LAUNCH_CHECK();
+    launch(mse_kernel, blocks_of(n, LOSS_CHUNK), 1024, 0, losses, dout, out, target, n,
+           (float)(2.0 / (double)n));
 }
 #else
 #define mse mse_cpu
@@ -4932,6 +5396,7 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
                                  const float* __restrict__ images, const int* timesteps, const float* signal,
                                  const float* noise, int pixels, bool predict_v, uint32_t seed,
                                  uint32_t stream, uint32_t first, const StepState* state) {
+    await_previous_kernel();
     PixelQuad q(pixels);
     uint32_t step = state ? (uint32_t)state->step : 0;
     if (q.n <= 0) return;
@@ -4954,10 +5419,8 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
 static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
                       const float* signal, const float* noise, int B, int H, int W, int predict,
                       uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
-    add_noise_kernel<<<quad_blocks(B, H * W), QUAD_THREADS, 0, main_stream>>>(
-        x_t, target, images, timesteps, signal, noise, H * W, predict == PREDICT_V, seed, stream, first,
-        state);
-    LAUNCH_CHECK();
+    launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
+           noise, H * W, predict == PREDICT_V, seed, stream, first, state);
 }
 #else
 #define add_noise add_noise_cpu
@@ -5043,6 +5506,7 @@ static void sampler_step_cpu(float* x, float* input, const float* out, SamplerSt
 #ifdef __CUDACC__
 // A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
 __global__ void sampler_start_kernel(float* x, floatX* input, int pixels, uint32_t first_seed) {
+    await_previous_kernel();
     PixelQuad q(pixels);
     for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
         float normal[4];
@@ -5054,14 +5518,13 @@ __global__ void sampler_start_kernel(float* x, floatX* input, int pixels, uint32
     }
 }
 static void sampler_start(float* x, floatX* input, int B, int H, int W, uint32_t first_seed) {
-    sampler_start_kernel<<<quad_blocks(B, H * W), QUAD_THREADS, 0, main_stream>>>(x, input, H * W,
-                                                                                  first_seed);
-    LAUNCH_CHECK();
+    launch(sampler_start_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, H * W, first_seed);
 }
 
 // x0 = clamp(from_x x + from_out out, -1, 1), x = to_x0 x0 + to_x x + sigma noise, in place.
 __global__ void sampler_step_kernel(float* x, floatX* input, const floatX* out, SamplerStep s, int pixels,
                                     uint32_t first_seed, uint32_t call) {
+    await_previous_kernel();
     PixelQuad q(pixels);
     for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
         float normal[4] = {};
@@ -5080,9 +5543,8 @@ __global__ void sampler_step_kernel(float* x, floatX* input, const floatX* out, 
 }
 static void sampler_step(float* x, floatX* input, const floatX* out, SamplerStep s, int B, int H, int W,
                          uint32_t first_seed, uint32_t call) {
-    sampler_step_kernel<<<quad_blocks(B, H * W), QUAD_THREADS, 0, main_stream>>>(x, input, out, s, H * W,
-                                                                                 first_seed, call);
-    LAUNCH_CHECK();
+    launch(sampler_step_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, out, s, H * W, first_seed,
+           call);
 }
 #else
 #define sampler_start sampler_start_cpu
@@ -5138,6 +5600,7 @@ static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const f
 #ifdef __CUDACC__
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
 __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
+    await_previous_kernel();
     size_t first = (size_t)blockIdx.x * NORM_CHUNK, end = min(first + NORM_CHUNK, n);
     float sum = 0;
 #pragma unroll 8
@@ -5153,8 +5616,7 @@ __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 static void squared_norm(float* parts, const float* x, size_t n) {
-    squared_norm_kernel<<<blocks_of(n, NORM_CHUNK), 512, 0, main_stream>>>(parts, x, n);
-    LAUNCH_CHECK();
+    launch(squared_norm_kernel, blocks_of(n, NORM_CHUNK), 512, 0, parts, x, n);
 }
 
 __device__ static inline void adamw_element(float& w, float& ema, float& m, float& v, float g, const AdamW& a,
@@ -5169,6 +5631,7 @@ __device__ static inline void adamw_element(float& w, float& ema, float& m, floa
 // parameter, each once. All (n) and 16-byte aligned; ema and working may be null. A thread 4 parameters.
 __global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient,
                              size_t n, const StepState* state) {
+    await_previous_kernel();
     if (!state->finite) return;
     AdamW a = state->update;
     float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
@@ -5199,8 +5662,7 @@ __global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, fl
 }
 static void adamw(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient, size_t n,
                   const StepState* state) {
-    adamw_kernel<<<blocks_of(n, 4 * 256), 256, 0, main_stream>>>(w, ema, working, m, v, gradient, n, state);
-    LAUNCH_CHECK();
+    launch(adamw_kernel, blocks_of(n, 4 * 256), 256, 0, w, ema, working, m, v, gradient, n, state);
 }
 #else
 #define adamw adamw_cpu
@@ -5304,30 +5766,31 @@ static void fill_timesteps_cpu(int* timesteps, int B, int value) {
 // One block: a thread a sample.
 __global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
                                   Hyper hyper) {
+    await_previous_kernel();
     if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step);
     for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
         choose_sample(timesteps + b, sources + b, source, b, state->step);
 }
 static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
-    begin_step_kernel<<<1, 256, 0, main_stream>>>(state, timesteps, sources, source, hyper);
-    LAUNCH_CHECK();
+    launch(begin_step_kernel, 1, 256, 0, state, timesteps, sources, source, hyper);
 }
 
 // A thread an element. Grid (elements, batch).
 __global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
+    await_previous_kernel();
     int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
     if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
 }
 static void load_images(float* images, const int* sources, BatchSource source) {
     int elements = IMAGE_CHANNELS * source.size * source.size;
-    load_images_kernel<<<dim3(blocks_of(elements, 256), source.batch), 256, 0, main_stream>>>(
-        images, sources, source, elements);
-    LAUNCH_CHECK();
+    launch(load_images_kernel, dim3(blocks_of(elements, 256), source.batch), 256, 0, images, sources, source,
+           elements);
 }
 
 // One block adds up the parts, in an order that their number decides.
 __global__ void finish_step_kernel(StepState* state, const float* losses, int loss_parts, double elements,
                                    const float* norm_parts, int norm_parts_count) {
+    await_previous_kernel();
     float loss = 0, norm = 0;
     for (int i = threadIdx.x; i < loss_parts; i += blockDim.x) loss += losses[i];
     for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) norm += norm_parts[i];
@@ -5342,18 +5805,16 @@ __global__ void finish_step_kernel(StepState* state, const float* losses, int lo
 }
 static void finish_step(StepState* state, const float* losses, size_t elements, const float* norm_parts,
                         size_t parameters) {
-    finish_step_kernel<<<1, 256, 0, main_stream>>>(state, losses, (int)blocks_of(elements, LOSS_CHUNK),
-                                                   (double)elements, norm_parts,
-                                                   (int)blocks_of(parameters, NORM_CHUNK));
-    LAUNCH_CHECK();
+    launch(finish_step_kernel, 1, 256, 0, state, losses, (int)blocks_of(elements, LOSS_CHUNK),
+           (double)elements, norm_parts, (int)blocks_of(parameters, NORM_CHUNK));
 }
 
 __global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
+    await_previous_kernel();
     for (int b = threadIdx.x; b < B; b += blockDim.x) timesteps[b] = value;
 }
 static void fill_timesteps(int* timesteps, int B, int value) {
-    fill_timesteps_kernel<<<1, 256, 0, main_stream>>>(timesteps, B, value);
-    LAUNCH_CHECK();
+    launch(fill_timesteps_kernel, 1, 256, 0, timesteps, B, value);
 }
 #else
 #define begin_step begin_step_cpu
