@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 import generate
 import train_unet
@@ -1086,6 +1087,39 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+
+
+def profile_tables(text):
+    """The tables of ./train_unet --profile: a list of {name: (launches, ms, share)}, each with its sum."""
+    tables = []
+    for line in text.splitlines():
+        row = re.fullmatch(r"(\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +[\d.]+ +[\d.]+ +(?:-|\d+%)", line)
+        if line.split()[:2] == ["launches", "ms"]:
+            tables.append({})
+        elif row:
+            tables[-1][row[1]] = int(row[2]), float(row[3]), float(row[4])
+    return tables
+
+
+def test_profile():
+    """Both tables add up and agree; the operations of a step are those that PyTorch counts."""
+    result = run(TRAIN, "--profile", "--batch_size", 1)
+    assert re.match(r"train_unet on .+, batch 1\n", result.stdout) and "no line counts" not in result.stdout
+    kinds, blocks = profile_tables(result.stdout)
+    assert kinds["sum of the parts"] == blocks["sum of the parts"]
+    for table in (kinds, blocks):
+        launches, ms, share = table.pop("sum of the parts")
+        assert sum(row[0] for row in table.values()) == launches and share == 100
+        assert abs(sum(row[1] for row in table.values()) - ms) < 1e-3 * len(table)
+        assert abs(sum(row[2] for row in table.values()) - 100) < 0.05 * len(table) + 1e-6
+    assert {f"{size} {what}" for size in ("3x3", "1x1") for what in ("forward", "dX", "dW")} < kinds.keys()
+    plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
+    assert [name for name in blocks if name != "step"] == plan and len(plan) > 40
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model, t = train_unet.UNet(Config()), torch.zeros(1, dtype=torch.long)
+        model(torch.empty(1, 3, 64, 64), t).sum().backward()
+    ours = float(re.search(r"^operations: +([\d.]+) GFLOP an image", result.stdout, re.M)[1])
+    assert abs(ours / (counter.get_total_flops() / 1e9) - 1) < 3e-4 and 38 < ours < 39
 
 
 def test_data_files(tmp_path, images8):
