@@ -6133,7 +6133,7 @@ static void request_stop(int signal_number) {
 // ---- a training step --------------------------------------------------------------------------------------
 
 struct Trainer {
-    Model model;
+    Model model = Model();
     Dataset images, validation;
     BatchSource source;
     void* pixels = nullptr;       // the images where the device reads them, if that is a copy
