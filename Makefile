@@ -88,6 +88,8 @@ endif
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
 $(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+$(BUILD)/train_unet_fp32: train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
 $(BUILD)/test_unet_cuda_%: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(GPU_ARCH),$*) $< -o $@
 test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
@@ -144,9 +146,10 @@ test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
-# One full training step against PyTorch on this machine; writes its table into README.md.
-bench: python train_unet
-	@$(RUN_PYTHON) train_unet.py --benchmark True
+# Against PyTorch on this machine; writes its tables into README.md. On a GPU, BATCHES=32,128 measures some of the batch
+# sizes, and what was measured earlier on the same GPU stays in the table.
+bench: python train_unet $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32)
+	@$(RUN_PYTHON) train_unet.py --benchmark True $(if $(BATCHES),--benchmark_batches $(BATCHES))
 
 # ---- housekeeping -------------------------------------------------------------------------------------------
 

@@ -29,11 +29,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 import generate
 import train_unet
 import unet_io
-from unet_io import Checkpoint, Config, Stream, UserError
+from unet_io import Checkpoint, Config, Stream, UserError, flags_of
 
 ROOT = pathlib.Path(__file__).resolve().parent
 TRAIN = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
@@ -114,17 +115,6 @@ def error_of(a, r):
 
 def same_bits(a, b):
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def flags_of(config):
-    """A Config as a command line."""
-    words = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.metadata["help"]:
-            text = ",".join(map(str, value)) or "0" if field.type is tuple else value
-            words += [f"--{field.name}", int(text) if field.type is bool else text]
-    return words
 
 
 def write_toy_images(path, n=11, size=8, seed=1):
@@ -583,6 +573,33 @@ def twin_cases():
 def test_twin(cpp, tmp_path):
     unet_io.write_tensors(tmp_path / "twin.bin", twin_cases())
     cpp(TEST, "--twin", tmp_path / "twin.bin")
+
+
+def test_device_twin(images8):
+    """The random numbers that PyTorch makes on its device: the integers equal, the batches to 2e-6."""
+    for seed, stream, step in ((0, Stream.NOISE, 0), (2**32 - 1, Stream.PERTURB, 9), (7, Stream.FLIP, 2**31)):
+        rows = torch.tensor([0, 1, 31, 2**31 + 5])
+        words = train_unet.device_words(seed, stream, 400, rows, torch.tensor([step]))
+        assert np.array_equal(words.numpy(), unet_io.words(seed, stream, 400, rows.numpy(), step))
+    config = Config(**TOY | dict(flip=True, batch_size=5, seed=3))
+    images = unet_io.read_images(images8)
+    replayed = train_unet.DeviceReplay(train_unet.UNet(config), images, config, 7, "cpu")
+    for step in range(7):
+        for ours, theirs in zip(replayed.batch(), train_unet.make_batch(images, config, step)):
+            assert ours.dtype == torch.from_numpy(theirs).dtype and ours.shape == theirs.shape
+            assert np.abs(ours.numpy() - theirs).max() <= (2e-6 if ours.is_floating_point() else 0)
+        replayed.step_index += 1
+
+
+def test_compare_quality(tmp_path, images8):
+    """Both programs from fresh weights, with everything that may vary from step to step."""
+    config = dataclasses.replace(RESUMED, ema_rate=0.0)
+    result = script("train_unet.py", "--compare_quality", tmp_path / "x/curves.jsonl", *flags_of(config),
+                    "--steps", 12, "--data_file", images8, "--device", "cpu")
+    assert "within 1%: the losses fall alike" in result.stdout
+    lines = [json.loads(line) for line in (tmp_path / "x/curves.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(abs(line["train_unet"] / line["pytorch"] - 1) < 1e-5 for line in lines)
 
 
 def test_schedule_by_known_values():
@@ -1086,6 +1103,59 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+
+
+def profile_tables(text):
+    """The tables of ./train_unet --profile: a list of {name: (launches, ms, share)}, each with its sum."""
+    tables = []
+    for line in text.splitlines():
+        row = re.fullmatch(r"(\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +[\d.]+ +[\d.]+ +(?:-|\d+%)", line)
+        if line.split()[:2] == ["launches", "ms"]:
+            tables.append({})
+        elif row:
+            tables[-1][row[1]] = int(row[2]), float(row[3]), float(row[4])
+    return tables
+
+
+def test_profile():
+    """Both tables add up and agree; the operations of a step are those that PyTorch counts."""
+    result = run(TRAIN, "--profile", "--batch_size", 1)
+    assert re.match(r"train_unet on .+, batch 1\n", result.stdout) and "no line counts" not in result.stdout
+    kinds, blocks = profile_tables(result.stdout)
+    assert kinds["sum of the parts"] == blocks["sum of the parts"]
+    for table in (kinds, blocks):
+        launches, ms, share = table.pop("sum of the parts")
+        assert sum(row[0] for row in table.values()) == launches and share == 100
+        assert abs(sum(row[1] for row in table.values()) - ms) < 1e-3 * len(table)
+        assert abs(sum(row[2] for row in table.values()) - 100) < 0.05 * len(table) + 1e-6
+    assert {f"{size} {what}" for size in ("3x3", "1x1") for what in ("forward", "dX", "dW")} < kinds.keys()
+    plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
+    assert [name for name in blocks if name != "step"] == plan and len(plan) > 40
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model, t = train_unet.UNet(Config()), torch.zeros(1, dtype=torch.long)
+        model(torch.empty(1, 3, 64, 64), t).sum().backward()
+    ours = float(re.search(r"^operations: +([\d.]+) GFLOP an image", result.stdout, re.M)[1])
+    assert abs(ours / (counter.get_total_flops() / 1e9) - 1) < 3e-4 and 38 < ours < 39
+
+
+def test_benchmark_tables():
+    """The GPU's tables: each kind's newest line, none from another GPU, pairs only; their places."""
+    head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
+    ours = dict(precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
+                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]))
+    theirs = dict(precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
+                  memory_mib=1024.0, first_s=100.0, torch="2.9")
+    lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
+             theirs, ours, ours | dict(batch=128)]
+    texts = train_unet.render_gpu(lines)
+    assert "**3.00 times (batch 32) as fast as PyTorch**, on X." in texts["gpu"]
+    assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
+    assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
+    assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
+    assert train_unet.render_gpu(lines[:1]) == {}
+    page = pathlib.Path(train_unet.README).read_text()
+    for name in ("cpu", *texts):
+        assert page.count(f"<!-- bench:{name} -->") == page.count(f"<!-- /bench:{name} -->") == 1
 
 
 def test_data_files(tmp_path, images8):

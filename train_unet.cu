@@ -163,7 +163,7 @@ struct Config {
     // sampling
     int generate, sampler, sample_steps, use_ema;
     // what to do
-    int resume_given, dry_run, help;
+    int resume_given, dry_run, profile, help;
 };
 
 // A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
@@ -283,6 +283,8 @@ static const Flag FLAGS[] = {
 
     {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
      "print the plan and the memory it needs, and exit"},
+    {"profile", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(profile), "0", 0, 1, 0,
+     "print what a training step's time goes to, by kind of kernel and by block, and exit; needs no data"},
     {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
 };
 enum {
@@ -592,6 +594,55 @@ static void check_config(const Config& c) {
 // 2  ARENAS AND TENSORS
 // ===========================================================================================================
 
+// ---- profile ----------------------------------------------------------------------------------------------
+
+static double seconds_now() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// What --profile measures. A launcher opens a scope at its head, PROFILE("3x3 dW", {operations, bytes}), that
+// lasts until it returns: the operations of its maths, and the bytes that must move where each input is read
+// once and each output written once. A scope within another is a part of it.
+struct Work {
+    double operations, bytes;
+};
+struct Profile {
+    struct Entry {
+        std::string kind, block;
+        Work work;
+        int launches;
+        std::vector<float> ms;  // of each repetition
+    };
+    bool on = false;             // false: scopes do nothing
+    const char* block = "step";  // of the plan, under way
+    std::vector<Entry> entries;  // in the order of the step
+    size_t next = 0;             // how many scopes of the step were opened
+    int depth = 0, stray = 0;    // scopes open; launches outside of any
+    void launched() {
+        if (on) depth ? entries[next - 1].launches++ : stray++;
+    }
+};
+static Profile profile;
+static void backend_stamp(size_t place);  // notes the time when the device has done all it was given so far
+
+struct ProfileScope {
+    size_t stamp = 0;  // its first; 0 and 1 are left to what is around all scopes
+    ProfileScope(const char* kind, Work work) {
+        if (!profile.on || profile.depth++) return;
+        size_t n = profile.next++;
+        if (n == profile.entries.size()) profile.entries.push_back({kind, profile.block, work, 0, {}});
+        profile.entries[n].launches = 0;
+        backend_stamp(stamp = 2 * n + 2);
+    }
+    ~ProfileScope() {
+        if (stamp) backend_stamp(stamp + 1);
+        if (profile.on) profile.depth--;
+    }
+};
+#define PROFILE(...) ProfileScope profile_scope(__VA_ARGS__)
+
 // ---- backend: the only place but the layers where the two builds differ -----------------------------------
 
 #if !defined(__CUDACC__) || defined(TESTING)
@@ -608,7 +659,7 @@ typedef __nv_bfloat16 floatX;
 enum { STEPS_IN_FLIGHT = 3 };  // steps begun before the first of them is awaited
 
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
-#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
+#define LAUNCH_CHECK() (profile.launched(), CUDA_CHECK(cudaGetLastError()))
 static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status != cudaSuccess)
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
@@ -621,6 +672,7 @@ static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;
 static int gpu_multiprocessors;
 static bool gpu_overlaps_launches;  // compute capability 9.0 and up
 static cudaEvent_t gpu_marks[8];
+static std::vector<cudaEvent_t> gpu_stamps;
 
 static void backend_init() {
     int count = 0;
@@ -666,6 +718,7 @@ static void* backend_allocate_host(size_t bytes) {
 }
 static void backend_free_host(void* memory) { CUDA_CHECK(cudaFreeHost(memory)); }
 static void backend_zero(void* memory, size_t bytes) {
+    PROFILE("zeroing", {0, (double)bytes});
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
@@ -715,6 +768,45 @@ static void backend_forget(Recording* recording) {
 // A point in the work given to the device, and waiting until it is reached.
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
+// A stamp that is recorded becomes a node of the graph: each replay takes its time anew. Its event was made
+// before, when the sequence was run.
+static void backend_stamp(size_t place) {
+    cudaStreamCaptureStatus capturing;
+    CUDA_CHECK(cudaStreamIsCapturing(main_stream, &capturing));
+    while (gpu_stamps.size() <= place) {
+        gpu_stamps.push_back(nullptr);
+        CUDA_CHECK(cudaEventCreate(&gpu_stamps.back()));
+    }
+    CUDA_CHECK(cudaEventRecordWithFlags(
+        gpu_stamps[place], main_stream,
+        capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
+}
+// Milliseconds between two stamps, once all work is done.
+static float backend_milliseconds(size_t first, size_t last) {
+    float ms = 0;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_stamps[first], gpu_stamps[last]));
+    return ms;
+}
+// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: NVIDIA's data sheets for the A100 and the H100
+// SXM, its white papers on Ampere GA102 and Ada for the RTX cards. 0: not known.
+static double backend_peak(std::string* source) {
+    static const struct {
+        int capability;
+        const char* gpu;
+        double bf16, fp32;
+    } PEAKS[] = {{80, "A100", 312, 19.5},
+                 {86, "RTX 3090", 71, 35.6},
+                 {89, "RTX 4090", 165, 82.6},
+                 {90, "H100 SXM", 989, 67}};
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    for (auto& peak : PEAKS) {
+        if (peak.capability != 10 * properties.major + properties.minor) continue;
+        *source = text("%s %s", peak.gpu, sizeof(floatX) == 2 ? "dense bf16" : "fp32");
+        return sizeof(floatX) == 2 ? peak.bf16 : peak.fp32;
+    }
+    return 0;
+}
 
 static size_t backend_memory_available() {
     size_t available = 0, total = 0;
@@ -735,7 +827,10 @@ static void* backend_allocate(size_t bytes) {
 static void backend_free(void* memory) { free(memory); }
 static void* backend_allocate_host(size_t bytes) { return backend_allocate(bytes); }
 static void backend_free_host(void* memory) { free(memory); }
-static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
+static void backend_zero(void* memory, size_t bytes) {
+    PROFILE("zeroing", {0, (double)bytes});
+    memset(memory, 0, bytes);
+}
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_upload_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
@@ -751,6 +846,15 @@ static void backend_replay(Recording*, Launches launches) {
 static void backend_forget(Recording*) {}
 static void backend_mark(int) {}   // a point in the work given to the device
 static void backend_await(int) {}  // until it is reached
+static std::vector<double> cpu_stamps;
+static void backend_stamp(size_t place) {
+    if (cpu_stamps.size() <= place) cpu_stamps.resize(place + 1);
+    cpu_stamps[place] = seconds_now();
+}
+static float backend_milliseconds(size_t first, size_t last) {
+    return (float)(1e3 * (cpu_stamps[last] - cpu_stamps[first]));
+}
+static double backend_peak(std::string*) { return 0; }
 
 // Bytes that this machine can still give; 0 where it does not tell.
 static size_t backend_memory_available() {
@@ -1201,6 +1305,7 @@ static void round_weights(floatX* to, const float* from, size_t n) {
 // are formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
 #ifdef CPU_LAYERS
 static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int C, int max_period) {
+    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
     int half = C / 2;
     for (int b = 0; b < B; b++)
         for (int i = 0; i < half; i++) {
@@ -1223,6 +1328,7 @@ __global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int
     out[(size_t)b * C + half + i] = (floatX)(float)sine;
 }
 static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
+    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
     launch(timestep_embedding_forward_kernel, blocks_of((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
            max_period);
 }
@@ -1239,10 +1345,12 @@ static inline float silu_gradient_cpu(float x) {
     return s * (1.0f + x * (1.0f - s));
 }
 static void silu_forward_cpu(float* out, const float* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
 #pragma omp simd
     for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid_cpu(x[i]);
 }
 static void silu_backward_cpu(float* dx, const float* dout, const float* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
 #pragma omp simd
     for (size_t i = 0; i < n; i++) dx[i] = dout[i] * silu_gradient_cpu(x[i]);
 }
@@ -1255,6 +1363,7 @@ __global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
     if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
 }
 static void silu_forward(floatX* out, const floatX* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
     launch(silu_forward_kernel, blocks_of(n, 256), 256, 0, out, x, n);
 }
 __global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
@@ -1263,6 +1372,7 @@ __global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const float
     if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
 }
 static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
     launch(silu_backward_kernel, blocks_of(n, 256), 256, 0, dx, dout, x, n);
 }
 #else
@@ -1276,6 +1386,7 @@ static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_
 // gradient of what was added per image, the time embedding).
 #ifdef CPU_LAYERS
 static void bias_backward_cpu(float* dbias, float* per_image, const float* dout, int B, int T, int O) {
+    PROFILE("bias gradient", {0, (double)sizeof(floatX) * B * T * O});
     Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
     for (int piece = 0; piece < channels.count; piece++) {
@@ -1309,9 +1420,17 @@ static void bias_backward_cpu(float* dbias, float* per_image, const float* dout,
 // out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
 // embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
 // (O), residual (M, O) or null.
+
+// What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one.
+static Work convolution_work(double M, int taps, int C, int O, size_t weight = sizeof(floatX)) {
+    double weights = (double)taps * C * O;
+    return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
+}
+
 #ifdef CPU_LAYERS
 static void linear_forward_cpu(float* out, const float* x, const float* x2, const float* w, const float* bias,
                                const float* residual, int M, int C, int C2, int O) {
+    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
     Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int i = 0; i < rows.count; i++)
@@ -1343,6 +1462,7 @@ static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, 
         int width = input ? C2 : C, first = input ? C : 0;
         Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS);
         if (target) {
+            PROFILE("1x1 dX", convolution_work(M, 1, width, O));
 #pragma omp parallel for collapse(2) schedule(dynamic)
             for (int i = 0; i < rows.count; i++)
                 for (int j = 0; j < columns.count; j++) {
@@ -1351,6 +1471,7 @@ static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, 
                            rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false, false, accumulate);
                 }
         }
+        PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
         Pieces outputs = cut(O, 120, TILE_ROWS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int i = 0; i < outputs.count; i++)
@@ -1402,6 +1523,7 @@ static Pieces conv3x3_bands(int pixels, int columns) {
 
 static void conv3x3_forward_cpu(float* out, const float* x, const float* w, const float* bias,
                                 const float* emb, const float* residual, int B, int H, int W, int C, int O) {
+    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
     Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int i = 0; i < bands.count; i++)
@@ -1428,6 +1550,7 @@ static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb
                                  const float* x, const float* w, int B, int H, int W, int C, int O) {
     bias_backward_cpu(dbias, demb, dout, B, H * W, O);
     if (dx) {
+        PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
         Pieces bands = conv3x3_bands(B * H * W, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int i = 0; i < bands.count; i++)
@@ -1440,6 +1563,7 @@ static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb
                            c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
             }
     }
+    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
     // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
     Pieces owned = cut(9 * C, 96);
 #pragma omp parallel for schedule(dynamic)
@@ -3075,6 +3199,7 @@ static void narrow_convolution(floatX* out, const floatX* x, const floatX* weigh
 
 static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
                            const floatX* bias, const floatX* residual, int M, int C, int C2, int O) {
+    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
     Gemm g = {};
     g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias;
     g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = 1;
@@ -3083,6 +3208,7 @@ static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const
 
 static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, const floatX* w, int M, int C,
                                   int C2, int O, bool accumulate) {
+    PROFILE("1x1 dX", convolution_work(M, 1, C + C2, O));
     Gemm g = {};
     g.out = dx, g.out2 = dx2, g.x = dout, g.w = w;
     if (accumulate) g.residual = dx, g.residual2 = dx2;
@@ -3092,6 +3218,7 @@ static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, c
 
 static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, const floatX* x,
                                    const floatX* x2, int M, int C, int C2, int O) {
+    PROFILE("1x1 dW", convolution_work(M, 1, C + C2, O, sizeof(float)));
     WeightGradient g = {};
     g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
     launch_weight_gradient<1>(g, gpu_workspace, GPU_WORKSPACE_BYTES, NarrowMap{});
@@ -3106,6 +3233,7 @@ static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, co
 
 static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
                             const floatX* emb, const floatX* residual, int B, int H, int W, int C, int O) {
+    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
     if (narrow(C)) {
         const floatX* weights = narrow_weights(w, O, C, narrow_pitch(C), false);
         narrow_convolution(out, x, weights, bias, emb, residual, B, H, W, C, O);
@@ -3120,6 +3248,7 @@ static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const
 
 static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
                                    int C, int O) {
+    PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
     if (narrow(O)) {
         const floatX* weights =
             narrow_weights(w, O, C, narrow_pitch(O), true);  // (C, taps backwards, O), padded
@@ -3140,6 +3269,7 @@ static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX*
 
 static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, const floatX* dout,
                                     const floatX* x, int B, int H, int W, int C, int O) {
+    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
     WeightGradient g = {};
     g.dw = dw;
     if (narrow(C) || narrow(O)) {
@@ -3265,6 +3395,7 @@ static void groupnorm_apply_item_cpu(float* out, const NormItem& item, const flo
 static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const float* x, const float* x2,
                                   const float* w, const float* bias, int B, int T, int C, int C2, int G,
                                   bool silu) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     Pieces groups = norm_pieces(C, C2, G);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
@@ -3304,6 +3435,7 @@ static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const fl
 static void groupnorm_apply_cpu(float* out, const float* mean, const float* rstd, const float* x,
                                 const float* x2, const float* w, const float* bias, int B, int T, int C,
                                 int C2, int G, bool silu) {
+    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     Pieces groups = norm_pieces(C, C2, G);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
@@ -3327,6 +3459,8 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
                                    const float* rstd, const float* x, const float* x2, const float* w,
                                    const float* bias, int B, int T, int C, int C2, int G, bool silu,
                                    bool accumulate) {
+    PROFILE("group norm backward",
+            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
     Pieces groups = norm_pieces(C, C2, G);
     int K = C + C2;
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -3695,6 +3829,7 @@ static void groupnorm_forward_pass(floatX* out, float* mean, float* rstd, const 
 static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
                               const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
                               bool silu) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     NormGeometry s = norm_geometry(NORM_WHOLE, 1, B, T, C + C2, G);
     if (norm_whole(s)) {
         groupnorm_forward_pass<NORM_WHOLE>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, s);
@@ -3709,6 +3844,7 @@ static void groupnorm_forward(floatX* out, float* mean, float* rstd, const float
 static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
                             const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
                             int C2, int G, bool silu) {
+    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     NormGeometry s = norm_geometry(NORM_GIVEN, 1, B, T, C + C2, G);
     groupnorm_forward_pass<NORM_GIVEN>(out, (float*)mean, (float*)rstd, x, x2, w, bias, B, T, C, C2, G, silu,
                                        s);
@@ -3865,6 +4001,8 @@ static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias,
                                const float* rstd, const floatX* x, const floatX* x2, const floatX* w,
                                const floatX* bias, int B, int T, int C, int C2, int G, bool silu,
                                bool accumulate) {
+    PROFILE("group norm backward",
+            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
     int K = C + C2, tensors = 2 + (dresidual != nullptr) + accumulate;
     auto pass = [&](auto kernel, const NormGeometry& s, int cluster) {
         launch_clusters(kernel, dim3(s.ranks, K / s.channels, B), NORM_THREADS, s.shared, cluster, dx, dx2,
@@ -3903,6 +4041,7 @@ static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
 static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
 
 static void attention_forward_cpu(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
     int d = C / heads, R = attention_rows(T);
     float scale = 1.0f / sqrtf((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -3934,6 +4073,7 @@ static void attention_forward_cpu(float* out, float* lse, const float* qkv, int 
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
 static void attention_backward_cpu(float* dqkv, const float* dout, const float* out, const float* lse,
                                    const float* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
     int d = C / heads, R = attention_rows(T);
     float scale = 1.0f / sqrtf((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -4392,6 +4532,7 @@ static void attention_backward_launch(float* dqkv, const float* dout, const floa
 #endif
 
 static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
     int d = C / heads;
     ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
     if (d <= 32)
@@ -4403,6 +4544,7 @@ static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B,
 }
 static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
                                const floatX* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
     int d = C / heads;
     ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
     if (d <= 32)
@@ -4426,6 +4568,7 @@ static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* o
 #ifdef CPU_LAYERS
 static void repeat2x2_cpu(float* out, const float* x, int B, int H, int W, int C, float factor,
                           bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
 #pragma omp parallel for
     for (int row = 0; row < B * 2 * H; row++)
         for (int column = 0; column < 2 * W; column++) {
@@ -4437,6 +4580,7 @@ static void repeat2x2_cpu(float* out, const float* x, int B, int H, int W, int C
 }
 static void sum2x2_cpu(float* out, const float* x, int B, int H, int W, int C, float factor,
                        bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
 #pragma omp parallel for
     for (int row = 0; row < B * H; row++)
         for (int column = 0; column < W; column++) {
@@ -4502,9 +4646,11 @@ __global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float 
 }
 static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
                       bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
     launch(repeat2x2_kernel, B * H, std::min(256, W * C / WIDE), 0, out, x, W, C, factor, accumulate);
 }
 static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
     launch(sum2x2_kernel, B * H, std::min(256, W * C / WIDE), 0, out, x, W, C, factor, accumulate);
 }
 static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
@@ -4533,6 +4679,7 @@ static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, in
 enum { LOSS_CHUNK = 4096 };
 #ifdef CPU_LAYERS
 static void mse_cpu(float* losses, float* dout, const float* out, const float* target, size_t n) {
+    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * n});
     float scale = (float)(2.0 / (double)n);
     int chunks = (int)((n + LOSS_CHUNK - 1) / LOSS_CHUNK);
 #pragma omp parallel for
@@ -4564,6 +4711,7 @@ __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
 static void mse(float* losses, floatX* dout, const floatX* out, const float* target, size_t n) {
+    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * n});
     launch(mse_kernel, blocks_of(n, LOSS_CHUNK), 1024, 0, losses, dout, out, target, n,
            (float)(2.0 / (double)n));
 }
@@ -5239,7 +5387,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
 // input (B, H, W, 3) and timesteps (B) -> the last block's output (B, H, W, 3). B may be less than the plan's
 // batch.
 static void unet_forward(Model* m, int B) {
-    for (const Block& block : m->plan.blocks) switch (block.kind) {
+    for (const Block& block : m->plan.blocks) switch (profile.block = block.name, block.kind) {
             case BLOCK_EMBED: embed_forward(m, block, B); break;
             case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
             case BLOCK_RES: res_forward(m, block, B); break;
@@ -5253,6 +5401,7 @@ static void unet_forward(Model* m, int B) {
                 break;
             case BLOCK_OUT: out_forward(m, block, B); break;
         }
+    profile.block = "step";
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, (int)m->plan.blocks.size() - 1); }
@@ -5268,7 +5417,7 @@ static void unet_backward(Model* m, int B) {
         const floatX* dout = output_gradient_of(m, i);
         floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
         floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
-        switch (block.kind) {
+        switch (profile.block = block.name, block.kind) {
             case BLOCK_EMBED: embed_backward(m, block, B); break;
             case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
             case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
@@ -5280,6 +5429,7 @@ static void unet_backward(Model* m, int B) {
             case BLOCK_OUT: out_backward(m, block, B, dout, dx); break;
         }
     }
+    profile.block = "step";
 }
 
 // Mean of the squared error against the target, and its gradient where training.
@@ -5331,6 +5481,7 @@ static std::vector<int> space_timesteps(int T, int count) {
 static void add_noise_cpu(float* x_t, float* target, const float* images, const int* timesteps,
                           const float* signal, const float* noise, int B, int H, int W, int predict,
                           uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
     int elements = IMAGE_CHANNELS * H * W;
     uint32_t step = state ? (uint32_t)state->step : 0;
 #pragma omp parallel for collapse(2)
@@ -5419,6 +5570,7 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
 static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
                       const float* signal, const float* noise, int B, int H, int W, int predict,
                       uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
     launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
            noise, H * W, predict == PREDICT_V, seed, stream, first, state);
 }
@@ -5558,6 +5710,7 @@ static void sampler_step(float* x, floatX* input, const floatX* out, SamplerStep
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, in order.
 #ifdef CPU_LAYERS
 static void squared_norm_cpu(float* parts, const float* x, size_t n) {
+    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
     int chunks = (int)((n + NORM_CHUNK - 1) / NORM_CHUNK);
 #pragma omp parallel for
     for (int chunk = 0; chunk < chunks; chunk++) {
@@ -5584,6 +5737,7 @@ static void squared_norm_cpu(float* parts, const float* x, size_t n) {
 #ifdef CPU_LAYERS
 static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const float* gradient, size_t n,
                       const StepState* state) {
+    PROFILE("AdamW", {0, (7.0 * sizeof(float) + (ema ? 8 : 0) + (sizeof(floatX) == 2 ? 2 : 0)) * n});
     AdamW a = state->update;
     if (!state->finite) return;
     float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
@@ -5616,6 +5770,7 @@ __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 static void squared_norm(float* parts, const float* x, size_t n) {
+    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
     launch(squared_norm_kernel, blocks_of(n, NORM_CHUNK), 512, 0, parts, x, n);
 }
 
@@ -5662,6 +5817,7 @@ __global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, fl
 }
 static void adamw(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient, size_t n,
                   const StepState* state) {
+    PROFILE("AdamW", {0, (7.0 * sizeof(float) + (ema ? 8 : 0) + (sizeof(floatX) == 2 ? 2 : 0)) * n});
     launch(adamw_kernel, blocks_of(n, 4 * 256), 256, 0, w, ema, working, m, v, gradient, n, state);
 }
 #else
@@ -5772,6 +5928,7 @@ __global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources
         choose_sample(timesteps + b, sources + b, source, b, state->step);
 }
 static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
+    PROFILE("begin, images, end", {0, 0});
     launch(begin_step_kernel, 1, 256, 0, state, timesteps, sources, source, hyper);
 }
 
@@ -5782,6 +5939,7 @@ __global__ void load_images_kernel(float* images, const int* sources, BatchSourc
     if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
 }
 static void load_images(float* images, const int* sources, BatchSource source) {
+    PROFILE("begin, images, end", {0, 5.0 * source.batch * IMAGE_CHANNELS * source.size * source.size});
     int elements = IMAGE_CHANNELS * source.size * source.size;
     launch(load_images_kernel, dim3(blocks_of(elements, 256), source.batch), 256, 0, images, sources, source,
            elements);
@@ -5805,6 +5963,7 @@ __global__ void finish_step_kernel(StepState* state, const float* losses, int lo
 }
 static void finish_step(StepState* state, const float* losses, size_t elements, const float* norm_parts,
                         size_t parameters) {
+    PROFILE("begin, images, end", {0, 0});
     launch(finish_step_kernel, 1, 256, 0, state, losses, (int)blocks_of(elements, LOSS_CHUNK),
            (double)elements, norm_parts, (int)blocks_of(parameters, NORM_CHUNK));
 }
@@ -6394,12 +6553,6 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 
 // ---- logs -------------------------------------------------------------------------------------------------
 
-static double seconds_now() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
     if (s < 60) return text("%lds", s);
@@ -6442,7 +6595,7 @@ static void request_stop(int signal_number) {
 // ---- a training step --------------------------------------------------------------------------------------
 
 struct Trainer {
-    Model model;
+    Model model = Model();
     Dataset images, validation;
     BatchSource source;
     void* pixels = nullptr;       // the images where the device reads them, if that is a copy
@@ -6538,15 +6691,19 @@ static void enqueue_step(Trainer* t) {
           m->gradients, P, m->state);
 }
 
-// Gives the device its next step, and before it the orders of the epochs that the step draws from.
-static void begin_next_step(Trainer* t) {
-    int count = t->images.count, slot = (int)(t->begun % RESULT_SLOTS);
-    long last_epoch = (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / count);
+static void send_orders(Trainer* t, long last_epoch) {
+    int count = t->images.count;
     for (; t->epochs <= last_epoch; t->epochs++) {
         size_t at = (size_t)(t->epochs % t->source.slots) * count;
         random_permutation(t->host_order + at, count, t->source.seed, (uint32_t)t->epochs);
         backend_upload_async(t->order + at, t->host_order + at, count * sizeof(int));
     }
+}
+
+// Gives the device its next step, and before it the orders of the epochs that the step draws from.
+static void begin_next_step(Trainer* t) {
+    int slot = (int)(t->begun % RESULT_SLOTS);
+    send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
     backend_download_async(t->results + slot, t->model.state + 1 + slot, sizeof(StepState));
     backend_mark(slot);
@@ -6646,7 +6803,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uin
 
 // ---- what a run prints ------------------------------------------------------------------------------------
 
-static void print_build() {
+static void print_build(const std::string& more) {
     printf("train_unet on %s", backend_name().c_str());
 #ifndef __CUDACC__
 #ifdef OPENBLAS
@@ -6657,7 +6814,7 @@ static void print_build() {
     printf(", %d threads, matrix products by %s, vectors of %d", omp_get_max_threads(), products,
            (int)VECTOR);
 #endif
-    printf("\n");
+    printf("%s\n", more.c_str());
 }
 
 static void print_run(const Config& c, const Plan& plan, size_t bytes) {
@@ -6679,6 +6836,123 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
             : "",
         human_bytes((double)plan.activation_bytes).c_str(), human_bytes((double)plan.gradient_bytes).c_str(),
         human_bytes((double)plan.scratch_bytes).c_str(), human_bytes((double)bytes).c_str());
+}
+
+// ---- what a step's time goes to ---------------------------------------------------------------------------
+
+static double median(std::vector<float> values) {
+    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+    return values[values.size() / 2];
+}
+
+// Median milliseconds of 20 runs of a sequence, or of those (3 or more) that fit 10 seconds; `after` each.
+template <typename Launches, typename After>
+static double time_replays(Launches launches, After after) {
+    const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
+    Recording recording;
+    std::vector<float> ms;
+    double start = seconds_now();
+    for (int n = 0; n < WARMUP + 20 && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
+        backend_stamp(0);
+        backend_replay(&recording, launches);
+        backend_stamp(1);
+        backend_mark(0), backend_await(0);
+        if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1)), after();
+    }
+    backend_forget(&recording);
+    return median(ms);
+}
+
+// GB/s, read and written, of a copy between two pieces of memory that no cache holds.
+static double copy_bandwidth() {
+    size_t bytes = (size_t)256 << 20;
+    char* memory = (char*)backend_allocate(2 * bytes);
+    if (!memory) fail("could not allocate %s of memory", human_bytes(2.0 * bytes).c_str());
+    backend_zero(memory, 2 * bytes);
+    double ms = time_replays([&] { backend_copy(memory, memory + bytes, bytes); }, [] {});
+    backend_free(memory);
+    return 2e-6 * (double)bytes / ms;
+}
+
+// A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
+static void print_profile(std::string Profile::Entry::* name, bool sorted, double peak, double bandwidth) {
+    struct Row {
+        std::string name;
+        double launches, ms, floor_ms, operations, bytes;
+    };
+    std::vector<Row> rows;
+    Row sum = {"sum of the parts", 0, 0, 0, 0, 0};
+    for (const Profile::Entry& e : profile.entries) {
+        auto row = std::find_if(rows.begin(), rows.end(), [&](Row& r) { return r.name == e.*name; });
+        if (row == rows.end()) row = rows.insert(row, {e.*name, 0, 0, 0, 0, 0});
+        for (Row* r : {&*row, &sum}) {
+            r->launches += std::max(1, e.launches), r->ms += median(e.ms);  // a memset, the CPU: one
+            r->operations += e.work.operations, r->bytes += e.work.bytes;
+            if (peak) r->floor_ms += std::max(e.work.operations / peak / 1e9, e.work.bytes / bandwidth / 1e6);
+        }
+    }
+    if (sorted) std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.ms > b.ms; });
+    printf("\n%-22s %8s %10s %7s %9s %9s %7s\n", "", "launches", "ms", "share", "TFLOP/s", "GB/s", "floor");
+    rows.push_back(sum);
+    for (const Row& r : rows)
+        printf("%-22s %8.0f %10.3f %6.1f%% %9.2f %9.1f %7s\n", r.name.c_str(), r.launches, r.ms,
+               100 * r.ms / sum.ms, r.operations / r.ms / 1e9, r.bytes / r.ms / 1e6,
+               peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
+}
+
+// Times a training step on random images, then one call of the network as it is made to draw.
+static int run_profile(Config config) {
+    check_config(config);
+    std::string source = "not known";
+    double peak = backend_peak(&source), bandwidth = copy_bandwidth(), gflop = 0;
+    Trainer t;
+    Model* m = &t.model;
+    int B = config.batch_size, H = config.image_size;
+    t.images.count = B, t.images.size = H, t.images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
+    for (size_t i = 0; i < t.images.bytes.size(); i++)
+        t.images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
+    build_model(m, config, B, true);
+    upload_schedule(m);
+    initialise_weights(m, config.seed);
+    prepare_steps(&t);
+    send_orders(&t, t.source.slots - 1);  // as many epochs as there is room for; then they come again
+
+    double step_ms = time_replays([&] { enqueue_step(&t); }, [] {});
+    auto profiled_step = [&] {
+        profile.on = true, profile.next = 0, profile.stray = 0;
+        enqueue_step(&t);
+        profile.on = false;
+    };
+    time_replays(profiled_step, [] {
+        for (size_t i = 0; i < profile.entries.size(); i++)
+            profile.entries[i].ms.push_back(backend_milliseconds(2 * i + 2, 2 * i + 3));
+    });
+    printf(
+        "floor: the longer of the time of the operations at the peak (%s: %g TFLOP/s)\n"
+        "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",
+        source.c_str(), peak, bandwidth);
+    print_profile(&Profile::Entry::kind, true, peak, bandwidth);
+    print_profile(&Profile::Entry::block, false, peak, bandwidth);
+    if (profile.stray) printf("launches that no line counts: %d\n", profile.stray);
+    for (const Profile::Entry& e : profile.entries) gflop += e.work.operations / B / 1e9;
+    size_t bytes = m->bytes + workspace_bytes(), ema = m->ema ? m->plan.num_parameters * sizeof(float) : 0;
+    finish_steps(&t);
+    free_model(m);
+
+    config.ema_rate = 0;  // one set of weights is enough
+    build_model(m, config, B, false);
+    initialise_weights(m, config.seed);
+    sampler_start(m->target, m->input, B, H, H, config.seed);
+    fill_timesteps(m->timesteps, B, config.diffusion_steps / 2);
+    double call_ms = time_replays([&] { unet_forward(m, B); }, [] {});
+    printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
+           "one training step:", step_ms, 1e3 * B / step_ms);
+    printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms, 1e3 * B / call_ms);
+    printf("%-22s %.2f GFLOP an image and training step\n", "operations:", gflop);
+    printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n", "memory:", bytes / 0x1p20,
+           ema / 0x1p20, (m->bytes + workspace_bytes()) / 0x1p20);
+    free_model(m);
+    return 0;
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
@@ -6927,7 +7201,8 @@ int main(int argc, char** argv) {
 #endif
     signal(SIGINT, request_stop);
     signal(SIGTERM, request_stop);
-    print_build();
+    print_build(config.profile ? text(", batch %d", config.batch_size) : "");
+    if (config.profile) return run_profile(config);
     if (config.generate) return run_generate(typed);
     Trainer trainer;
     prepare_run(&trainer, typed, &config);

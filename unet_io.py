@@ -5,7 +5,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 1. errors and progress        UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, space_timesteps, sampler_tables
-4. configuration              Config, PRESETS, learning_rate, ema_decay
+4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay
 5. image files                Images, read_images, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
@@ -340,6 +340,17 @@ PRESETS = {
                  batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
                  steps=4000, save_every=1000, sample_every=1000, data_file="data/faces.bin"),
 }
+
+
+def flags_of(config):
+    """A Config as a command line: a list of words."""
+    words = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata["help"]:
+            text = ",".join(map(str, value)) or "0" if field.type is tuple else value
+            words += [f"--{field.name}", str(int(text) if field.type is bool else text)]
+    return words
 
 
 def learning_rate(config, step):
