@@ -665,12 +665,13 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-static cudaStream_t main_stream;
+static cudaStream_t main_stream, side_stream;
+static cudaStream_t launch_stream;  // the one of them that kernels go to
+static cudaEvent_t side_begins, side_ended;
 // Partial sums of split reductions. A launcher splits no further than fits; uses follow each other on main_stream.
-static float* gpu_workspace;
+static float* gpu_workspace;  // the main stream's, or its half for the side stream while that is launched to
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;
 static int gpu_multiprocessors;
-static bool gpu_overlaps_launches;  // compute capability 9.0 and up
 static cudaEvent_t gpu_marks[8];
 static std::vector<cudaEvent_t> gpu_stamps;
 
@@ -695,8 +696,11 @@ static void backend_init() {
             "train_unet DEVICE=cpu",
             properties.name, properties.major, properties.minor);
     gpu_multiprocessors = properties.multiProcessorCount;
-    gpu_overlaps_launches = properties.major >= 9;
     CUDA_CHECK(cudaStreamCreateWithFlags(&main_stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&side_stream, cudaStreamNonBlocking));
+    launch_stream = main_stream;
+    for (cudaEvent_t* event : {&side_begins, &side_ended})
+        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
 }
 static std::string backend_name() {
@@ -737,6 +741,23 @@ static void backend_download_async(void* to, const void* from, size_t bytes) {
 static void backend_download(void* to, const void* from, size_t bytes) {
     backend_download_async(to, from, bytes);
     CUDA_CHECK(cudaStreamSynchronize(main_stream));
+}
+
+// Launches that may run beside what the main stream gets from now on, until it asks for their results with
+// backend_join. They follow everything launched before. A profile has them in line, to time each alone.
+template <typename Launches>
+static void backend_aside(Launches launches) {
+    if (profile.on) return launches();
+    CUDA_CHECK(cudaEventRecord(side_begins, main_stream));
+    CUDA_CHECK(cudaStreamWaitEvent(side_stream, side_begins, 0));
+    launch_stream = side_stream, gpu_workspace += GPU_WORKSPACE_BYTES / sizeof(float);
+    launches();
+    launch_stream = main_stream, gpu_workspace -= GPU_WORKSPACE_BYTES / sizeof(float);
+}
+static void backend_join() {
+    if (profile.on) return;
+    CUDA_CHECK(cudaEventRecord(side_ended, side_stream));
+    CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended, 0));
 }
 
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a launch
@@ -836,6 +857,12 @@ static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to
 static void backend_upload_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
+template <typename Launches>
+static void backend_aside(Launches launches) {
+    launches();
+}
+static void backend_join() {}
 
 // A sequence of launches that is the same every time; on the GPU it is recorded once and replayed.
 struct Recording {};
@@ -1169,9 +1196,9 @@ static inline float sigmoid_cpu(float x) { return 1.0f / (1.0f + exp_cpu(-x)); }
 
 #ifdef __CUDACC__
 
-enum { WIDE = 16 / sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
+enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
-__device__ static inline void unpack(float value[WIDE], uint4 bits) {
+__device__ static inline void unpack(float value[VEC], uint4 bits) {
     const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1187,7 +1214,7 @@ __device__ static inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
-__device__ static inline uint4 pack(const float value[WIDE]) {
+__device__ static inline uint4 pack(const float value[VEC]) {
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1200,18 +1227,41 @@ __device__ static inline uint4 pack(const float value[WIDE]) {
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// 16 bytes from device memory to shared memory, past the registers; zeros where `inside` is false.
-__device__ static inline void copy16_async(void* shared, const void* global, bool inside = true) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-        "l"(global), "r"(inside ? 16 : 0)
-        : "memory");
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`.
+__device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
-__device__ static inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>  // groups that may still be under way
-__device__ static inline void copy_async_wait() {
+__device__ inline void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+#ifndef PRECISION_FP32
+// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
+// next.
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
 
 // 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
 // a rounding.
@@ -1245,21 +1295,16 @@ static int shared_limit() {
     static int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     return bytes;
 }
-// kernel<<<grid, threads, shared>>>(args...) on main_stream. On a GPU that can, its blocks are brought in while the
-// last ones of the kernel before still run (programmatic dependent launch): every kernel starts with
-// await_previous_kernel(), and nothing before that reads or writes device memory.
+// kernel<<<grid, threads, shared>>>(args...) on main_stream, in clusters of `cluster` blocks along x.
 template <typename... Parameters, typename... Arguments>
 static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
                             int cluster, Arguments... arguments) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = gpu_overlaps_launches;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster,
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {grid, threads, shared, main_stream, attributes, cluster > 1 ? 2u : 1u};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {grid, threads, shared, launch_stream, &attribute, cluster > 1 ? 1u : 0u};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
     LAUNCH_CHECK();
 }
@@ -1268,12 +1313,6 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
                    Arguments... arguments) {
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
-__device__ static inline void await_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 static unsigned blocks_of(size_t n, size_t each) { return (unsigned)((n + each - 1) / each); }
 
 // Sum of a block's values in a fixed order, in thread 0. At most 1024 threads, whole warps.
@@ -1290,7 +1329,6 @@ __device__ static inline float block_sum(float value) {
 
 // to (n) = from (n), rounded to the layers' precision.
 __global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
-    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) to[i] = (floatX)from[i];
 }
@@ -1319,7 +1357,6 @@ static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int 
 // torch.cat([cos(t * f), sin(t * f)], 1), f_i = max_period^(-i / half). One thread an angle, in double. (B,
 // C)
 __global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int B, int C, int max_period) {
-    await_previous_kernel();
     int half = C / 2, n = blockIdx.x * blockDim.x + threadIdx.x, b = n / half, i = n % half;
     if (b >= B) return;
     double sine, cosine;
@@ -1358,7 +1395,6 @@ static void silu_backward_cpu(float* dx, const float* dout, const float* x, size
 #ifdef __CUDACC__
 // F.silu(x). One thread an element: the embedding's few thousand.
 __global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
-    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
 }
@@ -1367,7 +1403,6 @@ static void silu_forward(floatX* out, const floatX* x, size_t n) {
     launch(silu_forward_kernel, blocks_of(n, 256), 256, 0, out, x, n);
 }
 __global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
 }
@@ -1597,68 +1632,21 @@ static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb
 // bank.
 
 enum {
-    VEC = 16 / (int)sizeof(floatX),  // elements of a 16-byte vector
-    BK = 8 * VEC,                    // channels of a 128-byte row: the depth of a step of gemm_kernel
-    REDUCE_GROUPS = 8                // threads that share one output of a reduction over splits
+    BK = 8 * VEC,      // channels of a 128-byte row: the depth of a step of gemm_kernel
+    REDUCE_GROUPS = 8  // threads that share one output of a reduction over splits
 };
 
 static HOST_DEVICE inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
 
 // ---- vectors and instructions
 
-struct alignas(16) FloatXVec {
-    floatX v[VEC];
-};
 __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
-    FloatXVec x = *(const FloatXVec*)p;
+    float x[VEC];
+    unpack(x, *(const uint4*)p);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) sum[e] += (float)x.v[e];
+    for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
-__device__ inline void store_vector(floatX* p, const float (&value)[VEC]) {
 #ifdef PRECISION_FP32
-    *(float4*)p = make_float4(value[0], value[1], value[2], value[3]);
-#else
-    alignas(16) __nv_bfloat162 x[VEC / 2];  // one instruction converts a pair
-#pragma unroll
-    for (int e = 0; e < VEC / 2; e++) x[e] = __floats2bfloat162_rn(value[2 * e], value[2 * e + 1]);
-    *(uint4*)p = *(uint4*)x;
-#endif
-}
-
-// 16 bytes from global to shared memory without passing through registers; zeros where not `valid`.
-__device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
-}
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;"); }
-template <int PENDING>
-__device__ inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
-#ifndef PRECISION_FP32
-// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
-// next.
-__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#else
 __device__ inline float4 load_shared4(uint32_t address) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -1931,12 +1919,15 @@ struct OutputColumns {
 #pragma unroll
         for (int e = 0; e < VEC; e++) value[e] += bias[e];
     }
-    __device__ FloatXVec load(int m) const { return *(const FloatXVec*)(residual + (size_t)m * width); }
-    __device__ void store(float (&value)[VEC], const FloatXVec& added, int m) const {
-        if (residual)
+    __device__ uint4 load(int m) const { return *(const uint4*)(residual + (size_t)m * width); }
+    __device__ void store(float (&value)[VEC], uint4 added, int m) const {
+        if (residual) {
+            float x[VEC];
+            unpack(x, added);
 #pragma unroll
-            for (int e = 0; e < VEC; e++) value[e] += (float)added.v[e];
-        store_vector(out + (size_t)m * width, value);
+            for (int e = 0; e < VEC; e++) value[e] += x[e];
+        }
+        *(uint4*)(out + (size_t)m * width) = pack(value);
     }
 };
 // The same one by one, for three output channels; the sums lie in shared memory.
@@ -1957,7 +1948,6 @@ static __device__ __noinline__ void store_narrow(const Gemm& g, const float* val
 // once, in 16-byte vectors.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
-    await_previous_kernel();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -2068,7 +2058,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
 #pragma unroll 1
     for (int p0 = tid / (BN / VEC); p0 < BM; p0 += BATCH * PASS) {
         int m[BATCH];
-        FloatXVec residual[BATCH];
+        uint4 residual[BATCH];
         float added[VEC] = {0};
         if (finishes && TAPS > 1)
             columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
@@ -2106,12 +2096,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
 // outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
-    await_previous_kernel();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
     if (i >= n) return;
     int m = (int)(i / g.N);
     OutputColumns columns(g, (int)(i % g.N));
-    FloatXVec residual;
+    uint4 residual;
     if (columns.residual) residual = columns.load(m);
     float value[VEC] = {0};
 #pragma unroll 4
@@ -2325,7 +2314,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         barrier_publish();
     }
     __syncthreads();
-    await_previous_kernel();
 
     if (warp == BLOCKS * 4) {  // the producer
         if (lane != 0) return;
@@ -2597,7 +2585,7 @@ static void launch_gemm(Gemm g) {
     // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
     static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
     static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
-    constexpr int WIDE =
+    constexpr int COLUMNS =
         sizeof(floatX) == 2 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), best = 0, splits = 1;
     float least = 1e30f;
@@ -2622,7 +2610,8 @@ static void launch_gemm(Gemm g) {
 #endif
     g.splits = splits;
     g.partial = gpu_workspace;
-    if (best == 0) launch_gemm_tile<GemmTile<128, 128, 64, WIDE, TAPS, TRANSPOSED, 3, WIDE == 64 ? 2 : 1>>(g);
+    if (best == 0)
+        launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
     if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
     if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
 }
@@ -2859,7 +2848,6 @@ struct WeightProduct {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     weight_gradient_kernel(const WeightGradient g) {
-    await_previous_kernel();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
     constexpr int THREADS = Tile::THREADS;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -2984,7 +2972,6 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 // the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
 // gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks, NarrowMap map) {
-    await_previous_kernel();
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
@@ -3064,7 +3051,6 @@ static void launch_weight_gradient(WeightGradient g, float* workspace, size_t by
 // parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
 // to 8 vectors of channels of its chunk; dout is read once, in 16-byte vectors where O allows it.
 __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
-    await_previous_kernel();
     __shared__ float sums[32][8 * VEC + 1];
     int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
     int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
@@ -3093,7 +3079,6 @@ __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O
 // b, 32 b + 32); eight threads a channel take every eighth image.
 __global__ void bias_finish_kernel(float* dbias, floatX* per_image, const float* parts, int B, int chunks,
                                    int O) {
-    await_previous_kernel();
     __shared__ float sums[REDUCE_GROUPS][32];
     int o = blockIdx.x * 32 + threadIdx.x;
     float total = 0;
@@ -3134,24 +3119,22 @@ static int narrow_pitch(int channels) { return ceil_div(9 * channels, 32) * 32; 
 // rows (pixels, pitch) = F.unfold(x, 3, padding=1), tap-major, for pixels from `first`; x (B, H, W, C). A
 // thread a vector.
 __global__ void gather_kernel(floatX* rows, const floatX* x, size_t vectors, int H, int W, int C, int pitch) {
-    await_previous_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= vectors) return;
     size_t m = i / (pitch / VEC);
     int k0 = (int)(i % (pitch / VEC)) * VEC, px = (int)(m % W), py = (int)(m / W % H);
-    FloatXVec out;
+    float out[VEC];
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
         int k = k0 + e, tap = k / C, dy = tap / 3 - 1, dx = tap % 3 - 1;
         bool inside = tap < 9 && py + dy >= 0 && py + dy < H && px + dx >= 0 && px + dx < W;
-        out.v[e] = inside ? x[((ptrdiff_t)m + dy * W + dx) * C + k % C] : (floatX)0.0f;
+        out[e] = inside ? (float)x[((ptrdiff_t)m + dy * W + dx) * C + k % C] : 0.0f;
     }
-    *(FloatXVec*)(rows + i * VEC) = out;
+    *(uint4*)(rows + i * VEC) = pack(out);
 }
 // out (O, pitch) = w (O, 9, C), or flipped: out (C, pitch) = w with taps backwards and roles swapped;
 // zero-filled.
 __global__ void narrow_weights_kernel(floatX* out, const floatX* w, int O, int C, int pitch, bool flipped) {
-    await_previous_kernel();
     int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pitch, k = i % pitch;
     if (row >= (flipped ? C : O)) return;
     int depth = 9 * (flipped ? O : C);
@@ -3585,8 +3568,8 @@ struct NormGeometry {
 // The geometry of a pass that copies `tensors` tensors, its chunk `bytes` large in shared memory.
 static NormGeometry norm_geometry(NormPass pass, int tensors, int B, int T, int K, int G) {
     NormGeometry s;
-    int group = K / G, unit = pass == NORM_GIVEN ? WIDE : group;
-    while (unit % WIDE) unit += group;  // the fewest channels that are whole groups and whole vectors
+    int group = K / G, unit = pass == NORM_GIVEN ? VEC : group;
+    while (unit % VEC) unit += group;  // the fewest channels that are whole groups and whole vectors
     int run = pass == NORM_GIVEN ? 2048 : norm_run;
     int bytes = pass == NORM_GIVEN    ? norm_given_bytes
                 : pass == NORM_REDUCE ? norm_reduce_bytes
@@ -3598,7 +3581,7 @@ static NormGeometry norm_geometry(NormPass pass, int tensors, int B, int T, int 
     s.channels = unit;
     for (int n = 2; n * unit <= K; n++)
         if (K / unit % n == 0 && n * unit * (int)sizeof(floatX) <= run) s.channels = n * unit;
-    s.vectors = s.channels / WIDE, s.slots = 1;
+    s.vectors = s.channels / VEC, s.slots = 1;
     while (s.slots < s.vectors) s.slots *= 2;
     ASSERT(s.slots <= NORM_THREADS);
     int R = NORM_THREADS / s.slots, chunks = K / s.channels,
@@ -3631,7 +3614,7 @@ static bool norm_whole(const NormGeometry& s) {
 
 enum { NORM_IDLE = 1 << 30 };  // the row of a thread that has no pixels
 
-// Where a thread stands: pixels r, r + R, ... of its block's rows, channels c to c + WIDE.
+// Where a thread stands: pixels r, r + R, ... of its block's rows, channels c to c + VEC.
 struct NormPlace {
     int v, r, R, b, c, rows;
     size_t pixel;  // the block's first, of B * T
@@ -3642,7 +3625,7 @@ struct NormPlace {
         int shift = __ffs(s.slots) - 1;
         v = threadIdx.x & (s.slots - 1), r = threadIdx.x >> shift, R = NORM_THREADS >> shift;
         if (v >= s.vectors) v = 0, r = NORM_IDLE;
-        b = blockIdx.z, c = blockIdx.y * s.channels + v * WIDE;
+        b = blockIdx.z, c = blockIdx.y * s.channels + v * VEC;
         int t0 = blockIdx.x * s.rows;
         rows = min(s.rows, T - t0), pixel = (size_t)b * T + t0;
         second = c >= C, stride = second ? C2 : C;
@@ -3650,10 +3633,10 @@ struct NormPlace {
     }
 };
 // group[i] = (c + i) / size, with one division.
-__device__ static inline void norm_groups(int group[WIDE], int c, int size) {
+__device__ static inline void norm_groups(int group[VEC], int c, int size) {
     int g = c / size, within = c - g * size;
 #pragma unroll
-    for (int i = 0; i < WIDE; i++) {
+    for (int i = 0; i < VEC; i++) {
         group[i] = g;
         if (++within == size) within = 0, g++;
     }
@@ -3663,16 +3646,16 @@ __device__ static inline void norm_groups(int group[WIDE], int c, int size) {
 // (norm_warps, channels, N) for norm_channel to add up: always in the same order.
 __device__ static inline int norm_warps(const NormGeometry& s) { return NORM_THREADS / max(32, s.slots); }
 template <int N>
-__device__ static inline void norm_leave(float* room, float (&sums)[N][WIDE], const NormGeometry& s,
+__device__ static inline void norm_leave(float* room, float (&sums)[N][VEC], const NormGeometry& s,
                                          const NormPlace& p) {
     for (int step = s.slots; step < 32; step *= 2)
 #pragma unroll
-        for (int i = 0; i < N * WIDE; i++)
-            sums[i / WIDE][i % WIDE] += __shfl_xor_sync(~0u, sums[i / WIDE][i % WIDE], step);
+        for (int i = 0; i < N * VEC; i++)
+            sums[i / VEC][i % VEC] += __shfl_xor_sync(~0u, sums[i / VEC][i % VEC], step);
     if (p.r == NORM_IDLE || threadIdx.x % 32 >= s.slots) return;
-    room += (threadIdx.x / max(32, s.slots) * s.channels + p.v * WIDE) * N;
+    room += (threadIdx.x / max(32, s.slots) * s.channels + p.v * VEC) * N;
 #pragma unroll
-    for (int i = 0; i < N * WIDE; i++) room[i] = sums[i % N][i / N];
+    for (int i = 0; i < N * VEC; i++) room[i] = sums[i % N][i / N];
 }
 template <int N>
 __device__ static inline float norm_channel(const float* room, int c, int which, const NormGeometry& s) {
@@ -3716,7 +3699,6 @@ __global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
     groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, float2* partials, const floatX* x,
                              const floatX* x2, const floatX* w, const floatX* bias, int T, int C, int C2,
                              int G, bool silu, NormGeometry s) {
-    await_previous_kernel();
     extern __shared__ uint4 norm_shared[];
     uint4* tile = norm_shared;                             // (rows, vectors)
     float2* local = (float2*)(tile + s.rows * s.vectors);  // (channels): the block's groups' mean, squares
@@ -3727,22 +3709,22 @@ __global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
 
     const floatX* source = (p.second ? x2 : x) + p.at;
     for (int t = p.r; t < p.rows; t += p.R)
-        copy16_async(&tile[t * s.vectors + p.v], source + (size_t)t * p.stride);
-    copy_async_commit();
-    int of[WIDE];  // each channel's group
+        copy_async(shared_address(&tile[t * s.vectors + p.v]), source + (size_t)t * p.stride);
+    copy_commit();
+    int of[VEC];  // each channel's group
     norm_groups(of, p.c, group);
-    float weight[WIDE], scale[WIDE], shift[WIDE];
+    float weight[VEC], scale[VEC], shift[VEC];
     if (PASS != NORM_REDUCE)
         unpack(weight, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
-    copy_async_wait<0>();  // a thread reads only what it copied: no barrier
+    copy_wait<0>();  // a thread reads only what it copied: no barrier
 
     if (PASS == NORM_WHOLE || PASS == NORM_REDUCE) {
         // the sums of each channel, the groups' means; then the squares about them
-        float value[WIDE], sum[1][WIDE] = {}, count = (float)group * p.rows;
+        float value[VEC], sum[1][VEC] = {}, count = (float)group * p.rows;
 #pragma unroll 4
         for (int t = p.r; t < p.rows; t += p.R) {
             unpack(value, tile[t * s.vectors + p.v]);
-            for (int i = 0; i < WIDE; i++) sum[0][i] += value[i];
+            for (int i = 0; i < VEC; i++) sum[0][i] += value[i];
         }
         for (int round = 0; round < 2; round++) {
             norm_leave(room, sum, s, p);
@@ -3764,12 +3746,12 @@ __global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
             }
             if (round == 1) break;
             __syncthreads();
-            float middle[WIDE];
-            for (int i = 0; i < WIDE; i++) middle[i] = local[of[i] - g0].x, sum[0][i] = 0;
+            float middle[VEC];
+            for (int i = 0; i < VEC; i++) middle[i] = local[of[i] - g0].x, sum[0][i] = 0;
 #pragma unroll 4
             for (int t = p.r; t < p.rows; t += p.R) {
                 unpack(value, tile[t * s.vectors + p.v]);
-                for (int i = 0; i < WIDE; i++) sum[0][i] += (value[i] - middle[i]) * (value[i] - middle[i]);
+                for (int i = 0; i < VEC; i++) sum[0][i] += (value[i] - middle[i]) * (value[i] - middle[i]);
             }
         }
         if (PASS == NORM_REDUCE) return;
@@ -3799,7 +3781,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
         if (PASS == NORM_WHOLE && s.ranks > 1) cluster_arrive();
     }
 
-    for (int i = 0; i < WIDE; i++) {
+    for (int i = 0; i < VEC; i++) {
         float2 statistics = PASS == NORM_GIVEN ? make_float2(mean[p.b * G + of[i]], rstd[p.b * G + of[i]])
                                                : joined[of[i] - g0];
         scale[i] = statistics.y * weight[i];
@@ -3808,11 +3790,11 @@ __global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
     floatX* target = out + p.pixel * K + p.c;
 #pragma unroll 2
     for (int t = p.r; t < p.rows; t += p.R) {
-        float y[WIDE];
+        float y[VEC];
         unpack(y, tile[t * s.vectors + p.v]);
-        for (int i = 0; i < WIDE; i++) y[i] = y[i] * scale[i] + shift[i];
+        for (int i = 0; i < VEC; i++) y[i] = y[i] * scale[i] + shift[i];
         if (silu)
-            for (int i = 0; i < WIDE; i++) y[i] *= sigmoid(y[i]);
+            for (int i = 0; i < VEC; i++) y[i] *= sigmoid(y[i]);
         *(uint4*)(target + (size_t)t * K) = pack(y);
     }
     if (PASS == NORM_WHOLE && s.ranks > 1) cluster_wait();  // nobody leaves while its memory may be read
@@ -3860,7 +3842,6 @@ __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
                               const floatX* dresidual, const float* mean, const float* rstd, const floatX* x,
                               const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
                               int C2, int G, bool silu, bool accumulate, NormGeometry s) {
-    await_previous_kernel();
     extern __shared__ uint4 norm_shared[];
     int elements = s.rows * s.vectors;
     uint4 *tile = norm_shared, *upstream = tile + elements;  // x, dout: (rows, vectors) each
@@ -3878,42 +3859,42 @@ __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
     const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dout + p.pixel * K + p.c;
     floatX* target = (p.second ? dx2 : dx) + p.at;
     for (int t = p.r; t < p.rows; t += p.R) {
-        copy16_async(&tile[t * s.vectors + p.v], source + (size_t)t * p.stride);
-        copy16_async(&upstream[t * s.vectors + p.v], gradient + (size_t)t * K);
+        copy_async(shared_address(&tile[t * s.vectors + p.v]), source + (size_t)t * p.stride);
+        copy_async(shared_address(&upstream[t * s.vectors + p.v]), gradient + (size_t)t * K);
     }
-    copy_async_commit();
+    copy_commit();
     if (PASS != NORM_REDUCE)
         for (int t = p.r; t < p.rows; t += p.R) {
             size_t at = (size_t)t * p.stride;
-            if (accumulate) copy16_async(&before[t * s.vectors + p.v], target + at);
-            if (dresidual) copy16_async(&around[t * s.vectors + p.v], dresidual + p.at + at);
+            if (accumulate) copy_async(shared_address(&before[t * s.vectors + p.v]), target + at);
+            if (dresidual) copy_async(shared_address(&around[t * s.vectors + p.v]), dresidual + p.at + at);
         }
-    copy_async_commit();
-    int of[WIDE];  // each channel's group
+    copy_commit();
+    int of[VEC];  // each channel's group
     norm_groups(of, p.c, group);
-    float middle[WIDE], scale[WIDE], shift[WIDE];  // y = x scale + shift
+    float middle[VEC], scale[VEC], shift[VEC];  // y = x scale + shift
     unpack(scale, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
 #pragma unroll
-    for (int i = 0; i < WIDE; i++) {
+    for (int i = 0; i < VEC; i++) {
         middle[i] = mean[p.b * G + of[i]], scale[i] *= rstd[p.b * G + of[i]];
         shift[i] -= middle[i] * scale[i];
     }
-    auto load = [&](float value[WIDE], float dy[WIDE], int t) {  // dy: the gradient before the SiLU
+    auto load = [&](float value[VEC], float dy[VEC], int t) {  // dy: the gradient before the SiLU
         unpack(value, tile[t * s.vectors + p.v]);
         unpack(dy, upstream[t * s.vectors + p.v]);
         if (silu)
 #pragma unroll
-            for (int i = 0; i < WIDE; i++) dy[i] *= silu_gradient(value[i] * scale[i] + shift[i]);
+            for (int i = 0; i < VEC; i++) dy[i] *= silu_gradient(value[i] * scale[i] + shift[i]);
     };
-    copy_async_wait<1>();
+    copy_wait<1>();
 
     if (PASS != NORM_APPLY) {
-        float both[2][WIDE] = {};
+        float both[2][VEC] = {};
         for (int t = p.r; t < p.rows; t += p.R) {
-            float value[WIDE], dy[WIDE];
+            float value[VEC], dy[VEC];
             load(value, dy, t);
 #pragma unroll
-            for (int i = 0; i < WIDE; i++) both[0][i] += dy[i], both[1][i] += dy[i] * (value[i] - middle[i]);
+            for (int i = 0; i < VEC; i++) both[0][i] += dy[i], both[1][i] += dy[i] * (value[i] - middle[i]);
         }
         norm_leave(room, both, s, p);
         __syncthreads();
@@ -3955,22 +3936,22 @@ __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
         room[2 * threadIdx.x + 1] = r * a / n - mean[p.b * G + g0 + threadIdx.x] * slope;
     }
     __syncthreads();
-    float alpha[WIDE], beta[WIDE];  // dx = scale dy - (x alpha + beta)
+    float alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
 #pragma unroll
-    for (int i = 0; i < WIDE; i++) alpha[i] = room[2 * (of[i] - g0)], beta[i] = room[2 * (of[i] - g0) + 1];
-    copy_async_wait<0>();
+    for (int i = 0; i < VEC; i++) alpha[i] = room[2 * (of[i] - g0)], beta[i] = room[2 * (of[i] - g0) + 1];
+    copy_wait<0>();
     for (int t = p.r; t < p.rows; t += p.R) {
-        float value[WIDE], dy[WIDE], more[WIDE];
+        float value[VEC], dy[VEC], more[VEC];
         load(value, dy, t);
 #pragma unroll
-        for (int i = 0; i < WIDE; i++) dy[i] = scale[i] * dy[i] - (value[i] * alpha[i] + beta[i]);
+        for (int i = 0; i < VEC; i++) dy[i] = scale[i] * dy[i] - (value[i] * alpha[i] + beta[i]);
         if (dresidual) {
             unpack(more, around[t * s.vectors + p.v]);
-            for (int i = 0; i < WIDE; i++) dy[i] += more[i];
+            for (int i = 0; i < VEC; i++) dy[i] += more[i];
         }
         if (accumulate) {
             unpack(more, before[t * s.vectors + p.v]);
-            for (int i = 0; i < WIDE; i++) dy[i] += more[i];
+            for (int i = 0; i < VEC; i++) dy[i] += more[i];
         }
         *(uint4*)(target + (size_t)t * p.stride) = pack(dy);
     }
@@ -3981,7 +3962,6 @@ __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
 // dbias, dw (K) += the batch's sums (2, B, K). A block 32 channels: a lane a channel, a warp every eighth
 // image.
 __global__ void groupnorm_weights_kernel(float* dw, float* dbias, const float* sums, int B, int K) {
-    await_previous_kernel();
     __shared__ float parts[2][8][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float a = 0, q = 0;
@@ -4122,27 +4102,6 @@ enum { ATTENTION_COLUMNS = 64, ATTENTION_BLOCKS = 4 };
 typedef __nv_bfloat16 bf16;
 
 // Four 8x8 matrices of shared memory as fragments of mma.sync; `source`: this lane's row of 16 bytes.
-__device__ static inline void fragment_load(uint32_t fragment[4], const bf16* source) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(source))
-                 : "memory");
-}
-__device__ static inline void fragment_load_transposed(uint32_t fragment[4], const bf16* source) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(source))
-                 : "memory");
-}
-// c (16, 8) += a (16, 16) b (16, 8)
-__device__ static inline void fragment_multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
 template <int D>
 struct AttentionRow {
@@ -4154,7 +4113,8 @@ __device__ static void attention_load(AttentionRow<D>* tile, const bf16* source,
     for (int i = threadIdx.x; i < ROWS * (D / 8); i += ATTENTION_THREADS) {
         int row = i / (D / 8), c = i % (D / 8) * 8;
         bool inside = t0 + row < T && c < d;
-        copy16_async(&tile[row].at[c], inside ? source + (t0 + row) * stride + c : source, inside);
+        copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
+                   inside);
     }
 }
 
@@ -4169,12 +4129,12 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         uint32_t left[4], right[4];
-        fragment_load(left, &a[row0 + lane % 16].at[k + lane / 16 * 8]);
+        load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
 #pragma unroll
         for (int n = 0; n < COLUMNS; n += 16) {
-            fragment_load(right, &b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]);
-            fragment_multiply(scores[n / 8], left, right);
-            fragment_multiply(scores[n / 8 + 1], left, right + 2);
+            load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
+            mma(scores[n / 8], left, right[0], right[1]);
+            mma(scores[n / 8 + 1], left, right[2], right[3]);
         }
     }
 }
@@ -4191,9 +4151,9 @@ __device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMN
 #pragma unroll
         for (int n = 0; n < D; n += 16) {
             uint32_t right[4];
-            fragment_load_transposed(right, &b[k + lane % 16].at[n + lane / 16 * 8]);
-            fragment_multiply(sum[n / 8], left, right);
-            fragment_multiply(sum[n / 8 + 1], left, right + 2);
+            load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
+            mma(sum[n / 8], left, right[0], right[1]);
+            mma(sum[n / 8 + 1], left, right[2], right[3]);
         }
     }
 }
@@ -4229,7 +4189,6 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
                                                               : 6)  // 6: T = 256 at B = 32 is one wave
     attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
-    await_previous_kernel();
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
@@ -4237,7 +4196,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
     attention_load<64, D>(s.q, q, 3 * C, t0, T, d);
     attention_load<64, D>(s.k[0], k, 3 * C, 0, T, d);
     attention_load<64, D>(s.v[0], v, 3 * C, 0, T, d);
-    copy_async_commit();
+    copy_commit();
     // A lane holds columns of two rows, lane / 4 and 8 below it. e^x is 2^(x / ln 2): one instruction.
     float sum[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, unit = scale * 1.44269504f;
     for (int j = 0; j * 64 < T; j++) {
@@ -4246,8 +4205,8 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
             attention_load<64, D>(s.k[!stage], k, 3 * C, (j + 1) * 64, T, d);
             attention_load<64, D>(s.v[!stage], v, 3 * C, (j + 1) * 64, T, d);
         }
-        copy_async_commit();
-        copy_async_wait<1>();
+        copy_commit();
+        copy_wait<1>();
         __syncthreads();
         float p[8][4];
         attention_scores<D, 64>(p, s.q, s.k[stage]);
@@ -4330,14 +4289,14 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
                                        d);
             if (KEYS) attention_load<COLUMNS, D>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
         }
-        copy_async_commit();
+        copy_commit();
     };
     load(0);
     float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
     for (int j = 0; j < tiles; j++) {
         int stage = j % 2;
         load(j + 1);
-        copy_async_wait<1>();
+        copy_wait<1>();
         __syncthreads();
         if (KEYS)
             attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
@@ -4374,7 +4333,6 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                               : ATTENTION_BLOCKS)
     attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
                               const bf16* qkv, int T, int C, int d, float scale) {
-    await_previous_kernel();
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
     lse += ((size_t)b * gridDim.y + head) * T;
@@ -4429,7 +4387,6 @@ __device__ static float attention_dot(const float a[D], const float* b) {
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_ROWS)
     attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
-    await_previous_kernel();
     __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
     int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
     const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
@@ -4505,7 +4462,6 @@ template <int D>
 __global__ void __launch_bounds__(ATTENTION_ROWS)
     attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
                               const float* qkv, int T, int C, int d, float scale) {
-    await_previous_kernel();
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
     int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
@@ -4611,16 +4567,15 @@ static void downsample_backward_cpu(float* dx, const float* dout, int B, int H, 
 // out (B, 2H, 2W, C) [+]= factor x (B, H, W, C), each pixel four times. A block a row of x; a thread 16
 // bytes. Device memory: x in and out out once (out in too where it accumulates).
 __global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
-    await_previous_kernel();
-    int vectors = C / WIDE, row = W * vectors;  // 16-byte pieces of a pixel, of a row
+    int vectors = C / VEC, row = W * vectors;  // 16-byte pieces of a pixel, of a row
     for (int i = threadIdx.x; i < row; i += blockDim.x) {
-        float source[WIDE], value[4][WIDE];
+        float source[VEC], value[4][VEC];
         unpack(source, ((const uint4*)x)[(size_t)blockIdx.x * row + i]);
         uint4* first = (uint4*)out + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (accumulate) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
-            for (int n = 0; n < WIDE; n++)
+            for (int n = 0; n < VEC; n++)
                 value[j][n] = (accumulate ? value[j][n] : 0.0f) + factor * source[n];
         }
 #pragma unroll
@@ -4629,17 +4584,16 @@ __global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, flo
 }
 // out (B, H, W, C) [+]= factor times the sum of the 2x2 pixels of x (B, 2H, 2W, C). A block a row of out.
 __global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
-    await_previous_kernel();
-    int vectors = C / WIDE, row = W * vectors;
+    int vectors = C / VEC, row = W * vectors;
     for (int i = threadIdx.x; i < row; i += blockDim.x) {
-        float value[4][WIDE], before[WIDE] = {};
+        float value[4][VEC], before[VEC] = {};
         const uint4* first =
             (const uint4*)x + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
         uint4* target = (uint4*)out + (size_t)blockIdx.x * row + i;
 #pragma unroll
         for (int j = 0; j < 4; j++) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
         if (accumulate) unpack(before, *target);
-        for (int n = 0; n < WIDE; n++)
+        for (int n = 0; n < VEC; n++)
             before[n] += factor * ((value[0][n] + value[1][n]) + (value[2][n] + value[3][n]));
         *target = pack(before);
     }
@@ -4647,11 +4601,11 @@ __global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float 
 static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
                       bool accumulate) {
     PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-    launch(repeat2x2_kernel, B * H, std::min(256, W * C / WIDE), 0, out, x, W, C, factor, accumulate);
+    launch(repeat2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
 }
 static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
     PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-    launch(sum2x2_kernel, B * H, std::min(256, W * C / WIDE), 0, out, x, W, C, factor, accumulate);
+    launch(sum2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
 }
 static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
     repeat2x2(out, x, B, H, W, C, 1.0f, false);
@@ -4698,7 +4652,6 @@ static void mse_cpu(float* losses, float* dout, const float* out, const float* t
 // F.mse_loss: losses (chunks) the sums of squares, dout (n, or null) = 2 (out - target) / n. A block a chunk.
 __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target, size_t n,
                            float scale) {
-    await_previous_kernel();
     float sum = 0;
     size_t first = (size_t)blockIdx.x * LOSS_CHUNK, end = min(first + LOSS_CHUNK, n);
 #pragma unroll 4
@@ -5272,7 +5225,7 @@ static size_t workspace_bytes() {
     bytes += cpu_workspace_bytes();
 #endif
 #ifdef __CUDACC__
-    bytes += GPU_WORKSPACE_BYTES;
+    bytes += 2 * GPU_WORKSPACE_BYTES;
 #endif
     return bytes;
 }
@@ -5281,7 +5234,7 @@ static bool allocate_workspace() {
     if (!cpu_workspace && posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes())) return false;
 #endif
 #ifdef __CUDACC__
-    if (!gpu_workspace) gpu_workspace = (float*)backend_allocate(GPU_WORKSPACE_BYTES);
+    if (!gpu_workspace) gpu_workspace = (float*)backend_allocate(2 * GPU_WORKSPACE_BYTES);
     if (!gpu_workspace) return false;
 #endif
     return true;
@@ -5547,7 +5500,6 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
                                  const float* __restrict__ images, const int* timesteps, const float* signal,
                                  const float* noise, int pixels, bool predict_v, uint32_t seed,
                                  uint32_t stream, uint32_t first, const StepState* state) {
-    await_previous_kernel();
     PixelQuad q(pixels);
     uint32_t step = state ? (uint32_t)state->step : 0;
     if (q.n <= 0) return;
@@ -5658,7 +5610,6 @@ static void sampler_step_cpu(float* x, float* input, const float* out, SamplerSt
 #ifdef __CUDACC__
 // A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
 __global__ void sampler_start_kernel(float* x, floatX* input, int pixels, uint32_t first_seed) {
-    await_previous_kernel();
     PixelQuad q(pixels);
     for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
         float normal[4];
@@ -5676,7 +5627,6 @@ static void sampler_start(float* x, floatX* input, int B, int H, int W, uint32_t
 // x0 = clamp(from_x x + from_out out, -1, 1), x = to_x0 x0 + to_x x + sigma noise, in place.
 __global__ void sampler_step_kernel(float* x, floatX* input, const floatX* out, SamplerStep s, int pixels,
                                     uint32_t first_seed, uint32_t call) {
-    await_previous_kernel();
     PixelQuad q(pixels);
     for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
         float normal[4] = {};
@@ -5754,7 +5704,6 @@ static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const f
 #ifdef __CUDACC__
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
 __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
-    await_previous_kernel();
     size_t first = (size_t)blockIdx.x * NORM_CHUNK, end = min(first + NORM_CHUNK, n);
     float sum = 0;
 #pragma unroll 8
@@ -5786,7 +5735,6 @@ __device__ static inline void adamw_element(float& w, float& ema, float& m, floa
 // parameter, each once. All (n) and 16-byte aligned; ema and working may be null. A thread 4 parameters.
 __global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient,
                              size_t n, const StepState* state) {
-    await_previous_kernel();
     if (!state->finite) return;
     AdamW a = state->update;
     float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
@@ -5922,7 +5870,6 @@ static void fill_timesteps_cpu(int* timesteps, int B, int value) {
 // One block: a thread a sample.
 __global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
                                   Hyper hyper) {
-    await_previous_kernel();
     if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step);
     for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
         choose_sample(timesteps + b, sources + b, source, b, state->step);
@@ -5934,7 +5881,6 @@ static void begin_step(StepState* state, int* timesteps, int* sources, BatchSour
 
 // A thread an element. Grid (elements, batch).
 __global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
-    await_previous_kernel();
     int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
     if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
 }
@@ -5948,7 +5894,6 @@ static void load_images(float* images, const int* sources, BatchSource source) {
 // One block adds up the parts, in an order that their number decides.
 __global__ void finish_step_kernel(StepState* state, const float* losses, int loss_parts, double elements,
                                    const float* norm_parts, int norm_parts_count) {
-    await_previous_kernel();
     float loss = 0, norm = 0;
     for (int i = threadIdx.x; i < loss_parts; i += blockDim.x) loss += losses[i];
     for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) norm += norm_parts[i];
@@ -5969,7 +5914,6 @@ static void finish_step(StepState* state, const float* losses, size_t elements, 
 }
 
 __global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
-    await_previous_kernel();
     for (int b = threadIdx.x; b < B; b += blockDim.x) timesteps[b] = value;
 }
 static void fill_timesteps(int* timesteps, int B, int value) {
