@@ -1620,7 +1620,7 @@ class Counter:
     def summary(self):
         """N passed, N failed, N skipped (why: N; why: N)."""
         why = "; ".join(f"{reason}: {count}" for reason, count in self.skipped.items())
-        return (f"{self.passed} passed, {self.failed} failed, {self.skipped.total()} skipped"
+        return (f"{self.passed} passed, {self.failed} failed, {sum(self.skipped.values())} skipped"
                 + f" ({why})" * bool(why))
 
     def pytest_collectreport(self, report):
