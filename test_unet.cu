@@ -2900,6 +2900,9 @@ int main(int argc, char** argv) {
     } else if (mode == "--same") {
         test_same_weights(argument(2), argument(3));
     } else if (mode == "" || mode == "--only" || mode == "--fuzz") {
+        bool found = mode != "--only";
+        for (auto& test : TESTS) found |= argc > 2 && strstr(test.name, argv[2]);
+        if (!found) fail_usage("test_unet --only: no test's name contains %s", argument(2));
         const char* temporary = getenv("TMPDIR");
         std::string folder = text("%s/test_unet_XXXXXX", temporary ? temporary : "/tmp");
         if (!mkdtemp(&folder[0])) fail("can't make a folder like %s", folder.c_str());

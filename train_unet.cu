@@ -581,6 +581,11 @@ static void check_config(const Config& c) {
                 "attention at %dx%d does not fit; %dx%d is the largest: use more levels or other "
                 "--attention_resolutions",
                 size, size, MAX_ATTENTION_SIZE, MAX_ATTENTION_SIZE);
+#ifdef __CUDACC__
+        if (attends && (c.num_head_channels % 16 || c.num_head_channels > 128))
+            fail("--num_head_channels %d: a GPU's attention takes multiples of 16 up to 128",
+                 c.num_head_channels);
+#endif
         if (attends && width % c.num_head_channels)
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
@@ -676,9 +681,9 @@ static cudaEvent_t gpu_marks[8];
 static std::vector<cudaEvent_t> gpu_stamps;
 
 static void backend_init() {
-    int count = 0;
+    int count = 0, driver = 0;  // 0: there is no driver
     cudaError_t status = cudaGetDeviceCount(&count);
-    if (status == cudaErrorInsufficientDriver)
+    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver)
         fail(
             "the GPU's driver is older than this program's CUDA %d.%d; update the driver, or build for the "
             "CPU: make train_unet DEVICE=cpu",
