@@ -1268,6 +1268,18 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
 }
 #endif
 
+// A cluster's barrier in its two halves.
+__device__ static inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+__device__ static inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
 // 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
 // a rounding.
 __device__ static inline float exp2_fast(float x) {
@@ -2633,6 +2645,7 @@ struct WeightGradient {
     float* bias_parts;     // (splits + groups, group_images, O)
     int M, O, C, C2;
     int splits, tiles;                 // of the pixels
+    int partials;                      // partial sums of dw: one a split, or a cluster of splits
     int B, group_images, group_tiles;  // 3x3: images that share tiles are a group; 1x1: all is one
     Patch patch;                       // 3x3 only
     // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
@@ -2984,12 +2997,19 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     __shared__ float4 sums[REDUCE_GROUPS][32];
     int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
-    float4 sum = make_float4(0, 0, 0, 0);
+    float4 sum = make_float4(0, 0, 0, 0), old = sum;
+    if (group == 0 && i < n && !map.pitch) old = *(const float4*)(g.dw + i);
     if (i < n)
-#pragma unroll 4
-        for (int s = group; s < g.splits; s += REDUCE_GROUPS) {
-            float4 part = *(const float4*)(g.partial + s * n + i);
-            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        for (int first = group; first < g.partials; first += 8 * REDUCE_GROUPS) {
+            float4 part[8];  // so many loads under way
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                int s = first + k * REDUCE_GROUPS;
+                part[k] = s < g.partials ? *(const float4*)(g.partial + s * n + i) : make_float4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                sum.x += part[k].x, sum.y += part[k].y, sum.z += part[k].z, sum.w += part[k].w;
         }
     sums[group][lane] = sum;
     __syncthreads();
@@ -3001,7 +3021,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     const float value[4] = {sum.x, sum.y, sum.z, sum.w};
     if (!map.pitch) {
         float4* to = (float4*)(g.dw + i);
-        *to = make_float4(to->x + value[0], to->y + value[1], to->z + value[2], to->w + value[3]);
+        *to = make_float4(old.x + value[0], old.y + value[1], old.z + value[2], old.w + value[3]);
         return;
     }
     for (int e = 0; e < 4; e++) {
@@ -3014,8 +3034,317 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 
 static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, int B, int T, int O);
 
+#ifdef HOPPER
+// ---- Hopper: weight gradient
+
+// What a block multiplies: each of GROUPS warpgroups has 64 output channels by 64 input channels at a line's
+// three taps; the groups are the three lines of taps; or one line a block, where reading the pixels three
+// times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
+template <int GROUPS_>
+struct HopperWeightTile {
+    static constexpr int GROUPS = GROUPS_, THREADS = GROUPS * 128 + 32, RESIDENT = GROUPS == 1 ? 2 : 1;
+    static constexpr int PITCH = 10, LINES = 7 + GROUPS;  // of x a step, in shared memory
+    static constexpr int D_BYTES = 8192, X_BYTES = PITCH * LINES * 128;
+    static constexpr int STAGE_BYTES = D_BYTES + (X_BYTES + 1023) / 1024 * 1024;
+    static constexpr int STAGES = (216 << 10) / RESIDENT / STAGE_BYTES;
+    static constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 384;
+    static constexpr int SUMS_PITCH = 64 + 8;  // floats a row of the finished sums
+    static constexpr int SUMS_BYTES = GROUPS * 3 * 64 * SUMS_PITCH * (int)sizeof(float);
+    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
+};
+
+// From the shared memory of block `rank` of the cluster.
+__device__ inline float4 load_cluster(uint32_t address, int rank) {
+    float4 v;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, "
+        "%2, %3}, [there];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return v;
+}
+// *p += v, without waiting for it.
+__device__ inline void add_global(float* p, float4 v) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+// c (64, 8) += a (64, 16), transposed, times b (16, 8), eight n of eight k each, 16 bytes a row; the same for
+// both halves of k.
+__device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "l"(a), "l"((uint64_t)((b & 0x3ffff) >> 4)));
+}
+
+// per_image and dbias += from bias_parts of channels [o0 + rank * channels, + channels), by 128 threads; at
+// most eight splits.
+__device__ inline void finish_bias(const WeightGradient& g, float* totals, int o0, int channels, int rank,
+                                   int thread) {
+    int o = o0 + rank * channels + thread % channels, lanes = 128 / channels;
+    float total = 0;
+    for (int b0 = thread / channels; b0 < g.B && o < g.O; b0 += 4 * lanes) {
+        float sum[4];  // of images b0, b0 + lanes, ...: four loads under way
+        int split[4], last[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            unsigned b = min(b0 + k * lanes, g.B - 1);  // split_of in 32 bits
+            split[k] = ((b * g.group_tiles + 1) * g.splits - 1) / (unsigned)g.tiles;
+            last[k] = ((b + 1) * g.group_tiles * g.splits - 1) / (unsigned)g.tiles;
+            sum[k] = __ldcg(g.bias_parts + (size_t)(split[k] + b) * g.O + o);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int b = b0 + k * lanes;
+            if (b >= g.B) break;
+            while (split[k] < last[k]) sum[k] += __ldcg(g.bias_parts + (size_t)(++split[k] + b) * g.O + o);
+            if (g.per_image) g.per_image[(size_t)b * g.O + o] = (floatX)sum[k];
+            total += sum[k];
+        }
+    }
+    totals[thread] = total;
+    barrier_threads(2, 128);
+    if (thread >= channels || o >= g.O) return;
+    for (int i = 1; i < lanes; i++) total += totals[thread + i * channels];
+    g.dbias[o] += total;
+}
+
+// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
+// dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
+// which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
+// once. The splits of a cluster then add up their sums through each other's shared memory, in the order of
+// their ranks, each a part of the tile, so that one part in `cluster` of the partial sums goes to device
+// memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
+// channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_weight_gradient_kernel(const __grid_constant__ WeightGradient g,
+                                  const __grid_constant__ CUtensorMap dout_map,
+                                  const __grid_constant__ CUtensorMap x_map, int cluster) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int GROUPS = Tile::GROUPS, STAGES = Tile::STAGES;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    const uint32_t ring = shared_address(hopper_shared), full = ring + STAGES * Tile::STAGE_BYTES,
+                   empty = full + 8 * STAGES, ones = empty + 8 * STAGES;
+    int group = threadIdx.x / 128, lane = threadIdx.x % 32, split = blockIdx.x, rank = split % cluster;
+    int c_tiles = ceil_div(g.C, 64), tile = blockIdx.y, dy = group;
+    if (GROUPS == 1) dy = tile % 3, tile /= 3;
+    int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+    int first = (int)((long long)split * g.tiles / g.splits);
+    int last = (int)((long long)(split + 1) * g.tiles / g.splits);
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, GROUPS);
+        barrier_publish();
+    }
+    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
+    if (threadIdx.x < 60)
+        ((uint32_t*)(hopper_shared + (ones - ring)))[threadIdx.x] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+    fence_shared();
+    __syncthreads();
+
+    if (group == GROUPS) {
+        if (lane == 0) {
+            Patch::Origin from = g.patch.origin(first);
+            for (int t = first, stage = 0, parity = 1; t < last; t++) {
+                uint32_t to = ring + stage * Tile::STAGE_BYTES, barrier = full + 8 * stage;
+                barrier_wait(empty + 8 * stage, parity);  // the first time round at once
+                barrier_expect(barrier, Tile::D_BYTES + Tile::X_BYTES);
+                copy_box(to + Tile::D_BYTES, x_map, barrier, c0, from.x, from.y + (GROUPS == 1 ? dy : 0),
+                         from.b);
+                copy_box(to, dout_map, barrier, o0, from.x + 1, from.y + 1, from.b);
+                // The next tile; divisions would take this one thread longer than the product.
+                if ((from.x += 8) >= g.patch.W - 1) from.x = -1, from.y += 8;
+                if (from.y >= g.patch.H - 1) from.y = -1, from.b++;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+        }
+        __syncwarp();
+        if (cluster > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+        return;
+    }
+
+    int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + o0;  // of the sums: an output channel, and that + 8
+    float c[96];
+#pragma unroll
+    for (int i = 0; i < 96; i++) c[i] = 0;
+    int stage = 0, parity = 0;
+    auto release = [&](int stage) {
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+    };
+    auto multiply = [&](auto sums_bias) {
+        constexpr bool BIAS = decltype(sums_bias)::value;
+        // The ends of a run of steps: with the bias, of those that share the eight columns' images.
+        for (int begin = first, end; begin < last; begin = end) {
+            int first_image = begin / g.group_tiles, images = first_image / 8 * 8;
+            end = BIAS ? min(last, (images + 8) * g.group_tiles) : last;
+            int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
+            uint32_t one = ones + 112 - (first_image - images) * 16;
+            float sums[4] = {0, 0, 0, 0};
+            for (int t = begin; t < end; t++) {
+                uint32_t d = ring + stage * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
+                if (GROUPS > 1) x += group * Tile::PITCH * 128;
+                barrier_wait(full + 8 * stage, parity);
+                wgmma_begin();
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    uint64_t a = shared_matrix(d + k * 2048, 1024);
+                    uint32_t lines = x + k * 2 * Tile::PITCH * 128;
+                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, Tile::PITCH * 128, 128));  // a tap: a row on
+                    if (BIAS) wgmma_narrow(sums, a, one);
+                }
+                wgmma_commit();
+                wgmma_wait<1>();  // the step before is over
+                if (t > begin) release(stage ? stage - 1 : STAGES - 1);
+                if (BIAS && --left == 0) left = g.group_tiles, one -= 16;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            wgmma_wait<0>();
+            release(stage ? stage - 1 : STAGES - 1);
+            if (BIAS)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    int o = row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
+                    if (o < g.O && image >= first_image && image <= (end - 1) / g.group_tiles)
+                        g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
+                }
+        }
+    };
+    bool sums_bias = g.bias_parts && c0 == 0 && dy == 0;
+    if (sums_bias)
+        multiply(std::true_type());
+    else
+        multiply(std::false_type());
+
+    // The sums go where the ring was, as rows of 64 columns, (dy, dx, output channel), 8 banks apart.
+    barrier_threads(1, GROUPS * 128);  // the ring has been read
+    float* own = (float*)hopper_shared + lane % 4 * 2 +
+                 (group * 3 * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) * Tile::SUMS_PITCH;
+#pragma unroll
+    for (int v = 0; v < 24; v++) {
+        float* p = own + v / 8 * 64 * Tile::SUMS_PITCH + v % 8 * 8;
+        *(float2*)p = make_float2(c[4 * v], c[4 * v + 1]);
+        *(float2*)(p + 8 * Tile::SUMS_PITCH) = make_float2(c[4 * v + 2], c[4 * v + 3]);
+    }
+    if (cluster > 1)
+        cluster_arrive(), cluster_wait();
+    else
+        barrier_threads(1, GROUPS * 128);
+    float* to = g.partial ? g.partial + (size_t)(split / cluster) * g.O * 9 * g.C : g.dw;
+    int rows = GROUPS * 3 * 64 / cluster;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < rows * 16; i += GROUPS * 128) {
+        int row = rank * rows + i / 16, o = o0 + row % 64, column = c0 + i % 16 * 4;
+        int tap = (GROUPS == 1 ? dy * 3 : 0) + row / 64;
+        uint32_t at = (row * Tile::SUMS_PITCH + i % 16 * 4) * sizeof(float);
+        float4 sum;
+        if (cluster == 1) {
+            sum = *(float4*)(hopper_shared + at);
+        } else {
+            float4 parts[8];
+#pragma unroll
+            for (int r = 0; r < 8; r++)
+                if (r < cluster) parts[r] = load_cluster(ring + at, r);
+            sum = parts[0];
+#pragma unroll
+            for (int r = 1; r < 8; r++)
+                if (r < cluster)
+                    sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
+        }
+        if (o >= g.O || column >= g.C) continue;
+        float* p = to + ((size_t)o * 9 + tap) * g.C + column;
+        if (g.partial)
+            *(float4*)p = sum;
+        else
+            add_global(p, sum);
+    }
+    // Without other clusters all parts are here: ranks share the channels, threads the images.
+    if (sums_bias && !g.partial)
+        finish_bias(g, (float*)(hopper_shared + Tile::SUMS_BYTES), o0, 64 / cluster, rank, threadIdx.x % 128);
+    if (cluster > 1) cluster_arrive(), cluster_wait();  // nobody leaves while another reads its shared memory
+#endif
+}
+
+struct HopperWeightPlan {
+    int tiles, splits, cluster;
+    float us;  // estimated
+};
+// The splits and clusters with the least estimated time. The figures, microseconds and bytes a microsecond,
+// were fitted to 900 timings on an H100; the choices cost 1% more than the best ones.
+template <class Tile>
+static HopperWeightPlan plan_hopper_weight(const WeightGradient& g, size_t bytes) {
+    int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
+    size_t n = (size_t)g.O * 9 * g.C;
+    HopperWeightPlan best = {tiles, 1, 1, 1e30f};
+    // Every block loads its own pixels from L2; all of them come from device memory once.
+    float load =
+        std::max((float)tiles * g.tiles * Tile::STAGE_BYTES / 8.1e6f, (float)g.M * (g.O + g.C) * 2 / 2.7e6f);
+    float step = Tile::GROUPS == 3 ? 0.73f : 0.27f;
+    for (int cluster = 1; cluster <= 8; cluster *= 2) {
+        // Larger clusters leave some multiprocessors without work: theirs are not a multiple of the cluster.
+        int slots = gpu_multiprocessors * Tile::RESIDENT * (cluster > 2 ? 10 : 11) / 11;
+        for (int splits = cluster; splits <= g.tiles && (splits == 1 || splits * tiles <= slots);
+             splits += cluster) {
+            int partials = splits / cluster;
+            bool partial = partials > 1;
+            if (partial && partials * n * sizeof(float) > bytes) break;
+            float product = ceil_div((size_t)splits * tiles, slots) * ceil_div(g.tiles, splits) * step;
+            if (Tile::RESIDENT > 1 && splits * tiles > gpu_multiprocessors) product *= 1.87f;
+            float us =
+                std::max(product, load) + 0.12f * std::min(product, load) + (Tile::GROUPS == 3 ? 4.5f : 3.5f);
+            if (cluster > 1) us += cluster < 8 ? 2.3f : 3.0f;
+            if (partial) us += 3.9f + n / 136e3f + 8.0f * partials * n / 8.9e6f;
+            if (us < best.us) best = {tiles, splits, cluster, us};
+        }
+    }
+    return best;
+}
+
+template <class Tile>
+static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan, float* partial) {
+    g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
+    g.partial = g.partials > 1 ? partial : nullptr;
+    auto box = [&](const floatX* x, int channels, int width, int height) {
+        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
+    };
+    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
+                    Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
+                    box(g.x, g.C, 10, Tile::LINES), plan.cluster);
+    if (!g.partial) return;
+    size_t n = (size_t)g.O * 9 * g.C;
+    int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks, NarrowMap{});
+}
+
+// launch_weight_gradient on Hopper, for 3x3; channels are multiples of 8.
+static void launch_hopper_weight_gradient(WeightGradient g, float* workspace, size_t bytes) {
+    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
+    g.tiles = g.patch.tiles, g.B = g.patch.B, g.group_images = 1;
+    g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
+    size_t bias_bytes = g.dbias ? (size_t)(2 * gpu_multiprocessors + g.B) * g.O * sizeof(float) : 0;
+    if (bias_bytes > bytes / 2) {  // thousands of images: the sums are better taken apart
+        bias_backward(g.dbias, g.per_image, g.dout, g.B, g.M / g.B, g.O);
+        g.dbias = nullptr, bias_bytes = 0;
+    }
+    bias_bytes = (bias_bytes + 255) / 256 * 256, bytes -= bias_bytes;
+    g.bias_parts = g.dbias ? workspace : nullptr;
+    float* partial = workspace + bias_bytes / sizeof(float);
+    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, bytes),
+                     line = plan_hopper_weight<HopperWeightTile<1>>(g, bytes);
+    if (line.us < all.us)
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line, partial);
+    else
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all, partial);
+}
+#endif  // HOPPER
+
 template <int TAPS>
 static void launch_weight_gradient(WeightGradient g, float* workspace, size_t bytes, NarrowMap map) {
+#ifdef HOPPER
+    if (TAPS > 1 && g.O % 8 == 0 && g.C % 8 == 0) return launch_hopper_weight_gradient(g, workspace, bytes);
+#endif
     constexpr bool HALF = sizeof(floatX) == 2;
     using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
                                            WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
@@ -3044,6 +3373,7 @@ static void launch_weight_gradient(WeightGradient g, float* workspace, size_t by
         float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
         if (time < least) least = time, g.splits = s;
     }
+    g.partials = g.splits;
     g.partial = g.splits > 1 || map.pitch ? partial : nullptr;
     launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
     int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
@@ -3670,17 +4000,7 @@ __device__ static inline float norm_channel(const float* room, int c, int which,
     return total;
 }
 
-// A cluster's barrier in its two halves, and a read of another block's shared memory.
-__device__ static inline void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive;" ::: "memory");
-#endif
-}
-__device__ static inline void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
+// A read of another block's shared memory.
 __device__ static inline float2 cluster_read(const float2* shared, int rank) {
     float2 value = *shared;
 #if __CUDA_ARCH__ >= 900
