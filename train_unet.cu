@@ -23,8 +23,8 @@
 // Gradients    Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
 //              two consumers: an encoder output is read by the next block and, as a skip, by the decoder. The
 //              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
-// Memory       Everything is sized from the plan and allocated once, before the first step. Scratch is taken
-//              and released in stack order. A layer never allocates.
+// Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
+//              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 // Layers       X_forward_cpu is the specification of layer X. X_forward is what the network calls: a launcher
 //              in the CUDA build, otherwise another name for the specification. Arguments: outputs, inputs,
 //              sizes. Launchers own their geometry, never synchronise, always check.
@@ -752,7 +752,7 @@ static void backend_download(void* to, const void* from, size_t bytes) {
 // backend_join. They follow everything launched before. A profile has them in line, to time each alone.
 template <typename Launches>
 static void backend_aside(Launches launches) {
-    if (profile.on) return launches();
+    if (profile.on || launch_stream == side_stream) return launches();
     CUDA_CHECK(cudaEventRecord(side_begins, main_stream));
     CUDA_CHECK(cudaStreamWaitEvent(side_stream, side_begins, 0));
     launch_stream = side_stream, gpu_workspace += GPU_WORKSPACE_BYTES / sizeof(float);
@@ -901,10 +901,8 @@ static size_t backend_memory_available() {
 
 // ---- arenas -----------------------------------------------------------------------------------------------
 
-// A block of memory of a known size. What lives as long as the arena is placed by the plan (offsets); what
-// lives as long as a layer is taken and released in stack order.
+// A block of memory of a known size, handed out piece by piece.
 struct Arena {
-    const char* name;
     char* base;
     size_t capacity, used;  // bytes
 };
@@ -919,12 +917,6 @@ static T* take(Arena* arena, size_t count) {
     T* memory = (T*)(arena->base + arena->used);
     arena->used += bytes;
     return memory;
-}
-
-// Everything taken since release(arena, mark) with mark = arena->used at the time is free again.
-static void release(Arena* arena, size_t mark) {
-    ASSERT(mark <= arena->used);
-    arena->used = mark;
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -1502,7 +1494,7 @@ static void linear_forward_cpu(float* out, const float* x, const float* x2, cons
 }
 
 // dx (M, C) and dx2 (M, C2) = [+=] dout w; dw += dout^T [x, x2]; dbias += the column sums of dout. dx null:
-// not wanted.
+// not wanted. The launcher leaves dw and dbias under way, until backend_join; so does conv3x3_backward.
 static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, const float* dout,
                                 const float* x, const float* x2, const float* w, int M, int C, int C2, int O,
                                 bool accumulate) {
@@ -3545,8 +3537,8 @@ static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, 
 static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
                             const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
                             bool accumulate) {
+    backend_aside([&] { linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O); });
     if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate);
-    linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O);
 }
 
 static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
@@ -3615,8 +3607,8 @@ static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, const
 
 static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, const floatX* dout,
                              const floatX* x, const floatX* w, int B, int H, int W, int C, int O) {
+    backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, dout, x, B, H, W, C, O); });
     if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O);
-    conv3x3_weight_gradient(dw, dbias, demb, dout, x, B, H, W, C, O);
 }
 #endif  // __CUDACC__
 
@@ -3771,7 +3763,7 @@ static void groupnorm_apply_cpu(float* out, const float* mean, const float* rstd
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // dx (B, T, C), dx2 (B, T, C2): overwritten, or added to with `accumulate`; dresidual (B, T, C), where not
 // null, is the gradient of a branch around the norm and is added to dx (only with C2 = 0). sums: scratch, (2,
-// B, C + C2).
+// B, C + C2). With C2 = 0 and nothing to add to, dx may be dout or x itself.
 static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, float* sums,
                                    const float* dout, const float* dresidual, const float* mean,
                                    const float* rstd, const float* x, const float* x2, const float* w,
@@ -4159,8 +4151,8 @@ static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, c
 
 // Gradients of the above: dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N). Blocks as in forward. Device
 // memory: x, dout and dresidual in, dx out (in and out where it accumulates), once each; REDUCE + APPLY: x
-// and dout twice. partials (B, ranks, K), sums (2, B, K): sum over pixels of dy and of dy x^. dx may be
-// dout.
+// and dout twice. partials (B, ranks, K), sums (2, B, K): sum over pixels of dy and of dy x^. dx may be dout
+// or x: the thread that writes a piece of it is the last to read that piece of them.
 template <NormPass PASS>
 __global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
     groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* sums, float2* partials, const floatX* dout,
@@ -5004,7 +4996,15 @@ static void mse(float* losses, floatX* dout, const floatX* out, const float* tar
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
 static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
 
-// One entry of the plan. Offsets are in bytes into the arena named in the comment.
+// A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
+// moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may share
+// their place.
+struct Buffer {
+    size_t offset, bytes;
+    int first, last;
+};
+
+// One entry of the plan.
 struct Block {
     BlockKind kind;
     char name[48];
@@ -5016,19 +5016,19 @@ struct Block {
     bool accumulate;  // the input feeds two consumers: its gradient is added to, not overwritten
     int param;        // its first tensor; the others follow
     int num_params;
-    size_t out;     // activations: (B, out_H, out_H, O)
-    size_t hidden;  // activations: residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's (B, E)
-    size_t inner;  // activations: attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
-    size_t stats;  // activations, float: mean and rstd (B, G) of each norm in turn; then attention's lse (B,
-                   // heads, T)
-    size_t gradient;  // gradients: (B, out_H, out_H, O)
+    Buffer out;       // (B, out_H, out_H, O)
+    Buffer hidden;    // residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's two of (B, E)
+    Buffer inner;     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    Buffer stats;     // float: mean and rstd (B, G) of each norm in turn; then attention's lse (B, heads, T)
+    Buffer gradient;  // (B, out_H, out_H, O): of the output
+    Buffer scratch_forward, scratch_backward;
 };
 
 struct Plan {
     std::vector<Block> blocks;
     std::vector<Tensor> tensors;
     size_t num_parameters;
-    size_t activation_bytes, gradient_bytes, scratch_bytes;
+    size_t arena_bytes;
     int batch, image_size, norm_groups, num_head_channels, embed,
         base;  // base = num_channels, embed = 4 * base
     int max_period;
@@ -5061,8 +5061,8 @@ struct Model {
     float* master;     // (num_parameters)
     float* gradients;  // (num_parameters)
     float *adam_m, *adam_v, *ema;
-    Arena activations, activation_gradients, scratch;
-    floatX* emb_gradient;   // (B, E): every residual block adds to it
+    char* arena;            // activations, their gradients, scratch: where the plan says
+    Arena scratch;          // the part of it that the block under way may take from
     floatX* input;          // (B, H, W, 3): the noised images
     float* target;          // (B, H, W, 3)
     float* images;          // (B, 3, H, W): clean, planar, as in the files
@@ -5082,14 +5082,10 @@ static floatX* weight_of(const Model* m, const Block& block, int k) {
 static float* gradient_of(const Model* m, const Block& block, int k) {
     return m->gradients + m->plan.tensors[block.param + k].offset;
 }
-static floatX* activation(const Model* m, size_t offset) { return (floatX*)(m->activations.base + offset); }
-static float* block_stats(const Model* m, const Block& block) {
-    return (float*)(m->activations.base + block.stats);
-}
+static floatX* activation(const Model* m, const Buffer& b) { return (floatX*)(m->arena + b.offset); }
+static float* block_stats(const Model* m, const Block& b) { return (float*)(m->arena + b.stats.offset); }
 static floatX* output_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].out); }
-static floatX* output_gradient_of(const Model* m, int i) {
-    return (floatX*)(m->activation_gradients.base + m->plan.blocks[i].gradient);
-}
+static floatX* output_gradient_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].gradient); }
 // What a block reads: its input, its skip (null: none).
 static const floatX* input_of(const Model* m, const Block& block) { return output_of(m, block.input); }
 static const floatX* skip_of(const Model* m, const Block& block) {
@@ -5102,7 +5098,6 @@ enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
 
 static void embed_forward(Model* m, const Block& block, int B) {
     int base = m->plan.base, E = m->plan.embed;
-    size_t mark = m->scratch.used;
     floatX *sinusoids = activation(m, block.inner),
            *hidden = activation(m, block.hidden);  // (B, base), (B, E)
     floatX* linear2 = hidden + (size_t)B * E;      // (B, E)
@@ -5114,25 +5109,22 @@ static void embed_forward(Model* m, const Block& block, int B) {
     linear_forward(linear2, active, nullptr, weight_of(m, block, EMBED_W2), weight_of(m, block, EMBED_B2),
                    nullptr, B, E, 0, E);
     silu_forward(activation(m, block.out), linear2, (size_t)B * E);
-    release(&m->scratch, mark);
 }
 
-static void embed_backward(Model* m, const Block& block, int B) {
+static void embed_backward(Model* m, const Block& block, int B, const floatX* dout) {
     int base = m->plan.base, E = m->plan.embed;
-    size_t mark = m->scratch.used;
     floatX *sinusoids = activation(m, block.inner), *hidden = activation(m, block.hidden),
            *linear2 = hidden + (size_t)B * E;
     floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
     floatX* dlinear2 = take<floatX>(&m->scratch, (size_t)B * E);
-    floatX* dactive = take<floatX>(&m->scratch, (size_t)B * E);
-    silu_backward(dlinear2, m->emb_gradient, linear2, (size_t)B * E);
+    floatX* dhidden = take<floatX>(&m->scratch, (size_t)B * E);  // before that, the gradient of `active`
+    silu_backward(dlinear2, dout, linear2, (size_t)B * E);
     silu_forward(active, hidden, (size_t)B * E);
-    linear_backward(dactive, nullptr, gradient_of(m, block, EMBED_W2), gradient_of(m, block, EMBED_B2),
+    linear_backward(dhidden, nullptr, gradient_of(m, block, EMBED_W2), gradient_of(m, block, EMBED_B2),
                     dlinear2, active, nullptr, weight_of(m, block, EMBED_W2), B, E, 0, E, false);
-    silu_backward(dactive, dactive, hidden, (size_t)B * E);
+    silu_backward(dhidden, dhidden, hidden, (size_t)B * E);
     linear_backward(nullptr, nullptr, gradient_of(m, block, EMBED_W1), gradient_of(m, block, EMBED_B1),
-                    dactive, sinusoids, nullptr, weight_of(m, block, EMBED_W1), B, base, 0, E, false);
-    release(&m->scratch, mark);
+                    dhidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), B, base, 0, E, false);
 }
 
 // ---- first convolution ------------------------------------------------------------------------------------
@@ -5174,66 +5166,67 @@ static void res_forward(Model* m, const Block& block, int B) {
     floatX *h = activation(m, block.hidden), *out = activation(m, block.out);
     float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
           *rstd2 = mean2 + B * G;
-    size_t mark = m->scratch.used;
     floatX* emb = take<floatX>(&m->scratch, (size_t)B * O);                      // (B, O)
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, K), then (B, T, O)
 
-    linear_forward(emb, output_of(m, 0), nullptr, weight_of(m, block, RES_EMB_W),
-                   weight_of(m, block, RES_EMB_B), nullptr, B, E, 0, O);
+    const floatX* residual = block.num_params > RES_SKIP_W ? out : x;
+    backend_aside([&] {
+        linear_forward(emb, output_of(m, 0), nullptr, weight_of(m, block, RES_EMB_W),
+                       weight_of(m, block, RES_EMB_B), nullptr, B, E, 0, O);
+        if (residual == out)
+            linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B),
+                           nullptr, B * T, C, C2, O);
+    });
     groupnorm_forward(normed, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
                       weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
+    backend_join();
     conv3x3_forward(h, normed, weight_of(m, block, RES_CONV1_W), weight_of(m, block, RES_CONV1_B), emb,
                     nullptr, B, H, H, K, O);
     groupnorm_forward(normed, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
                       weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
-    const floatX* residual = x;
-    if (block.num_params > RES_SKIP_W) {
-        linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B), nullptr,
-                       B * T, C, C2, O);
-        residual = out;
-    }
     conv3x3_forward(out, normed, weight_of(m, block, RES_CONV2_W), weight_of(m, block, RES_CONV2_B), nullptr,
                     residual, B, H, H, O, O);
-    release(&m->scratch, mark);
 }
 
 static void res_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx, floatX* dx2) {
     int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups,
         E = m->plan.embed;
-    const floatX *x = input_of(m, block), *x2 = skip_of(m, block), *h = activation(m, block.hidden);
+    const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
     float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
           *rstd2 = mean2 + B * G;
-    size_t mark = m->scratch.used;
-    floatX* dh =
-        take<floatX>(&m->scratch, (size_t)B * T * O);  // (B, T, O): of the second norm's output, then of h
-    floatX* demb = take<floatX>(&m->scratch, (size_t)B * O);                     // (B, O)
-    float* sums = take<float>(&m->scratch, (size_t)2 * B * std::max(K, O));      // group norm's scratch
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O), then (B, T, K)
-    floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * T * K);              // (B, T, K)
+    floatX *h = activation(m, block.hidden), *dh = h;                        // (B, T, O)
+    floatX* demb = take<floatX>(&m->scratch, (size_t)B * O);                 // (B, O)
+    float* sums = take<float>(&m->scratch, (size_t)2 * B * std::max(K, O));  // group norm's scratch
+    // The weight gradients are made beside what follows them, so what they read stays: normed2, dh, normed1.
+    floatX* normed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O)
+    floatX* dnormed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O)
+    floatX *normed1 = dnormed2, *dnormed1 = normed2;                               // (B, T, K)
 
-    groupnorm_apply(normed, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
+    groupnorm_apply(normed2, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
                     weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
-    conv3x3_backward(dh, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B), nullptr,
-                     dout, normed, weight_of(m, block, RES_CONV2_W), B, H, H, O, O);
+    conv3x3_backward(dnormed2, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B),
+                     nullptr, dout, normed2, weight_of(m, block, RES_CONV2_W), B, H, H, O, O);
     bool widens = block.num_params > RES_SKIP_W;
     if (widens)
         linear_backward(dx, dx2, gradient_of(m, block, RES_SKIP_W), gradient_of(m, block, RES_SKIP_B), dout,
                         x, x2, weight_of(m, block, RES_SKIP_W), B * T, C, C2, O, block.accumulate);
     groupnorm_backward(dh, nullptr, gradient_of(m, block, RES_NORM2_W), gradient_of(m, block, RES_NORM2_B),
-                       sums, dh, nullptr, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
+                       sums, dnormed2, nullptr, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
                        weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true, false);
-    groupnorm_apply(normed, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
+    groupnorm_apply(normed1, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
                     weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
-    conv3x3_backward(dnormed, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
-                     dh, normed, weight_of(m, block, RES_CONV1_W), B, H, H, K, O);
+    backend_join();
+    conv3x3_backward(dnormed1, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
+                     dh, normed1, weight_of(m, block, RES_CONV1_W), B, H, H, K, O);
+    backend_aside([&] {
+        linear_backward(output_gradient_of(m, 0), nullptr, gradient_of(m, block, RES_EMB_W),
+                        gradient_of(m, block, RES_EMB_B), demb, output_of(m, 0), nullptr,
+                        weight_of(m, block, RES_EMB_W), B, E, 0, O, true);
+    });
     groupnorm_backward(dx, dx2, gradient_of(m, block, RES_NORM1_W), gradient_of(m, block, RES_NORM1_B), sums,
-                       dnormed, widens ? nullptr : dout, mean1, rstd1, x, x2,
+                       dnormed1, widens ? nullptr : dout, mean1, rstd1, x, x2,
                        weight_of(m, block, RES_NORM1_W), weight_of(m, block, RES_NORM1_B), B, T, C, C2, G,
                        true, widens || block.accumulate);
-    linear_backward(m->emb_gradient, nullptr, gradient_of(m, block, RES_EMB_W),
-                    gradient_of(m, block, RES_EMB_B), demb, output_of(m, 0), nullptr,
-                    weight_of(m, block, RES_EMB_W), B, E, 0, O, true);
-    release(&m->scratch, mark);
 }
 
 // ---- attention block --------------------------------------------------------------------------------------
@@ -5246,7 +5239,6 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
     const floatX* x = input_of(m, block);
     floatX *qkv = activation(m, block.hidden), *joined = activation(m, block.inner);
     float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
-    size_t mark = m->scratch.used;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);  // (B, T, C)
     groupnorm_forward(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
                       weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
@@ -5255,7 +5247,6 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
     attention_forward(joined, lse, qkv, B, T, C, heads);
     linear_forward(activation(m, block.out), joined, nullptr, weight_of(m, block, ATT_PROJ_W),
                    weight_of(m, block, ATT_PROJ_B), x, B * T, C, 0, C);
-    release(&m->scratch, mark);
 }
 
 static void attention_block_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
@@ -5263,15 +5254,14 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
     const floatX *x = input_of(m, block), *qkv = activation(m, block.hidden),
                  *joined = activation(m, block.inner);
     float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
-    size_t mark = m->scratch.used;
-    floatX* dnormed = take<floatX>(
-        &m->scratch, (size_t)B * T * C);  // (B, T, C): of the joined heads, then of the norm's output
     floatX* dqkv = take<floatX>(&m->scratch, (size_t)B * T * 3 * C);  // (B, T, 3C)
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);    // (B, T, C)
+    floatX* djoined = take<floatX>(&m->scratch, (size_t)B * T * C);   // (B, T, C)
+    floatX* dnormed = djoined;                                        // (B, T, C)
     float* sums = take<float>(&m->scratch, (size_t)2 * B * C);
-    linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
+    linear_backward(djoined, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
                     dout, joined, nullptr, weight_of(m, block, ATT_PROJ_W), B * T, C, 0, C, false);
-    attention_backward(dqkv, dnormed, joined, lse, qkv, B, T, C, heads);
+    attention_backward(dqkv, djoined, joined, lse, qkv, B, T, C, heads);
     groupnorm_apply(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
                     weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
     linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_QKV_W), gradient_of(m, block, ATT_QKV_B),
@@ -5279,7 +5269,6 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
     groupnorm_backward(dx, nullptr, gradient_of(m, block, ATT_NORM_W), gradient_of(m, block, ATT_NORM_B),
                        sums, dnormed, dout, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
                        weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false, block.accumulate);
-    release(&m->scratch, mark);
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -5289,13 +5278,11 @@ enum { OUT_NORM_W, OUT_NORM_B, OUT_CONV_W, OUT_CONV_B };
 static void out_forward(Model* m, const Block& block, int B) {
     int C = block.C, H = block.H, G = m->plan.norm_groups;
     float *mean = block_stats(m, block), *rstd = mean + B * G;
-    size_t mark = m->scratch.used;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
     groupnorm_forward(normed, mean, rstd, input_of(m, block), nullptr, weight_of(m, block, OUT_NORM_W),
                       weight_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
     conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
                     weight_of(m, block, OUT_CONV_B), nullptr, nullptr, B, H, H, C, block.O);
-    release(&m->scratch, mark);
 }
 
 static void out_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
@@ -5303,17 +5290,14 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
     float *mean = block_stats(m, block), *rstd = mean + B * G;
     const floatX *x = input_of(m, block), *norm_w = weight_of(m, block, OUT_NORM_W),
                  *norm_b = weight_of(m, block, OUT_NORM_B);
-    size_t mark = m->scratch.used;
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);   // (B, H, H, C)
-    floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
     float* sums = take<float>(&m->scratch, (size_t)2 * B * C);
+    floatX *normed = take<floatX>(&m->scratch, (size_t)B * H * H * C), *dnormed = dx;  // (B, H, H, C)
     groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true);
     conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
                      dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
                        sums, dnormed, nullptr, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G,
                        true, false);
-    release(&m->scratch, mark);
 }
 
 // ===========================================================================================================
@@ -5403,63 +5387,79 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
     return &plan->blocks.back();
 }
 
-// Scratch a block takes, the larger of its two directions; take() stops the program where this counts too
-// little.
-static size_t scratch_need(const Plan& plan, const Block& block) {
-    size_t B = plan.batch, T = (size_t)block.H * block.H, K = block.C + block.C2, O = block.O;
-    size_t wide = std::max(K, O);
-    auto room = [](size_t count) { return aligned(count * sizeof(floatX)); };
-    size_t sums = aligned(2 * B * wide * sizeof(float));  // of a group norm's backward
-    switch (block.kind) {
-        case BLOCK_EMBED: return 3 * room(B * plan.embed);
-        case BLOCK_RES:
-            if (!plan.training) return room(B * O) + room(B * T * wide);
-            return room(B * T * O) + room(B * O) + sums + room(B * T * wide) + room(B * T * K);
-        case BLOCK_ATTENTION:
-            return plan.training ? 2 * room(B * T * K) + room(B * T * 3 * K) + sums : room(B * T * K);
-        case BLOCK_OUT: return plan.training ? 2 * room(B * T * K) + sums : room(B * T * K);
-        case BLOCK_CONV_IN:
-        case BLOCK_DOWN:
-        case BLOCK_UP: break;
-    }
-    return 0;
+static std::vector<Buffer*> buffers_of(Block* b) {
+    return {&b->out,      &b->hidden,          &b->inner,           &b->stats,
+            &b->gradient, &b->scratch_forward, &b->scratch_backward};
 }
 
-// Places what each block keeps, and the gradients: an encoder output that the decoder reads too has a place
-// of its own, because its gradient waits for the encoder's backward; all others take turns in two places.
-static void place_activations(Plan* plan) {
-    size_t B = plan->batch, turn_bytes = 0;
-    for (Block& block : plan->blocks) {
-        size_t T = (size_t)block.H * block.H, out = B * block.out_H * block.out_H * block.O, norms = 0,
-               lse = 0;
-        block.out = reserve(&plan->activation_bytes, out * sizeof(floatX));
-        if (block.kind == BLOCK_EMBED) {
-            block.hidden = reserve(&plan->activation_bytes, 2 * B * block.O * sizeof(floatX));
-            block.inner = reserve(&plan->activation_bytes, B * block.C * sizeof(floatX));
-        } else if (block.kind == BLOCK_RES) {
-            block.hidden = reserve(&plan->activation_bytes, B * T * block.O * sizeof(floatX));
-            norms = 2;
-        } else if (block.kind == BLOCK_ATTENTION) {
-            block.hidden = reserve(&plan->activation_bytes, 3 * B * T * block.C * sizeof(floatX));
-            block.inner = reserve(&plan->activation_bytes, B * T * block.C * sizeof(floatX));
-            norms = 1, lse = B * (block.C / plan->num_head_channels) * T;
-        } else if (block.kind == BLOCK_OUT) {
-            norms = 1;
+// Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
+// forward read, but for the resampling blocks. The network's own output stays for the caller. take() stops
+// the program where scratch is counted too small.
+static void size_buffers(Plan* plan) {
+    int n = (int)plan->blocks.size();
+    size_t B = plan->batch;
+    auto room = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    for (int i = 0; i < n; i++) {
+        Block& b = plan->blocks[i];
+        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, wide = std::max(C + b.C2, O);
+        size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
+        size_t norm = 2 * B * plan->norm_groups, sums = aligned(2 * B * wide * sizeof(float));
+        switch (b.kind) {
+            case BLOCK_EMBED:
+                hidden = room(2 * B * O), inner = room(B * C);
+                forward = room(B * O), backward = 3 * room(B * O);
+                break;
+            case BLOCK_RES:
+                hidden = room(B * T * O), stats = 2 * norm;
+                forward = room(B * O) + room(B * T * wide), backward = forward + room(B * T * wide) + sums;
+                break;
+            case BLOCK_ATTENTION:
+                hidden = room(3 * B * T * C), inner = room(B * T * C);
+                stats = norm + B * (C / plan->num_head_channels) * T;
+                forward = room(B * T * C), backward = room(3 * B * T * C) + 2 * forward + sums;
+                break;
+            case BLOCK_OUT: stats = norm, forward = room(B * T * C), backward = forward + sums; break;
+            case BLOCK_CONV_IN:
+            case BLOCK_DOWN:
+            case BLOCK_UP: break;
         }
-        block.stats =
-            reserve(&plan->activation_bytes, (2 * norms * B * plan->norm_groups + lse) * sizeof(float));
-        block.accumulate = block.input >= 0 && plan->blocks[block.input].is_skip;
-        if (block.kind != BLOCK_EMBED && !block.is_skip)
-            turn_bytes = std::max(turn_bytes, aligned(out * sizeof(floatX)));
-        plan->scratch_bytes = std::max(plan->scratch_bytes, scratch_need(*plan, block));
+        int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
+        size_t out = room(B * b.out_H * b.out_H * O);
+        b.out = {0, out, i, i < n - 1 ? i : 2 * n};
+        b.hidden = {0, hidden, i, kept};
+        b.inner = {0, inner, i, kept};
+        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
+        b.scratch_forward = {0, forward, i, i};
+        if (plan->training) {  // before the walk back the embedding's is zeroed and the network's is given
+            b.gradient = {0, out, i == 0 || i == n - 1 ? n : back, back};
+            b.scratch_backward = {0, backward, back, back};
+        }
+        for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
+            if (source < 0) continue;
+            Block& read = plan->blocks[source];
+            read.out.last = std::max(read.out.last, b.kind == BLOCK_DOWN || b.kind == BLOCK_UP ? i : kept);
+            read.gradient.first = std::min(read.gradient.first, back);
+        }
+        b.accumulate = b.input >= 0 && plan->blocks[b.input].is_skip;
     }
-    if (!plan->training) return;
-    plan->gradient_bytes = 2 * turn_bytes;
-    for (size_t i = 0; i < plan->blocks.size(); i++) {
-        Block& block = plan->blocks[i];
-        size_t out = B * block.out_H * block.out_H * block.O;
-        block.gradient =
-            block.is_skip ? reserve(&plan->gradient_bytes, out * sizeof(floatX)) : (i % 2) * turn_bytes;
+}
+
+// Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
+static void place_buffers(Plan* plan) {
+    size_buffers(plan);
+    std::vector<Buffer*> buffers, placed;  // placed: by offset
+    for (Block& block : plan->blocks)
+        for (Buffer* buffer : buffers_of(&block))
+            if (buffer->bytes) buffers.push_back(buffer);
+    auto larger = [](const Buffer* a, const Buffer* b) { return a->bytes > b->bytes; };
+    auto lower = [](const Buffer* a, const Buffer* b) { return a->offset < b->offset; };
+    std::stable_sort(buffers.begin(), buffers.end(), larger);
+    for (Buffer* b : buffers) {
+        for (const Buffer* other : placed)
+            if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
+                b->offset = std::max(b->offset, other->offset + other->bytes);
+        placed.insert(std::upper_bound(placed.begin(), placed.end(), b, lower), b);
+        plan->arena_bytes = std::max(plan->arena_bytes, b->offset + b->bytes);
     }
 }
 
@@ -5515,7 +5515,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     }
     ASSERT(skips.empty());
     add_block(&plan, BLOCK_OUT, "out", IMAGE_CHANNELS);
-    place_activations(&plan);
+    place_buffers(&plan);
     return plan;
 }
 
@@ -5529,15 +5529,16 @@ static void print_plan(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
     for (size_t i = 0; i < plan.blocks.size(); i++) {
-        const Block& b = plan.blocks[i];
-        size_t parameters = 0,
-               end = i + 1 < plan.blocks.size() ? plan.blocks[i + 1].out : plan.activation_bytes;
+        Block b = plan.blocks[i];
+        size_t parameters = 0, kept = 0;
+        for (const Buffer* buffer : buffers_of(&b))
+            if (buffer->first <= (int)i && buffer->last > (int)i) kept += buffer->bytes;
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
         std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
         printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
                text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
-               human_bytes((double)(end - b.out)).c_str());
+               human_bytes((double)kept).c_str());
     }
 }
 
@@ -5581,10 +5582,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         m->adam_v = (float*)place(P * sizeof(float));
         m->norm_parts = (float*)place((P / NORM_CHUNK + 1) * sizeof(float));
     }
-    m->activations = {"activations", place(plan.activation_bytes), plan.activation_bytes, 0};
-    m->activation_gradients = {"gradients", place(plan.gradient_bytes), plan.gradient_bytes, 0};
-    m->scratch = {"scratch", place(plan.scratch_bytes), plan.scratch_bytes, 0};
-    m->emb_gradient = (floatX*)place(B * plan.embed * sizeof(floatX));
+    m->arena = place(plan.arena_bytes);
     m->input = (floatX*)place(pixels * sizeof(floatX));
     m->target = (float*)place(pixels * sizeof(float));
     m->images = (float*)place(pixels * sizeof(float));
@@ -5662,23 +5660,27 @@ static void initialise_weights(Model* m, uint32_t seed) {
 
 // ---- walk -------------------------------------------------------------------------------------------------
 
+static void enter(Model* m, const Block& block, const Buffer& scratch) {
+    m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
+    profile.block = block.name;
+}
+
 // input (B, H, W, 3) and timesteps (B) -> the last block's output (B, H, W, 3). B may be less than the plan's
 // batch.
 static void unet_forward(Model* m, int B) {
-    for (const Block& block : m->plan.blocks) switch (profile.block = block.name, block.kind) {
+    for (const Block& block : m->plan.blocks) {
+        floatX* out = activation(m, block.out);
+        enter(m, block, block.scratch_forward);
+        switch (block.kind) {
             case BLOCK_EMBED: embed_forward(m, block, B); break;
             case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
             case BLOCK_RES: res_forward(m, block, B); break;
             case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
-            case BLOCK_DOWN:
-                downsample_forward(activation(m, block.out), input_of(m, block), B, block.H, block.H,
-                                   block.C);
-                break;
-            case BLOCK_UP:
-                upsample_forward(activation(m, block.out), input_of(m, block), B, block.H, block.H, block.C);
-                break;
+            case BLOCK_DOWN: downsample_forward(out, input_of(m, block), B, block.H, block.H, block.C); break;
+            case BLOCK_UP: upsample_forward(out, input_of(m, block), B, block.H, block.H, block.C); break;
             case BLOCK_OUT: out_forward(m, block, B); break;
         }
+    }
     profile.block = "step";
 }
 
@@ -5689,14 +5691,15 @@ static floatX* unet_output_gradient(const Model* m) {
 
 // The last block's output gradient -> every weight gradient (added to).
 static void unet_backward(Model* m, int B) {
-    backend_zero(m->emb_gradient, (size_t)B * m->plan.embed * sizeof(floatX));
+    backend_zero(output_gradient_of(m, 0), (size_t)B * m->plan.embed * sizeof(floatX));
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
         const floatX* dout = output_gradient_of(m, i);
         floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
         floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
-        switch (profile.block = block.name, block.kind) {
-            case BLOCK_EMBED: embed_backward(m, block, B); break;
+        enter(m, block, block.scratch_backward);
+        switch (block.kind) {
+            case BLOCK_EMBED: embed_backward(m, block, B, dout); break;
             case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
             case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
             case BLOCK_ATTENTION: attention_block_backward(m, block, B, dout, dx); break;
@@ -5706,6 +5709,7 @@ static void unet_backward(Model* m, int B) {
             case BLOCK_UP: upsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate); break;
             case BLOCK_OUT: out_backward(m, block, B, dout, dx); break;
         }
+        backend_join();
     }
     profile.block = "step";
 }
@@ -7095,16 +7099,23 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
     }
     printf("%s\n", column % 3 ? "\n" : "");
     print_plan(plan);
+    size_t activations = 0, gradients = 0, scratch = 0;
+    for (const Block& b : plan.blocks) {
+        activations += b.out.bytes + b.hidden.bytes + b.inner.bytes + b.stats.bytes;
+        gradients += b.gradient.bytes;
+        scratch = std::max({scratch, b.scratch_forward.bytes, b.scratch_backward.bytes});
+    }
     printf(
-        "%zu parameters in %zu tensors; memory: %s weights%s, %s activations, %s their gradients, %s "
-        "scratch; %s in all\n\n",
+        "%zu parameters in %zu tensors; memory: %s weights%s, %s where %s activations, %s gradients of them "
+        "and up to %s scratch take turns; %s in all\n\n",
         plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
         plan.training
             ? text(" (%d times: gradients, AdamW%s)", c.ema_rate > 0 ? 5 : 4, c.ema_rate > 0 ? ", EMA" : "")
                   .c_str()
             : "",
-        human_bytes((double)plan.activation_bytes).c_str(), human_bytes((double)plan.gradient_bytes).c_str(),
-        human_bytes((double)plan.scratch_bytes).c_str(), human_bytes((double)bytes).c_str());
+        human_bytes((double)plan.arena_bytes).c_str(), human_bytes((double)activations).c_str(),
+        human_bytes((double)gradients).c_str(), human_bytes((double)scratch).c_str(),
+        human_bytes((double)bytes).c_str());
 }
 
 // ---- what a step's time goes to ---------------------------------------------------------------------------
