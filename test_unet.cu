@@ -71,7 +71,6 @@
 //
 //   build/test_unet_cuda_bf16          check: every launcher, many shapes
 //   build/test_unet_cuda_bf16 tiny     few and small shapes, for compute-sanitizer
-//   build/test_unet_cuda_bf16 time     microseconds of every launch of a training step of the default model
 //
 // One line a layer and pass. Inputs are rounded to the layers' precision first, so that an error is the
 // launcher's own. What is overwritten is NaN before, as is the workspace; two runs must agree in every bit.
@@ -185,6 +184,9 @@ enum {
     NORM,
     FIELDS
 };
+static void append(std::vector<double>* numbers, const float2& sums) {
+    numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
+}
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
     numbers->insert(numbers->end(),
@@ -326,7 +328,7 @@ static void test_conv(int B, int H, int W, int C, int O, bool emb, bool residual
     check("conv3x3 forward", shape, {{&out, in_place ? KEPT : WRITTEN, "out", LIMIT}}, conv3x3_forward,
           conv3x3_forward_cpu, [&](auto f, auto on) {
               f(on(out), on(x), on(w), on(bias), on(e, emb), in_place ? on(out) : on(r, residual), B, H, W, C,
-                O);
+                O, nullptr);
           });
 
     Layer dout(M * O), gx(M * C), ge((size_t)B * O);
@@ -353,7 +355,7 @@ static void test_conv(int B, int H, int W, int C, int O, bool emb, bool residual
             }
     };
     check("conv3x3 backward", shape, outputs, conv3x3_backward, cpu, [&](auto f, auto on) {
-        f(on(gx, dx), on(dw), on(db), on(ge, demb), on(dout), on(x), on(w), B, H, W, C, O);
+        f(on(gx, dx), on(dw), on(db), on(ge, demb), on(dout), on(x), on(w), B, H, W, C, O, Normed());
     });
 }
 
@@ -363,7 +365,7 @@ static void test_linear(int M, int C, int C2, int O, bool residual, bool dx, boo
     Layer x(m * C), x2(m * C2), w(O * K, 1 / sqrtf((float)K)), bias(O), r(m * O), out(m * O);
     check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, linear_forward, linear_forward_cpu,
           [&](auto f, auto on) {
-              f(on(out), on(x), on(x2, C2), on(w), on(bias), on(r, residual), M, C, C2, O);
+              f(on(out), on(x), on(x2, C2), on(w), on(bias), on(r, residual), M, C, C2, O, nullptr, 1);
           });
 
     Layer dout(m * O), gx(m * C), gx2(m * C2);
@@ -374,7 +376,7 @@ static void test_linear(int M, int C, int C2, int O, bool residual, bool dx, boo
     if (dx2) outputs.push_back({&gx2, accumulate ? KEPT : WRITTEN, "dx2", LIMIT});
     check("linear backward", shape, outputs, linear_backward, linear_backward_cpu, [&](auto f, auto on) {
         f(on(gx, dx), on(gx2, dx2), on(dw), on(db), on(dout), on(x), on(x2, C2), on(w), M, C, C2, O,
-          accumulate);
+          accumulate, Normed(), 1);
     });
 }
 
@@ -389,40 +391,150 @@ static void test_bias(int B, int T, int O, bool per_image) {
 
 // ---- group norm, attention, resampling --------------------------------------------------------------------
 
+typedef Pair<float2> Sums;
+static Sums sums_of(int B, int T, int C) { return Sums(std::vector<float2>((size_t)B * norm_parts(T) * C)); }
+
 static void test_norm(int B, int T, int C, int C2, int G, bool silu, bool accumulate, bool residual,
                       float mean_value) {
-    std::string shape =
-        text("B%d T%d C%d+%d G%d%s%s%s%s", B, T, C, C2, G, silu ? " SiLU" : "", accumulate ? " adding" : "",
-             residual ? " residual" : "", norm_one_launch ? "" : " in two launches");
+    std::string shape = text("B%d T%d C%d+%d G%d%s%s%s", B, T, C, C2, G, silu ? " SiLU" : "",
+                             accumulate ? " adding" : "", residual ? " residual" : "");
     int K = C + C2;
     size_t N = (size_t)B * T;
     Layer x(N * C, 1, mean_value), x2(N * C2, 1, mean_value), w(K, 0.5f, 1), bias(K, 0.5f), out(N * K);
     Floats mean(B * G), rstd(B * G);
-    auto call = [&](auto f, auto on) {
-        f(on(out), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2, G, silu);
-    };
+    Sums moments = sums_of(B, T, C), moments2 = sums_of(B, T, C2), sums = sums_of(B, T, K);
     Output output = {&out, WRITTEN, "out", LIMIT};
+    auto forward = [&](auto... arguments) {
+        moments.poison(), moments2.poison();
+        channel_moments(moments.device, x.device, B, T, C);
+        if (C2) channel_moments(moments2.device, x2.device, B, T, C2);
+        groupnorm_forward(arguments...);
+    };
     check("groupnorm forward", shape,
-          {output, {&mean, WRITTEN, "mean", FLOAT_LIMIT}, {&rstd, WRITTEN, "rstd", FLOAT_LIMIT}},
-          groupnorm_forward, groupnorm_forward_cpu, call);
+          {output, {&mean, WRITTEN, "mean", FLOAT_LIMIT}, {&rstd, WRITTEN, "rstd", FLOAT_LIMIT}}, forward,
+          groupnorm_forward_cpu, [&](auto f, auto on) {
+              f(on(out), on(mean), on(rstd), on(x), on(x2, C2), (const float2*)on(moments),
+                (const float2*)on(moments2), on(w), on(bias), B, T, C, C2, G, silu);
+          });
     mean.upload(), rstd.upload();  // from here on both sides start from the CPU's
-    check("groupnorm apply", shape, {output}, groupnorm_apply, groupnorm_apply_cpu, call);
+    check("groupnorm apply", shape, {output}, groupnorm_apply, groupnorm_apply_cpu, [&](auto f, auto on) {
+        f(on(out), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2, G, silu);
+    });
 
     bool in_place = !accumulate && !C2 && !residual;  // dx is then the memory of dout
     Layer dout(N * K), dresidual(N * C), dx(N * C), dx2(N * C2);
-    Floats dw(K), db(K), sums((size_t)2 * B * K);
+    Floats dw(K), db(K);
     Before before = accumulate || in_place ? KEPT : WRITTEN;
+    // dy is rounded on the way to dx: up to half as much again
     std::vector<Output> outputs = {{&dw, KEPT, "dw", FLOAT_LIMIT},
                                    {&db, KEPT, "dbias", FLOAT_LIMIT},
-                                   {in_place ? &dout : &dx, before, "dx", LIMIT}};
-    if (C2) outputs.push_back({&dx2, before, "dx2", LIMIT});
-    check("groupnorm backward", shape, outputs, groupnorm_backward, groupnorm_backward_cpu,
-          [&](auto f, auto on) {
-              sums.poison();
-              f(in_place ? on(dout) : on(dx), on(dx2, C2), on(dw), on(db), on(sums), on(dout),
-                on(dresidual, residual), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2,
-                G, silu, accumulate);
-          });
+                                   {in_place ? &dout : &dx, before, "dx", 1.5 * LIMIT}};
+    if (C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
+    auto backward = [&](auto... arguments) {
+        Normed norm = {x.device,    C2 ? x2.device : nullptr,
+                       w.device,    bias.device,
+                       mean.device, rstd.device,
+                       C,           C2,
+                       G,           silu,
+                       sums.device};
+        dout.upload(), sums.poison();
+        groupnorm_gradient(dout.device, dout.device, norm, B, T);
+        groupnorm_backward(arguments...);
+    };
+    check("groupnorm backward", shape, outputs, backward, groupnorm_backward_cpu, [&](auto f, auto on) {
+        f(in_place ? on(dout) : on(dx), on(dx2, C2), on(dw), on(db), on(sums), on(dout),
+          on(dresidual, residual), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2, G,
+          silu, accumulate);
+    });
+}
+
+// A norm between two products, 3x3 or 1x1: the first leaves its output's moments behind, the input gradient of
+// the second the sums of the norm's gradient. The norm's input is split into C and C2 channels on the way back.
+static void test_normed_product(int B, int H, int W, int C, int C2, int O, int G, bool silu,
+                                bool neighbours) {
+    std::string shape =
+        text("B%d H%d W%d C%d+%d O%d G%d%s", B, H, W, C, C2, O, G, silu ? " SiLU" : "") + forced();
+    int T = H * W, K = C + C2, M = B * T, taps = neighbours ? 9 : 1;
+    Layer x((size_t)M * O), w((size_t)K * taps * O, 1 / sqrtf((float)taps * O)), bias(K, 1),
+        made((size_t)M * K);
+    Layer norm_w(K, 0.5f, 1), norm_b(K, 0.5f), out((size_t)M * K);
+    Floats mean(B * G), rstd(B * G);
+    Sums moments = sums_of(B, T, K), sums = sums_of(B, T, K);
+    const char* layer = neighbours ? "conv3x3 then norm" : "linear then norm";
+    check(
+        layer, shape,
+        {{&out, WRITTEN, "out", 1.5 * LIMIT},
+         {&mean, WRITTEN, "mean", LIMIT},
+         {&rstd, WRITTEN, "rstd", LIMIT}},
+        [&](auto on) {
+            moments.poison();
+            if (neighbours)
+                conv3x3_forward(on(made), on(x), on(w), on(bias), nullptr, nullptr, B, H, W, O, K,
+                                on(moments));
+            else
+                linear_forward(on(made), on(x), nullptr, on(w), on(bias), nullptr, M, O, 0, K, on(moments),
+                               T);
+            groupnorm_forward(on(out), on(mean), on(rstd), on(made), nullptr, on(moments), nullptr,
+                              on(norm_w), on(norm_b), B, T, K, 0, G, silu);
+        },
+        [&](auto on) {
+            if (neighbours)
+                conv3x3_forward_cpu(on(made), on(x), on(w), on(bias), nullptr, nullptr, B, H, W, O, K);
+            else
+                linear_forward_cpu(on(made), on(x), nullptr, on(w), on(bias), nullptr, M, O, 0, K);
+            groupnorm_forward_cpu(on(out), on(mean), on(rstd), on(made), nullptr, nullptr, nullptr,
+                                  on(norm_w), on(norm_b), B, T, K, 0, G, silu);
+        },
+        [&](auto f, auto on) { f(on); });
+
+    Layer from((size_t)M * C), from2((size_t)M * C2), dout((size_t)M * O),
+        w2((size_t)O * taps * K, 1 / sqrtf((float)taps * O));
+    Layer dnormed((size_t)M * K), dx((size_t)M * C), dx2((size_t)M * C2);
+    Floats dw(K), db(K), ignored(w2.host.size()), ignored_bias(O);
+    groupnorm_forward_cpu(out.host.data(), mean.host.data(), rstd.host.data(), from.host.data(),
+                          C2 ? from2.host.data() : nullptr, nullptr, nullptr, norm_w.host.data(),
+                          norm_b.host.data(), B, T, C, C2, G, silu);
+    mean.upload(), rstd.upload();
+    for (float& value : out.host) value = rounded(value);
+    out.upload();
+    auto backward = [&](auto product, auto norm_backward, auto on) {
+        product(on);
+        norm_backward(on(dx), on(dx2, C2), on(dw), on(db), on(sums), on(dnormed), nullptr, on(mean), on(rstd),
+                      on(from), on(from2, C2), on(norm_w), on(norm_b), B, T, C, C2, G, silu, false);
+    };
+    std::vector<Output> outputs = {
+        {&dx, WRITTEN, "dx", 2 * LIMIT}, {&dw, KEPT, "dw", LIMIT}, {&db, KEPT, "dbias", LIMIT}};
+    if (C2) outputs.push_back({&dx2, WRITTEN, "dx2", 2 * LIMIT});
+    check(
+        neighbours ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
+        [&](auto on) {
+            Normed norm = {on(from), on(from2, C2), on(norm_w), on(norm_b), on(mean), on(rstd), C, C2,
+                           G,        silu,          on(sums)};
+            sums.poison();
+            backward(
+                [&](auto on) {
+                    if (neighbours)
+                        conv3x3_backward(on(dnormed), on(ignored), on(ignored_bias), nullptr, on(dout),
+                                         on(out), on(w2), B, H, W, K, O, norm);
+                    else
+                        linear_backward(on(dnormed), nullptr, on(ignored), on(ignored_bias), on(dout),
+                                        on(out), nullptr, on(w2), M, K, 0, O, false, norm, T);
+                },
+                groupnorm_backward, on);
+        },
+        [&](auto on) {
+            backward(
+                [&](auto on) {
+                    if (neighbours)
+                        conv3x3_backward_cpu(on(dnormed), on(ignored), on(ignored_bias), nullptr, on(dout),
+                                             on(out), on(w2), B, H, W, K, O);
+                    else
+                        linear_backward_cpu(on(dnormed), nullptr, on(ignored), on(ignored_bias), on(dout),
+                                            on(out), nullptr, on(w2), M, K, 0, O, false);
+                },
+                groupnorm_backward_cpu, on);
+        },
+        [&](auto f, auto on) { f(on); });
 }
 
 static void test_attention(int B, int T, int heads, int d) {
@@ -651,14 +763,15 @@ static void check_tiny() {
     test_conv(1, 9, 7, 32, 3, false, false, false, true, false);
     test_linear(77, 96, 64, 96, true, true, true);
     test_bias(3, 49, 96, true);
-    for (bool one : {true, false}) {
-        norm_one_launch = one;
-        test_norm(3, 63, 96, 32, 32, true, false, false, 0.3f);
-        test_norm(1, 63, 128, 64, 32, true, true, false, 0.3f);
-        test_norm(2, 49, 32, 0, 8, false, false, true, 30);
-        test_norm(2, 1024, 64, 0, 32, true, false, false, 0.3f);
+    test_norm(3, 63, 96, 32, 32, true, false, false, 0.3f);
+    test_norm(1, 63, 128, 64, 32, true, true, false, 0.3f);
+    test_norm(2, 49, 32, 0, 8, false, false, true, 30);
+    test_norm(2, 1024, 64, 0, 32, true, false, false, 0.3f);
+    for (bool neighbours : {true, false}) {
+        test_normed_product(3, 8, 8, 64, 64, 64, 32, true, neighbours);
+        test_normed_product(1, 16, 16, 96, 0, 32, 8, false, neighbours);
+        test_normed_product(2, 9, 7, 32, 64, 96, 32, true, neighbours);
     }
-    norm_one_launch = true;
     test_norm(1, 4096, 64, 0, 32, true, false, true, 0.3f);
     test_attention(1, 49, 2, 16), test_attention(3, 130, 1, 48), test_attention(1, 64, 2, 64);
     test_attention(1, 49, 1, 128);
@@ -737,14 +850,23 @@ static void check_all(const Plan& plan) {
                  {1, 63, 992, 0, 32},     {1, 16384, 96, 32, 8}, {1, 65536, 64, 0, 32}};
     int i = 0;
     for (auto& n : NORMS)
-        for (bool one : {true, false}) {
-            norm_one_launch = one;
+        for (int repeat = 0; repeat < 2; repeat++) {
             test_norm(n.B, n.T, n.C, n.C2, n.G, i % 8 != 3, i % 3 == 1, !n.C2 && i % 4 < 2,
                       i % 5 == 0 ? 30 : 0.3f);
             if (n.T < 5000) test_norm(n.B, n.T, n.C, n.C2, n.G, true, i % 3 == 2, false, 0.3f);
             i++;
         }
-    norm_one_launch = true;
+    for (bool neighbours : {true, false})
+        for (int tile : {-1, 1}) {  // the fastest kernel, and a portable one
+            forced_tile = tile;
+            for (int H : {8, 16, 32, 12}) {
+                test_normed_product(3, H, H, 64, 64, 128, 32, true, neighbours);
+                test_normed_product(2, H, H, 96, 32, 64, 32, true, neighbours);
+                test_normed_product(1, H, H, 192, 0, 192, 32, false, neighbours);
+            }
+            test_normed_product(2, 64, 64, 64, 128, 64, 32, true, neighbours);
+            forced_tile = -1;
+        }
     for (bool adding : {false, true})
         for (bool residual : {false, true})
             for (int H : {8, 16, 32, 64})
@@ -774,195 +896,14 @@ static void check_all(const Plan& plan) {
     report_lines();
 }
 
-// ---- timing -----------------------------------------------------------------------------------------------
-
-__global__ void fill_kernel(floatX* x, size_t n) {
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
-         i += (size_t)gridDim.x * blockDim.x) {
-        uint32_t h = (uint32_t)i * 2654435761u;
-        h ^= h >> 15, h *= 2246822519u, h ^= h >> 13;
-        x[i] = (floatX)((float)(h >> 8) * 0x1p-23f - 1.0f);
-    }
-}
-
-// Memory that launches read and write in turn: far more of it than a cache holds. Such an argument becomes
-// the next piece of it at every launch, null where it has no elements.
-static char* pool;
-static size_t pool_bytes, pool_at;
-template <typename T>
-struct Piece {
-    size_t n;
-    operator T*() const {
-        size_t bytes = (n * sizeof(T) + 255) / 256 * 256;
-        if (pool_at + bytes > pool_bytes) pool_at = 0;
-        pool_at += bytes;
-        return n ? (T*)(pool + pool_at - bytes) : nullptr;
-    }
-};
-typedef Piece<floatX> X;
-typedef Piece<float> F;
-
-// Median of 5 replays of a graph of 20 launches, in microseconds a launch.
-static double microseconds(const std::function<void()>& launch) {
-    enum { LAUNCHES = 20, REPLAYS = 5 };
-    fill_kernel<<<1024, 256, 0, main_stream>>>((floatX*)pool, pool_bytes / sizeof(floatX));
-    LAUNCH_CHECK();
-    Recording recording;
-    std::vector<float> times(2 + REPLAYS);  // two to warm up and to record
-    for (float& time : times) {
-        cudaEvent_t mark[2];
-        for (cudaEvent_t& event : mark) CUDA_CHECK(cudaEventCreate(&event));
-        CUDA_CHECK(cudaEventRecord(mark[0], main_stream));
-        backend_replay(&recording, [&] {
-            for (int i = 0; i < LAUNCHES; i++) launch();
-        });
-        CUDA_CHECK(cudaEventRecord(mark[1], main_stream));
-        CUDA_CHECK(cudaEventSynchronize(mark[1]));
-        CUDA_CHECK(cudaEventElapsedTime(&time, mark[0], mark[1]));
-        for (cudaEvent_t event : mark) CUDA_CHECK(cudaEventDestroy(event));
-    }
-    backend_forget(&recording);
-    std::sort(times.begin() + 2, times.end());
-    return times[2 + REPLAYS / 2] * 1e3 / LAUNCHES;
-}
-
-// A launch of the step, and how often it comes. `work`: floating-point operations where `flop`, else bytes.
-struct Job {
-    std::string layer, shape;
-    bool flop;
-    double work;
-    std::function<void()> launch;
-    int count;
-};
-static std::vector<Job> jobs;
-template <typename Launcher, typename... Arguments>
-static void job(const std::string& layer, const std::string& shape, bool flop, double work, Launcher launcher,
-                Arguments... arguments) {
-    for (Job& known : jobs)
-        if (known.layer == layer && known.shape == shape && ++known.count) return;
-    jobs.push_back({layer, shape, flop, work, [=] { launcher(arguments...); }, 1});
-}
-static void conv_jobs(int B, int H, int C, int O) {
-    size_t M = (size_t)B * H * H, W = (size_t)O * 9 * C;
-    std::string shape = text("%dx%d %d->%d", H, H, C, O);
-    double flop = 18.0 * (double)M * C * O;
-    job("conv3x3 forward", shape, true, flop, conv3x3_forward, X{M * O}, X{M * C}, X{W}, X{(size_t)O},
-        nullptr, nullptr, B, H, H, C, O);
-    if (C > IMAGE_CHANNELS)
-        job("conv3x3 input gradient", shape, true, flop, conv3x3_input_gradient, X{M * C}, X{M * O}, X{W}, B,
-            H, H, C, O);
-    job("conv3x3 weight gradient", shape, true, flop, conv3x3_weight_gradient, F{W}, F{(size_t)O}, nullptr,
-        X{M * O}, X{M * C}, B, H, H, C, O);
-}
-static void linear_jobs(size_t M, int C, int C2, int O, bool adding) {
-    size_t W = (size_t)O * (C + C2);
-    std::string shape = text("%zu rows %d+%d->%d%s", M, C, C2, O, adding ? " adding" : "");
-    double flop = 2.0 * (double)M * (C + C2) * O;
-    X x = {M * C}, x2 = {M * C2}, out = {M * O}, w = {W}, bias = {(size_t)O};
-    job("linear forward", shape, true, flop, linear_forward, out, x, x2, w, bias, nullptr, (int)M, C, C2, O);
-    job("linear input gradient", shape, true, flop, linear_input_gradient, x, x2, out, w, (int)M, C, C2, O,
-        adding);
-    job("linear weight gradient", shape, true, flop, linear_weight_gradient, F{W}, F{(size_t)O}, out, x, x2,
-        (int)M, C, C2, O);
-}
-static void norm_jobs(int B, int H, int C, int C2, int G, bool residual, bool adding) {
-    int T = H * H, K = C + C2;
-    size_t N = (size_t)B * T;
-    std::string shape = text("%dx%d %d+%d", H, H, C, C2),
-                how = text("%s%s", residual ? " residual" : "", adding ? " adding" : "");
-    double bytes = (double)(N * K * sizeof(floatX));
-    X x = {N * C}, x2 = {N * C2}, out = {N * K}, w = {(size_t)K};
-    F stats = {(size_t)B * G}, dw = {(size_t)K}, sums = {(size_t)2 * B * K};
-    job("groupnorm forward", shape, false, 2 * bytes, groupnorm_forward, out, stats, stats, x, x2, w, w, B, T,
-        C, C2, G, true);
-    job("groupnorm apply", shape, false, 2 * bytes, groupnorm_apply, out, stats, stats, x, x2, w, w, B, T, C,
-        C2, G, true);
-    job("groupnorm backward", shape + how, false, (3 + residual + adding) * bytes, groupnorm_backward, x, x2,
-        dw, dw, sums, out, X{residual ? N * C : 0}, stats, stats, x, x2, w, w, B, T, C, C2, G, true, adding);
-}
-static void attention_jobs(int B, int T, int C, int heads) {
-    size_t n = (size_t)B * T * C;
-    std::string shape = text("%d pixels %d heads", T, heads);
-    double bytes = (double)(n * sizeof(floatX));
-    F lse = {(size_t)B * heads * T};
-    job("attention forward", shape, false, 4 * bytes, attention_forward, X{n}, lse, X{3 * n}, B, T, C, heads);
-    job("attention backward", shape, false, 8 * bytes, attention_backward, X{3 * n}, X{n}, X{n}, lse,
-        X{3 * n}, B, T, C, heads);
-}
-
-static void time_step(const Plan& plan) {
-    int B = plan.batch, G = plan.norm_groups, size = plan.image_size;
-    size_t pixels = (size_t)B * IMAGE_CHANNELS * size * size, P = plan.num_parameters;
-    pool_bytes = std::min((size_t)6 << 30, backend_memory_available() / 2);
-    if (!(pool = (char*)backend_allocate(pool_bytes))) fail("no memory to time in");
-    for (const Block& b : plan.blocks) {
-        int H = b.H, C = b.C, C2 = b.C2, O = b.O, h = std::min(H, b.out_H);
-        size_t M = (size_t)B * H * H, n = (size_t)B * h * h * C;
-        double bytes = 5.0 * (double)(n * sizeof(floatX));
-        bool widens = C + C2 != O;
-        std::string shape = text("%dx%d %d", h, h, C);
-        if (b.kind == BLOCK_CONV_IN) conv_jobs(B, H, C, O);
-        if (b.kind == BLOCK_RES) {
-            norm_jobs(B, H, C, C2, G, !widens, widens || b.accumulate),
-                norm_jobs(B, H, O, 0, G, false, false);
-            conv_jobs(B, H, C + C2, O), conv_jobs(B, H, O, O);
-            if (widens) linear_jobs(M, C, C2, O, b.accumulate);
-            linear_jobs(B, plan.embed, 0, O, true);
-        }
-        if (b.kind == BLOCK_ATTENTION) {
-            norm_jobs(B, H, C, 0, G, true, b.accumulate);
-            linear_jobs(M, C, 0, 3 * C, false), linear_jobs(M, C, 0, C, false);
-            attention_jobs(B, H * H, C, C / plan.num_head_channels);
-        }
-        if (b.kind == BLOCK_DOWN) {
-            double more = b.accumulate ? bytes / 5 * 9 : bytes;
-            job("downsample forward", shape, false, bytes, downsample_forward, X{n}, X{4 * n}, B, H, H, C);
-            job("downsample backward", shape, false, more, downsample_backward, X{4 * n}, X{n}, B, H, H, C,
-                b.accumulate);
-        }
-        if (b.kind == BLOCK_UP) {
-            job("upsample forward", shape, false, bytes, upsample_forward, X{4 * n}, X{n}, B, H, H, C);
-            job("upsample backward", shape, false, bytes, upsample_backward, X{n}, X{4 * n}, B, H, H, C,
-                b.accumulate);
-        }
-        if (b.kind == BLOCK_OUT) norm_jobs(B, H, C, 0, G, false, false), conv_jobs(B, H, C, O);
-    }
-    StepState update = {0, {1e-4f, 0, 0.9f, 0.999f, 1e-8f, 0.5f, 0.3f, 0.001f}, 1, 0, 0};
-    Pair<StepState> state(std::vector<StepState>(1, update));
-    Pair<int> t(some_timesteps(B));
-    double element = sizeof(floatX), n = (double)pixels;
-    job("add noise", "", false, (8 + element) * n, add_noise, X{pixels}, F{pixels}, F{pixels}, t.device,
-        F{1000}, F{1000}, B, size, size, PREDICT_EPS, 1, STREAM_NOISE, 0, state.device);
-    job("mean squared error", "", false, (4 + 2 * element) * n, mse, F{pixels}, X{pixels}, X{pixels},
-        F{pixels}, pixels);
-    job("squared norm", "", false, 4.0 * (double)P, squared_norm, F{P / NORM_CHUNK + 1}, F{P}, P);
-    job("AdamW", "", false, (36 + element) * (double)P, adamw, F{P}, F{P}, X{P}, F{P}, F{P}, F{P}, P,
-        state.device);
-
-    std::map<std::string, double> totals;
-    for (const Job& job : jobs) {
-        double us = microseconds(job.launch);
-        printf("%-24s %-32s x%-3d %8.1f us %7.0f %s\n", job.layer.c_str(), job.shape.c_str(), job.count, us,
-               job.work / us * (job.flop ? 1e-6 : 1e-3), job.flop ? "TFLOP/s" : "GB/s");
-        totals[job.layer] += us * job.count, totals["together"] += us * job.count;
-    }
-    printf("\n%s, batch %d, a step's launches:\n", backend_name().c_str(), B);
-    for (auto& [layer, us] : totals) printf("%-24s %8.0f us\n", layer.c_str(), us);
-    backend_free(pool);
-}
-
 int main(int argc, char** argv) {
     std::string mode = argc > 1 ? argv[1] : "check";
-    if (mode != "check" && mode != "tiny" && mode != "time")
-        fail_usage("test_unet knows check, tiny and time, and no %s", mode.c_str());
+    if (mode != "check" && mode != "tiny")
+        fail_usage("test_unet knows check and tiny, and no %s", mode.c_str());
     backend_init();
     if (!allocate_workspace()) fail("could not allocate the workspace");
     Config config = default_config();
     Plan plan = make_plan(config, config.batch_size, true);
-    if (mode == "time") {
-        time_step(plan);
-        return 0;
-    }
     printf("%s\n", backend_name().c_str());
     if (mode == "tiny")
         check_tiny();
@@ -2607,11 +2548,11 @@ static void norm_case(const Case& c, Verdict* v) {
                        dout = c.floats("dout"), dresidual = c.floats("dresidual"), dw = c.floats("dw0"),
                        db = c.floats("db0"), mean = blank((size_t)B * G), rstd = blank((size_t)B * G),
                        out = blank((size_t)B * T * (C + C2)), again = out,
-                       sums = blank((size_t)2 * B * (C + C2)),
                        dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2);
-    groupnorm_forward_cpu(out.data(), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(), b.data(), B,
-                          T, C, C2, G, silu);
+    std::vector<float2> sums((size_t)B * (C + C2), float2{NAN, NAN});
+    groupnorm_forward_cpu(out.data(), mean.data(), rstd.data(), x.data(), pointer(x2), nullptr, nullptr,
+                          w.data(), b.data(), B, T, C, C2, G, silu);
     groupnorm_apply_cpu(again.data(), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(), b.data(), B,
                         T, C, C2, G, silu);
     groupnorm_backward_cpu(dx.data(), pointer(dx2), dw.data(), db.data(), sums.data(), dout.data(),

@@ -842,6 +842,9 @@ static size_t backend_memory_available() {
 #else
 #define HOST_DEVICE
 typedef float floatX;
+struct float2 {  // as CUDA's
+    float x, y;
+};
 enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
 
 static void backend_init() {}
@@ -1025,6 +1028,25 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 // ===========================================================================================================
 // 3  LAYERS
 // ===========================================================================================================
+
+// ---- what layers tell each other --------------------------------------------------------------------------
+
+// A group norm's sums go by parts of an image of NORM_PART pixels, the last perhaps of fewer, and by channel:
+// in the CUDA build whatever writes a tensor that is normalised next leaves its moments (B, parts, C) behind,
+// mean and sum of squares about it. On the CPU the norm measures its input itself.
+enum { NORM_PART = 128 };
+HOST_DEVICE static inline int norm_parts(int T) { return (T + NORM_PART - 1) / NORM_PART; }
+
+// What a norm read and knew, for the input gradient of the product behind it, whose launcher then does the
+// first half of the norm's gradient: dx is taken through the SiLU, and its sums and those of dx x^ over each
+// part are left in `sums` (B, parts, C + C2). On the CPU groupnorm_backward_cpu does both halves.
+struct Normed {
+    const floatX *x, *x2, *w, *bias;
+    const float *mean, *rstd;  // (B, G); null: there is no norm
+    int C, C2, G;
+    bool silu;
+    float2* sums;
+};
 
 #ifdef CPU_LAYERS
 
@@ -1473,7 +1495,8 @@ static Work convolution_work(double M, int taps, int C, int O, size_t weight = s
 
 #ifdef CPU_LAYERS
 static void linear_forward_cpu(float* out, const float* x, const float* x2, const float* w, const float* bias,
-                               const float* residual, int M, int C, int C2, int O) {
+                               const float* residual, int M, int C, int C2, int O, float2* = nullptr,
+                               int = 1) {
     PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
     Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -1497,7 +1520,7 @@ static void linear_forward_cpu(float* out, const float* x, const float* x2, cons
 // not wanted. The launcher leaves dw and dbias under way, until backend_join; so does conv3x3_backward.
 static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, const float* dout,
                                 const float* x, const float* x2, const float* w, int M, int C, int C2, int O,
-                                bool accumulate) {
+                                bool accumulate, const Normed& = Normed(), int = 1) {
     int K = C + C2;
     bias_backward_cpu(dbias, nullptr, dout, 1, M, O);
     for (int input = 0; input < (C2 ? 2 : 1); input++) {
@@ -1566,7 +1589,8 @@ static Pieces conv3x3_bands(int pixels, int columns) {
 }
 
 static void conv3x3_forward_cpu(float* out, const float* x, const float* w, const float* bias,
-                                const float* emb, const float* residual, int B, int H, int W, int C, int O) {
+                                const float* emb, const float* residual, int B, int H, int W, int C, int O,
+                                float2* = nullptr) {
     PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
     Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -1591,7 +1615,8 @@ static void conv3x3_forward_cpu(float* out, const float* x, const float* w, cons
 // dx (B, H, W, C) = the same convolution of dout with flipped taps (null: not wanted); dw += ; dbias += ;
 // demb (B, O) = the sums of dout over each image (null: not wanted).
 static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb, const float* dout,
-                                 const float* x, const float* w, int B, int H, int W, int C, int O) {
+                                 const float* x, const float* w, int B, int H, int W, int C, int O,
+                                 const Normed& = Normed()) {
     bias_backward_cpu(dbias, demb, dout, B, H * W, O);
     if (dx) {
         PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
@@ -1717,14 +1742,6 @@ static Patch make_patch(int B, int H, int W, int pixels) {
 
 // ---- forward and input gradient
 
-// What a group norm read and knew, for the gradient behind it.
-struct Normed {
-    const floatX *x, *x2, *w, *bias;
-    const float *mean, *rstd;  // (B, G); null: there is no norm
-    int group;                 // channels in a group
-    bool silu;
-};
-
 struct Gemm {
     floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
     const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
@@ -1732,9 +1749,8 @@ struct Gemm {
     const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
     const floatX *bias, *emb;  // (N), (M / T, N); null: none
     float* partial;            // (splits, M, N), where splits > 1
-    float2* sums;              // (M / T, ceil(T / 128), N); null: not wanted. Of each 128 pixels of an image:
-                               // mean and squares about it; behind a norm: sums of dy and of dy x^
-    Normed norm;
+    float2* moments;           // (M / T, parts, N) of the output; null: not wanted
+    Normed norm;               // or it is behind a norm
     int M, N, N1, C, C2, T;
     int splits;
     Patch patch;  // 3x3 only
@@ -2245,15 +2261,14 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
 // ---- Hopper: forward and input gradient
 
 struct HopperGemm {
-    CUtensorMap x, x2, w, out, out2, beside,
-        beside2;                       // beside: read where the outputs go: residual, or the norm's x
-    const floatX *bias, *emb;          // (N), (B, N); null: none
-    float2* sums;                      // as in Gemm
-    const float *mean, *rstd;          // (B, G) of the norm whose gradient this is; null: none
-    const floatX *norm_w, *norm_bias;  // (N)
-    int group;                         // its channels in a group
-    bool silu, has_beside;
+    CUtensorMap x, x2, w, out, out2;
+    CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
+    const floatX *bias, *emb;     // (N), (B, N); null: none
+    float2* sums;                 // (B, parts, N): the output's moments, or its norm's sums; null: none
+    Normed norm;
     int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
+    int beside1;                    // beside2 those from here on
+    bool has_beside;
     int B, H, W, T, tiles_x, tiles_y;
 };
 
@@ -2335,11 +2350,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 copy_box(to, second(chunk) ? g.x2 : g.x, patch_full(i), channel(chunk),
                          TAPS == 1 ? x0 : x0 - 1, TAPS == 1 ? 0 : y0 - 1, b0);
             } else if (g.has_beside) {  // where the outputs will be put together
-                bool other = g.N1 < g.N && o >= g.N1;
+                bool other = g.beside1 < g.N && o >= g.beside1;
                 barrier_expect(patch_full(i), BLOCKS * 16384);
                 for (int k = 0; k < BLOCKS; k++)
                     copy_box(to + k * 16384, other ? g.beside2 : g.beside, patch_full(i),
-                             other ? o - g.N1 : o,
+                             other ? o - g.beside1 : o,
                              TAPS == 1 ? x0 + 128 * k
                              : PAIRS   ? 0
                                        : x0 + 8 * k,
@@ -2413,7 +2428,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     uint32_t at = to + line * 128 + ((vector ^ (line & 7)) << 4);
     float sum[2][2] = {}, other[2][2] = {};  // by image and row
     float added[2][2], scale[2][2], shift[2][2], mean[2][2], rstd[2][2];
-    const bool gradient = Tile::TRANSPOSED && g.mean;
+    const bool gradient = Tile::TRANSPOSED && g.norm.mean;
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -2422,10 +2437,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             added[i][h] = (g.bias ? (float)g.bias[n] : 0.0f) +
                           (g.emb ? (float)g.emb[(size_t)image(i) * g.N + n] : 0.0f);
             if (!gradient) continue;
-            int of = image(i) * (g.N / g.group) + n / g.group;
-            mean[i][h] = g.mean[of], rstd[i][h] = g.rstd[of];
-            scale[i][h] = rstd[i][h] * (float)g.norm_w[n];
-            shift[i][h] = (float)g.norm_bias[n] - mean[i][h] * scale[i][h];
+            int of = image(i) * g.norm.G + n / (g.N / g.norm.G);
+            mean[i][h] = g.norm.mean[of], rstd[i][h] = g.norm.rstd[of];
+            scale[i][h] = rstd[i][h] * (float)g.norm.w[n];
+            shift[i][h] = (float)g.norm.bias[n] - mean[i][h] * scale[i][h];
         }
     barrier_wait(patch_full(p), g.chunks / PATCHES & 1);
 #pragma unroll
@@ -2440,7 +2455,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
             value += added[i][h];
             if (gradient) {
-                if (g.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
+                if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
                 sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]) * rstd[i][h];
             } else if (g.has_beside) {
                 value += beside;
@@ -2528,11 +2543,10 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
     if (g.N1 < g.N) h.out2 = outputs(g.out2, g.N - g.N1);
     const floatX *beside = g.norm.mean ? g.norm.x : g.residual,
                  *beside2 = g.norm.mean ? g.norm.x2 : g.residual2;
-    h.has_beside = beside;
-    if (beside) h.beside = outputs(beside, g.N1);
-    if (beside && g.N1 < g.N) h.beside2 = outputs(beside2, g.N - g.N1);
-    h.bias = g.bias, h.emb = g.emb, h.sums = g.sums, h.mean = g.norm.mean, h.rstd = g.norm.rstd;
-    h.norm_w = g.norm.w, h.norm_bias = g.norm.bias, h.group = g.norm.group, h.silu = g.norm.silu;
+    h.has_beside = beside, h.beside1 = g.norm.mean ? g.norm.C : g.N1;
+    if (beside) h.beside = outputs(beside, h.beside1);
+    if (beside && h.beside1 < g.N) h.beside2 = outputs(beside2, g.N - h.beside1);
+    h.bias = g.bias, h.emb = g.emb, h.norm = g.norm, h.sums = g.norm.mean ? g.norm.sums : g.moments;
     h.C = g.C, h.N = g.N, h.N1 = g.N1;
     h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
     h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
@@ -2542,29 +2556,37 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
                           : s.B * h.tiles_x * h.tiles_y;
     launch(hopper_gemm_kernel<Tile>, tiles * ceil_div(g.N, 64), Tile::THREADS, Tile::SHARED_BYTES, h);
 }
-// Whether the kernel above takes this product, launched here if so.
+// Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
+// wanted of g.
 template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(const Gemm& g) {
-    bool split_fits = g.N1 == g.N || g.N1 % 64 == 0, whole_parts = !g.sums || g.T == 64 || g.T % 128 == 0;
-    if (g.N % 8 || g.C % 8 || g.C2 % 8 || g.N <= 16 || !split_fits || !whole_parts) return false;
+static bool launch_hopper(Gemm* g) {
+    HopperShape s = {g->patch.B, g->patch.H, g->patch.W};
+    bool small = TAPS > 1 && s.H <= 8 && s.W <= 8;
+    if (g->N % 8 || g->C % 8 || g->C2 % 8 || g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
+    if (TAPS == 1 && g->emb) return false;
+    // A warpgroup's 128 pixels are a part of an image, or two images of 64.
+    bool whole_parts =
+        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (s.H % 16 == 0 && s.W % 8 == 0));
+    bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
+    Gemm asked = *g;
+    if (!whole_parts) asked.moments = nullptr;
+    if (!whole_parts || !norm_fits) asked.norm = Normed();
+    if (asked.moments) g->moments = nullptr;
+    if (asked.norm.mean) g->norm = Normed();
     if constexpr (TAPS == 1) {
-        if (g.emb) return false;
-        HopperShape s = {1, 1, g.M};
+        s = {1, 1, g->M};
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
-        if (ceil_div(g.M, 128) * ceil_div(g.N, 64) >= 8 * gpu_multiprocessors)
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 2, 4>>(g, s);
+        if (ceil_div(g->M, 128) * ceil_div(g->N, 64) >= 8 * gpu_multiprocessors)
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 2, 4>>(asked, s);
         else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(g, s);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+    } else if (small) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked, s);
+    } else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g->N, 64) >=
+               3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked, s);
     } else {
-        HopperShape s = {g.patch.B, g.patch.H, g.patch.W};
-        if (g.sums && g.T != 64 && (s.H % 16 || s.W % 8)) return false;
-        if (s.H <= 8 && s.W <= 8)
-            launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(g, s);
-        else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g.N, 64) >=
-                 3 * gpu_multiprocessors)
-            launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(g, s);
-        else
-            launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(g, s);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked, s);
     }
     return true;
 }
@@ -2577,13 +2599,7 @@ static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of
 // The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
 // its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
 template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(Gemm g) {
-#ifdef HOPPER
-#ifdef TESTING
-    if (forced_tile < 0)
-#endif
-        if (launch_hopper<TAPS, TRANSPOSED>(g)) return;
-#endif
+static void launch_portable(Gemm g) {
     if (g.N % VEC != 0 || g.N <= 16) {
         if constexpr (!TRANSPOSED) {
             g.splits = 1;
@@ -2623,6 +2639,23 @@ static void launch_gemm(Gemm g) {
         launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
     if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
     if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+}
+
+static void channel_moments(float2* moments, const floatX* x, int B, int T, int C);
+static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T);
+
+template <int TAPS, bool TRANSPOSED>
+static void launch_gemm(Gemm g) {
+    bool done = false;
+#ifdef HOPPER
+#ifdef TESTING
+    if (forced_tile < 0)
+#endif
+        done = launch_hopper<TAPS, TRANSPOSED>(&g);
+#endif
+    if (!done) launch_portable<TAPS, TRANSPOSED>(g);
+    if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
+    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm, g.M / g.T, g.T);
 }
 
 // ---- weight gradient
@@ -3491,7 +3524,8 @@ static int narrow_images(int B, int H, int W, int C) {
 }
 // out (B, H, W, N) = the 3x3 convolution of x (B, H, W, C), C narrow, by weights (N, narrow_pitch(C)).
 static void narrow_convolution(floatX* out, const floatX* x, const floatX* weights, const floatX* bias,
-                               const floatX* emb, const floatX* residual, int B, int H, int W, int C, int N) {
+                               const floatX* emb, const floatX* residual, int B, int H, int W, int C, int N,
+                               float2* moments, const Normed& norm) {
     int images = narrow_images(B, H, W, C), T = H * W;
     for (int b = 0; b < B; b += images) {
         int count = std::min(images, B - b);
@@ -3501,28 +3535,31 @@ static void narrow_convolution(floatX* out, const floatX* x, const floatX* weigh
         g.emb = emb ? emb + (size_t)b * N : nullptr;
         g.residual = residual ? residual + (size_t)b * T * N : nullptr;
         g.M = count * T, g.N = g.N1 = N, g.C = narrow_pitch(C), g.T = T;
+        if (moments) g.moments = moments + (size_t)b * norm_parts(T) * N;
         launch_gemm<1, false>(g);
     }
+    if (norm.mean) groupnorm_gradient(out, out, norm, B, T);
 }
 
 // ---- launchers; maths and shapes stand above the CPU functions of the same names
 
 static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
-                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O) {
+                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O,
+                           float2* moments = nullptr, int T = 1) {
     PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
     Gemm g = {};
-    g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias;
-    g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = 1;
+    g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias, g.moments = moments;
+    g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = T;
     launch_gemm<1, false>(g);
 }
 
 static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, const floatX* w, int M, int C,
-                                  int C2, int O, bool accumulate) {
+                                  int C2, int O, bool accumulate, const Normed& norm, int T) {
     PROFILE("1x1 dX", convolution_work(M, 1, C + C2, O));
     Gemm g = {};
     g.out = dx, g.out2 = dx2, g.x = dout, g.w = w;
     if (accumulate) g.residual = dx, g.residual2 = dx2;
-    g.M = M, g.N = C + C2, g.N1 = C, g.C = O, g.T = 1;
+    g.M = M, g.N = C + C2, g.N1 = C, g.C = O, g.T = T, g.norm = norm;
     launch_gemm<1, true>(g);
 }
 
@@ -3536,38 +3573,39 @@ static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, 
 
 static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
                             const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
-                            bool accumulate) {
+                            bool accumulate, const Normed& norm = Normed(), int T = 1) {
     backend_aside([&] { linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O); });
-    if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate);
+    if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate, norm, T);
 }
 
 static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
-                            const floatX* emb, const floatX* residual, int B, int H, int W, int C, int O) {
+                            const floatX* emb, const floatX* residual, int B, int H, int W, int C, int O,
+                            float2* moments = nullptr) {
     PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
     if (narrow(C)) {
         const floatX* weights = narrow_weights(w, O, C, narrow_pitch(C), false);
-        narrow_convolution(out, x, weights, bias, emb, residual, B, H, W, C, O);
+        narrow_convolution(out, x, weights, bias, emb, residual, B, H, W, C, O, moments, Normed());
         return;
     }
     Gemm g = {};
     g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb;
-    g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W;
+    g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W, g.moments = moments;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
     launch_gemm<9, false>(g);
 }
 
 static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
-                                   int C, int O) {
+                                   int C, int O, const Normed& norm) {
     PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
     if (narrow(O)) {
         const floatX* weights =
             narrow_weights(w, O, C, narrow_pitch(O), true);  // (C, taps backwards, O), padded
-        narrow_convolution(dx, dout, weights, nullptr, nullptr, nullptr, B, H, W, O, C);
+        narrow_convolution(dx, dout, weights, nullptr, nullptr, nullptr, B, H, W, O, C, nullptr, norm);
         return;
     }
     Gemm g = {};
     g.out = dx, g.x = dout, g.w = w;
-    g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W;
+    g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W, g.norm = norm;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
     if (narrow(C)) {
         g.w = narrow_weights(w, O, C, 9 * O, true);
@@ -3606,9 +3644,10 @@ static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, const
 }
 
 static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, const floatX* dout,
-                             const floatX* x, const floatX* w, int B, int H, int W, int C, int O) {
+                             const floatX* x, const floatX* w, int B, int H, int W, int C, int O,
+                             const Normed& norm = Normed()) {
     backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, dout, x, B, H, W, C, O); });
-    if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O);
+    if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O, norm);
 }
 #endif  // __CUDACC__
 
@@ -3703,8 +3742,8 @@ static void groupnorm_apply_item_cpu(float* out, const NormItem& item, const flo
 }
 
 static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const float* x, const float* x2,
-                                  const float* w, const float* bias, int B, int T, int C, int C2, int G,
-                                  bool silu) {
+                                  const float2*, const float2*, const float* w, const float* bias, int B,
+                                  int T, int C, int C2, int G, bool silu) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     Pieces groups = norm_pieces(C, C2, G);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -3762,9 +3801,9 @@ static void groupnorm_apply_cpu(float* out, const float* mean, const float* rstd
 // a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // dx (B, T, C), dx2 (B, T, C2): overwritten, or added to with `accumulate`; dresidual (B, T, C), where not
-// null, is the gradient of a branch around the norm and is added to dx (only with C2 = 0). sums: scratch, (2,
-// B, C + C2). With C2 = 0 and nothing to add to, dx may be dout or x itself.
-static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, float* sums,
+// null, is the gradient of a branch around the norm and is added to dx (only with C2 = 0). sums: scratch, (B,
+// C + C2). With C2 = 0 and nothing to add to, dx may be dout or x itself.
+static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, float2* sums,
                                    const float* dout, const float* dresidual, const float* mean,
                                    const float* rstd, const float* x, const float* x2, const float* w,
                                    const float* bias, int B, int T, int C, int C2, int G, bool silu,
@@ -3806,15 +3845,15 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
                                for (int c = 0; c < n; c++)
                                    sum[0][c] += dy[c], sum[1][c] += dy[c] * (row[c] * s[c] + h[c]);
                            });
-            float *sum = sums + (size_t)b * K, *sum_normed = sums + (size_t)(B + b) * K;
+            float2* sum = sums + (size_t)b * K;
             for (int c = 0; c < channels; c++)
-                sum[base + c] = (float)totals[c], sum_normed[base + c] = (float)totals[channels + c];
+                sum[base + c] = {(float)totals[c], (float)totals[channels + c]};
             // dx = scale dy - (x alpha + beta), from the group's two sums
             float *alpha = slope, *beta = offset;
             for (int g = item.g0; g < item.g1; g++) {
                 double a = 0, q = 0;
                 for (int c = g * item.group; c < (g + 1) * item.group; c++)
-                    a += (double)w[c] * sum[c], q += (double)w[c] * sum_normed[c];
+                    a += (double)w[c] * sum[c].x, q += (double)w[c] * sum[c].y;
                 double n = (double)item.group * T, r = rstd[b * G + g], m = mean[b * G + g];
                 for (int c = g * item.group; c < (g + 1) * item.group; c++) {
                     alpha[c - base] = (float)(r * r * q / n);
@@ -3849,479 +3888,398 @@ static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbia
     for (int c = 0; c < K; c++) {
         double scale_gradient = 0, shift_gradient = 0;
         for (int b = 0; b < B; b++)
-            shift_gradient += sums[(size_t)b * K + c], scale_gradient += sums[(size_t)(B + b) * K + c];
+            shift_gradient += sums[(size_t)b * K + c].x, scale_gradient += sums[(size_t)b * K + c].y;
         dw[c] += (float)scale_gradient, dbias[c] += (float)shift_gradient;
     }
 }
 #endif
 #ifdef __CUDACC__
-// Clusters need a GPU that has them and code compiled for it: PTX for an older one runs without.
-static bool has_clusters() {
-    static int version = 0;
-    cudaFuncAttributes attributes;
-    if (!version)
-        CUDA_CHECK(cudaFuncGetAttributes(&attributes, silu_forward_kernel)), version = attributes.ptxVersion;
-    return version >= 90;
+// Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
+// in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
+// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle x and x2:
+//   moments (B, parts, C): a tensor's mean over the part, and its sum of squares about that mean;
+//   sums (B, parts, C + C2): of the gradient dy before the SiLU, and of dy x^.
+// The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
+// groupnorm_gradient do. No 16 bytes straddle x and x2: channels come in multiples of 32.
+enum {
+    NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
+    NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
+    NORM_PART_DEPTH = NORM_PART / NORM_PART_STEP,  // so many times
+    // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
+    NORM_THREADS = 512,  // 256: 3% slower
+    NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 by turns: forward 20% slower
+    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower
+    NORM_DEPTH = 4,      // vectors that a thread of the forward pass awaits; 2: 1% slower
+};
+static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
+
+// put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
+template <typename Put>
+__device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
+    __shared__ float2 room[NORM_PART_THREADS / 32][8 * VEC];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+        for (int step = 8; step < 32; step *= 2)
+            a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
+        if (lane < 8) room[warp][lane * VEC + i] = make_float2(a[i], q[i]);
+    }
+    __syncthreads();
+    if (threadIdx.x >= 8 * VEC) return;
+    float2 total = make_float2(0, 0);
+    for (auto& of_warp : room) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
+    put(blockIdx.y * 8 * VEC + threadIdx.x, total);
 }
 
-// A block owns a chunk of an image: a run of channels that holds whole groups, times a range of pixels. It
-// copies its chunk to shared memory once, so that statistics can be exact (mean first, then squares about it)
-// and the apply reads nothing again. Where an image has too many pixels for one block, up to 8 blocks, a
-// cluster, share it and exchange their statistics through each other's shared memory: x is read once and out
-// written once. GPUs without clusters, and larger images still, take two launches: NORM_REDUCE leaves each
-// block's statistics in `partials`, NORM_APPLY reads x again. Either way blocks are joined in order of rank.
-// A group may straddle x and x2, for 16 bytes never do: channels come in multiples of 32.
-enum NormPass { NORM_WHOLE, NORM_REDUCE, NORM_APPLY, NORM_GIVEN };  // GIVEN: mean and rstd are known
+// A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
+__device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
+    int r = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < NORM_PART_DEPTH; i++)
+        if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
+}
 
-enum {
-    NORM_THREADS = 256,  // 128: forward 7% slower, backward 12%
-    NORM_CLUSTER = 8,    // blocks in a cluster that every GPU with clusters can place
-};
-// Tuned on an H100 at B = 32, where the two-launch way costs a fifth more. Its tests forbid the other.
-static bool norm_one_launch = true;
-static int norm_whole_bytes = 48 * 1024, norm_whole_bytes_backward = 72 * 1024, norm_reduce_bytes = 48 * 1024,
-           norm_apply_bytes = 48 * 1024, norm_given_bytes = 24 * 1024;  // shared memory that a chunk aims at
-static int norm_run = 128;  // bytes of a pixel in a chunk, at most where groups allow
-
-struct NormGeometry {
-    int channels;          // of a chunk
-    int vectors;           // 16-byte pieces of a pixel of a chunk
-    int slots;             // threads a pixel: vectors, rounded up to a power of 2 (the last ones idle)
-    int rows, ranks;       // pixels of a block; blocks that share the chunk
-    int part_rows, parts;  // the same of the pass that made the partial statistics
-    size_t shared;
-};
-
-// The geometry of a pass that copies `tensors` tensors, its chunk `bytes` large in shared memory.
-static NormGeometry norm_geometry(NormPass pass, int tensors, int B, int T, int K, int G) {
-    NormGeometry s;
-    int group = K / G, unit = pass == NORM_GIVEN ? VEC : group;
-    while (unit % VEC) unit += group;  // the fewest channels that are whole groups and whole vectors
-    int run = pass == NORM_GIVEN ? 2048 : norm_run;
-    int bytes = pass == NORM_GIVEN    ? norm_given_bytes
-                : pass == NORM_REDUCE ? norm_reduce_bytes
-                : pass == NORM_APPLY  ? norm_apply_bytes
-                : tensors == 1        ? norm_whole_bytes
-                                      : norm_whole_bytes_backward;
-    // Rather shorter runs than blocks of which a multiprocessor holds only one.
-    if (pass == NORM_WHOLE && T / NORM_CLUSTER * run * tensors > 100 * 1024) run /= 2;
-    s.channels = unit;
-    for (int n = 2; n * unit <= K; n++)
-        if (K / unit % n == 0 && n * unit * (int)sizeof(floatX) <= run) s.channels = n * unit;
-    s.vectors = s.channels / VEC, s.slots = 1;
-    while (s.slots < s.vectors) s.slots *= 2;
-    ASSERT(s.slots <= NORM_THREADS);
-    int R = NORM_THREADS / s.slots, chunks = K / s.channels,
-        pixel = s.channels * (int)sizeof(floatX) * tensors;
-    size_t room =
-        pass == NORM_GIVEN ? 0 : (std::min(R, NORM_THREADS / 32) + 2) * (size_t)s.channels * sizeof(float2);
-    s.rows = std::max(1, std::min(T, bytes / pixel));
-    if (pass == NORM_WHOLE) {
-        s.ranks = 1;
-        auto rows = [&] { return (T + s.ranks - 1) / s.ranks; };
-        while (has_clusters() && s.ranks < NORM_CLUSTER &&
-               (rows() * pixel > bytes || (B * chunks * s.ranks < 2 * gpu_multiprocessors && rows() >= 512)))
-            s.ranks *= 2;
-        s.rows = rows();
-    } else if (pass == NORM_REDUCE) {
-        while (((size_t)T / s.rows + 1) * B * K * sizeof(float2) > GPU_WORKSPACE_BYTES) s.rows *= 2;
-    } else {
-        while (s.rows > 2 * R &&
-               (size_t)((T + s.rows - 1) / s.rows) * chunks * B < (size_t)4 * gpu_multiprocessors)
-            s.rows /= 2;
+// moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
+// 8 vectors of channels, image); x is read once. Squares are summed about the part's first pixel: over n
+// values of which the pivot is one, that is at most n + 1 times the sum about the mean: little cancels.
+__global__ void __launch_bounds__(NORM_PART_THREADS)
+    channel_moments_kernel(float2* moments, const floatX* x, int T, int C) {
+    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
+    int c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    const floatX* first = x + ((size_t)blockIdx.z * T + t0) * C;
+    float sum[VEC] = {}, squares[VEC] = {};
+    if (c < C) {
+        uint4 in[NORM_PART_DEPTH];
+        norm_part_load(in, first + r * C + c, C, n);
+        float pivot[VEC], d[VEC];
+        unpack(pivot, *(const uint4*)(first + c));
+#pragma unroll
+        for (int i = 0; i < NORM_PART_DEPTH; i++) {
+            if (r + i * NORM_PART_STEP >= n) break;
+            unpack(d, in[i]);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
+        }
     }
-    s.ranks = (T + s.rows - 1) / s.rows, s.part_rows = s.rows, s.parts = s.ranks;
-    s.shared = (size_t)s.rows * pixel + room;
+    norm_part_sums(sum, squares, [&](int c, float2 total) {
+        if (c >= C) return;
+        float shift = total.x / n;
+        moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
+            make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
+    });
+}
+static void channel_moments(float2* moments, const floatX* x, int B, int T, int C) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * B * T * C});
+    launch(channel_moments_kernel, dim3(norm_parts(T), blocks_of(C, 8 * VEC), B), NORM_PART_THREADS, 0,
+           moments, x, T, C);
+}
+
+// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
+// the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
+struct NormGrid {
+    int channels, slabs, ranks;  // of a slab
+};
+static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
+    NormGrid s;
+    const int line = 128 / sizeof(floatX);
+    s.slabs = blocks_of(K * sizeof(floatX), NORM_SLAB), s.channels = blocks_of(K, s.slabs * line) * line;
+    int most = blocks_of((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
+    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (B * s.slabs);
+    s.ranks = std::max(1, std::min(s.ranks, most));
     return s;
 }
-// Whether one launch does it.
-static bool norm_whole(const NormGeometry& s) {
-    return norm_one_launch && s.shared <= (size_t)shared_limit();
+
+// each(i, g) for i < VEC: channel c + i belongs to group g.
+template <typename Each>
+__device__ static inline void norm_each_channel(int c, int group, Each each) {
+    int g = c / group, within = c - g * group;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+        each(i, g);
+        if (++within == group) within = 0, g++;
+    }
 }
 
-enum { NORM_IDLE = 1 << 30 };  // the row of a thread that has no pixels
-
-// Where a thread stands: pixels r, r + R, ... of its block's rows, channels c to c + VEC.
+// Where a block of such a pass stands, and its thread: every stride-th pixel of image b from t on, and one
+// vector of channels, so that what belongs to a channel stays in registers.
 struct NormPlace {
-    int v, r, R, b, c, rows;
-    size_t pixel;  // the block's first, of B * T
-    bool second;   // its channels lie in x2
-    int stride;    // channels of its tensor
-    size_t at;     // its first element there
-    __device__ NormPlace(const NormGeometry& s, int T, int C, int C2) {
-        int shift = __ffs(s.slots) - 1;
-        v = threadIdx.x & (s.slots - 1), r = threadIdx.x >> shift, R = NORM_THREADS >> shift;
-        if (v >= s.vectors) v = 0, r = NORM_IDLE;
-        b = blockIdx.z, c = blockIdx.y * s.channels + v * VEC;
-        int t0 = blockIdx.x * s.rows;
-        rows = min(s.rows, T - t0), pixel = (size_t)b * T + t0;
-        second = c >= C, stride = second ? C2 : C;
-        at = pixel * stride + (second ? c - C : c);
+    int b, t, stride, c, c0;  // c0: channel c, counted from the first of the block's groups
+    int rank, slab;           // the block's; its first channel
+    int group, g0, groups;    // channels in a group; the block's first group, and how many there are
+    bool second;              // the channels lie in x2
+    size_t at, at_joined;     // the thread's first element in its tensor, and in one of C + C2 channels
+    int step, step_joined;    // from one of its pixels to the next
+    __device__ NormPlace(const NormGrid& s, int block, int T, int C, int C2, int G) {
+        int K = C + C2;
+        rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
+        int vectors = min(s.channels, K - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
+        c = slab + threadIdx.x % vectors * VEC;
+        group = K / G, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
+        c0 = c - g0 * group, second = c >= C, t = rank * R + r, stride = R * s.ranks;
+        size_t pixel = (size_t)b * T + t;
+        at = second ? pixel * C2 + c - C : pixel * C + c, at_joined = pixel * K + c;
+        step = stride * (second ? C2 : C), step_joined = stride * K;
+        if (r >= R) t = T;  // a thread too many
     }
 };
-// group[i] = (c + i) / size, with one division.
-__device__ static inline void norm_groups(int group[VEC], int c, int size) {
-    int g = c / size, within = c - g * size;
-#pragma unroll
-    for (int i = 0; i < VEC; i++) {
-        group[i] = g;
-        if (++within == size) within = 0, g++;
-    }
+
+// In thread i < p.groups the sum over group g0 + i of item(part, channel, the group's first channel), in an
+// order that the shapes alone decide: a power of 2 of neighbouring threads shares a group. meanwhile() is
+// called when the items have come in.
+template <typename Item, typename Meanwhile>
+__device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, Item item,
+                                               Meanwhile meanwhile) {
+    __shared__ float2 room[NORM_THREADS];
+    int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
+    int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
+    int part = lane / p.group, c = lane % p.group, part_step = lanes / p.group, c_step = lanes % p.group;
+    float2 sum = make_float2(0, 0);
+    if (i < p.groups)
+#pragma unroll 4
+        for (; part < parts; part += part_step) {
+            float2 more = item(part, c0 + c, c0);
+            sum.x += more.x, sum.y += more.y;
+            if ((c += c_step) >= p.group) c -= p.group, part++;
+        }
+    meanwhile();
+    for (int step = width / 2; step; step /= 2)
+        sum.x += __shfl_xor_sync(~0u, sum.x, step), sum.y += __shfl_xor_sync(~0u, sum.y, step);
+    if (threadIdx.x % width == 0) room[threadIdx.x / width] = sum;
+    __syncthreads();
+    sum = make_float2(0, 0);
+    if ((int)threadIdx.x < p.groups)
+        for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++)
+            sum.x += room[i].x, sum.y += room[i].y;
+    return sum;
 }
 
-// sums: N sums of each of a thread's channels. They are added over the warp's pixels and left in room
-// (norm_warps, channels, N) for norm_channel to add up: always in the same order.
-__device__ static inline int norm_warps(const NormGeometry& s) { return NORM_THREADS / max(32, s.slots); }
-template <int N>
-__device__ static inline void norm_leave(float* room, float (&sums)[N][VEC], const NormGeometry& s,
-                                         const NormPlace& p) {
-    for (int step = s.slots; step < 32; step *= 2)
-#pragma unroll
-        for (int i = 0; i < N * VEC; i++)
-            sums[i / VEC][i % VEC] += __shfl_xor_sync(~0u, sums[i / VEC][i % VEC], step);
-    if (p.r == NORM_IDLE || threadIdx.x % 32 >= s.slots) return;
-    room += (threadIdx.x / max(32, s.slots) * s.channels + p.v * VEC) * N;
-#pragma unroll
-    for (int i = 0; i < N * VEC; i++) room[i] = sums[i % N][i / N];
-}
-template <int N>
-__device__ static inline float norm_channel(const float* room, int c, int which, const NormGeometry& s) {
-    float total = 0;
-#pragma unroll 8
-    for (int part = 0; part < norm_warps(s); part++) total += room[(part * s.channels + c) * N + which];
-    return total;
-}
-
-// A read of another block's shared memory.
-__device__ static inline float2 cluster_read(const float2* shared, int rank) {
-    float2 value = *shared;
-#if __CUDA_ARCH__ >= 900
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address)
-        : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(value.x), "=f"(value.y)
-                 : "r"(address)
-                 : "memory");
-#endif
-    return value;
-}
-
-// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Block (rank, chunk, image). Device memory: x and x2 in,
-// out out, once each (NORM_REDUCE: x in only). partials (B, ranks, G): a block's mean and sum of squares
-// about it.
-template <NormPass PASS>
-__global__ void __launch_bounds__(NORM_THREADS, 1024 / NORM_THREADS)
-    groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, float2* partials, const floatX* x,
-                             const floatX* x2, const floatX* w, const floatX* bias, int T, int C, int C2,
-                             int G, bool silu, NormGeometry s) {
-    extern __shared__ uint4 norm_shared[];
-    uint4* tile = norm_shared;                             // (rows, vectors)
-    float2* local = (float2*)(tile + s.rows * s.vectors);  // (channels): the block's groups' mean, squares
-    float2* joined = local + s.channels;                   // (channels): sums; the groups' mean, rstd
-    float* room = (float*)(joined + s.channels);           // (warps, channels)
-    NormPlace p(s, T, C, C2);
-    int K = C + C2, group = K / G, groups = s.channels / group, g0 = blockIdx.y * s.channels / group;
-
+// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Device memory: x and x2 in, out out, once each; before that
+// each block reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by
+// Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
+__global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
+    groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
+                             const float2* moments, const float2* moments2, const floatX* w,
+                             const floatX* bias, int T, int C, int C2, int G, bool silu, NormGrid s) {
+    __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
+    NormPlace p(s, blockIdx.x, T, C, C2, G);
     const floatX* source = (p.second ? x2 : x) + p.at;
-    for (int t = p.r; t < p.rows; t += p.R)
-        copy_async(shared_address(&tile[t * s.vectors + p.v]), source + (size_t)t * p.stride);
-    copy_commit();
-    int of[VEC];  // each channel's group
-    norm_groups(of, p.c, group);
-    float weight[VEC], scale[VEC], shift[VEC];
-    if (PASS != NORM_REDUCE)
-        unpack(weight, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
-    copy_wait<0>();  // a thread reads only what it copied: no barrier
-
-    if (PASS == NORM_WHOLE || PASS == NORM_REDUCE) {
-        // the sums of each channel, the groups' means; then the squares about them
-        float value[VEC], sum[1][VEC] = {}, count = (float)group * p.rows;
-#pragma unroll 4
-        for (int t = p.r; t < p.rows; t += p.R) {
-            unpack(value, tile[t * s.vectors + p.v]);
-            for (int i = 0; i < VEC; i++) sum[0][i] += value[i];
+    floatX* target = out + p.at_joined;
+    uint4 in[NORM_DEPTH];
+    auto load_first = [&] {
+#pragma unroll
+        for (int i = 0; i < NORM_DEPTH; i++)
+            if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+    };
+    mean += p.b * G + p.g0, rstd += p.b * G + p.g0;
+    if (!moments) {
+        load_first();
+        if ((int)threadIdx.x < p.groups)
+            statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
+    } else {
+        int parts = norm_parts(T);
+        auto moment = [&](int part, int c) {
+            size_t row = (size_t)p.b * parts + part;
+            return c < C ? moments[row * C + c] : moments2[row * C2 + c - C];
+        };
+        auto item = [&](int part, int c, int c0) {
+            float2 m = moment(part, c);
+            float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
+            return make_float2(n * d, m.y + n * d * d);
+        };
+        float2 sum = norm_group_sum(p, parts, item, load_first);
+        if ((int)threadIdx.x < p.groups) {
+            int c0 = (p.g0 + threadIdx.x) * p.group;
+            float n = (float)p.group * T, d = sum.x / n, middle = moment(0, c0).x + d;
+            float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
+            statistics[threadIdx.x] = make_float2(middle, r);
+            // Of the slabs that share a group, one writes: their sums may differ in order.
+            if (p.rank == 0 && c0 >= p.slab) mean[threadIdx.x] = middle, rstd[threadIdx.x] = r;
         }
-        for (int round = 0; round < 2; round++) {
-            norm_leave(room, sum, s, p);
-            __syncthreads();
-            for (int c = threadIdx.x; c < s.channels; c += NORM_THREADS)
-                joined[c].x = norm_channel<1>(room, c, 0, s);
-            __syncthreads();
-            if (threadIdx.x < groups) {
-                float total = 0;
-#pragma unroll 4
-                for (int c = threadIdx.x * group; c < (threadIdx.x + 1) * group; c++) total += joined[c].x;
-                if (round == 0)
-                    local[threadIdx.x].x = total / count;
-                else
-                    local[threadIdx.x].y = total;
-                if (PASS == NORM_REDUCE && round == 1)
-                    partials[((size_t)p.b * s.ranks + blockIdx.x) * G + g0 + threadIdx.x] =
-                        local[threadIdx.x];
-            }
-            if (round == 1) break;
-            __syncthreads();
-            float middle[VEC];
-            for (int i = 0; i < VEC; i++) middle[i] = local[of[i] - g0].x, sum[0][i] = 0;
-#pragma unroll 4
-            for (int t = p.r; t < p.rows; t += p.R) {
-                unpack(value, tile[t * s.vectors + p.v]);
-                for (int i = 0; i < VEC; i++) sum[0][i] += (value[i] - middle[i]) * (value[i] - middle[i]);
-            }
+    }
+    __syncthreads();
+    float scale[VEC], shift[VEC];
+    unpack(scale, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
+    norm_each_channel(p.c0, p.group, [&](int i, int g) {
+        scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
+    });
+    for (int t = p.t; t < T; t += NORM_DEPTH * p.stride)
+#pragma unroll
+        for (int i = 0; i < NORM_DEPTH; i++) {
+            if (t + i * p.stride >= T) break;
+            float y[VEC];
+            unpack(y, in[i]);
+            if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+#pragma unroll
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
+            if (silu)
+#pragma unroll
+                for (int e = 0; e < VEC; e++) y[e] *= sigmoid(y[e]);
+            *(uint4*)target = pack(y), target += p.step_joined;
         }
-        if (PASS == NORM_REDUCE) return;
-        if (s.ranks > 1)
-            cluster_arrive(), cluster_wait();
-        else
-            __syncthreads();
-    }
-    if (PASS == NORM_WHOLE || PASS == NORM_APPLY) {
-        if (threadIdx.x < groups) {  // Chan, Golub and LeVeque (1979), equation 2.1
-            int g = g0 + threadIdx.x;
-            float count = 0, middle = 0, squares = 0;
-#pragma unroll 4
-            for (int part = 0; part < s.parts; part++) {
-                float2 more = PASS == NORM_APPLY ? partials[((size_t)p.b * s.parts + part) * G + g]
-                              : s.parts == 1     ? local[threadIdx.x]
-                                                 : cluster_read(&local[threadIdx.x], part);
-                float n = (float)group * min(s.part_rows, T - part * s.part_rows), delta = more.x - middle;
-                float share = __fdividef(n, count + n);
-                middle += delta * share, squares += more.y + delta * delta * (count * share), count += n;
-            }
-            float2 result = make_float2(middle, 1.0f / sqrtf(squares / count + NORM_EPS));
-            joined[threadIdx.x] = result;
-            if (blockIdx.x == 0) mean[p.b * G + g] = result.x, rstd[p.b * G + g] = result.y;
-        }
-        __syncthreads();
-        if (PASS == NORM_WHOLE && s.ranks > 1) cluster_arrive();
-    }
-
-    for (int i = 0; i < VEC; i++) {
-        float2 statistics = PASS == NORM_GIVEN ? make_float2(mean[p.b * G + of[i]], rstd[p.b * G + of[i]])
-                                               : joined[of[i] - g0];
-        scale[i] = statistics.y * weight[i];
-        shift[i] -= statistics.x * scale[i];
-    }
-    floatX* target = out + p.pixel * K + p.c;
-#pragma unroll 2
-    for (int t = p.r; t < p.rows; t += p.R) {
-        float y[VEC];
-        unpack(y, tile[t * s.vectors + p.v]);
-        for (int i = 0; i < VEC; i++) y[i] = y[i] * scale[i] + shift[i];
-        if (silu)
-            for (int i = 0; i < VEC; i++) y[i] *= sigmoid(y[i]);
-        *(uint4*)(target + (size_t)t * K) = pack(y);
-    }
-    if (PASS == NORM_WHOLE && s.ranks > 1) cluster_wait();  // nobody leaves while its memory may be read
-}
-
-template <NormPass PASS>
-static void groupnorm_forward_pass(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                                   const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
-                                   bool silu, const NormGeometry& s) {
-    launch_clusters(groupnorm_forward_kernel<PASS>, dim3(s.ranks, (C + C2) / s.channels, B), NORM_THREADS,
-                    s.shared, PASS == NORM_WHOLE ? s.ranks : 1, out, mean, rstd, (float2*)gpu_workspace, x,
-                    x2, w, bias, T, C, C2, G, silu, s);
 }
 static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                              const floatX* w, const floatX* bias, int B, int T, int C, int C2, int G,
-                              bool silu) {
+                              const float2* moments, const float2* moments2, const floatX* w,
+                              const floatX* bias, int B, int T, int C, int C2, int G, bool silu) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    NormGeometry s = norm_geometry(NORM_WHOLE, 1, B, T, C + C2, G);
-    if (norm_whole(s)) {
-        groupnorm_forward_pass<NORM_WHOLE>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, s);
-        return;
-    }
-    s = norm_geometry(NORM_REDUCE, 1, B, T, C + C2, G);
-    NormGeometry apply = norm_geometry(NORM_APPLY, 1, B, T, C + C2, G);
-    apply.part_rows = s.rows, apply.parts = s.ranks;
-    groupnorm_forward_pass<NORM_REDUCE>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, s);
-    groupnorm_forward_pass<NORM_APPLY>(out, mean, rstd, x, x2, w, bias, B, T, C, C2, G, silu, apply);
+    NormGrid s = norm_grid(B, T, C + C2, 0);
+    launch(groupnorm_forward_kernel, s.ranks * s.slabs * B, NORM_THREADS, 0, out, mean, rstd, x, x2, moments,
+           moments2, w, bias, T, C, C2, G, silu, s);
 }
 static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
                             const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
                             int C2, int G, bool silu) {
     PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    NormGeometry s = norm_geometry(NORM_GIVEN, 1, B, T, C + C2, G);
-    groupnorm_forward_pass<NORM_GIVEN>(out, (float*)mean, (float*)rstd, x, x2, w, bias, B, T, C, C2, G, silu,
-                                       s);
+    groupnorm_forward(out, (float*)mean, (float*)rstd, x, x2, nullptr, nullptr, w, bias, B, T, C, C2, G,
+                      silu);
 }
 
-// Gradients of the above: dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N). Blocks as in forward. Device
-// memory: x, dout and dresidual in, dx out (in and out where it accumulates), once each; REDUCE + APPLY: x
-// and dout twice. partials (B, ranks, K), sums (2, B, K): sum over pixels of dy and of dy x^. dx may be dout
-// or x: the thread that writes a piece of it is the last to read that piece of them.
-template <NormPass PASS>
-__global__ void __launch_bounds__(NORM_THREADS, 768 / NORM_THREADS)
-    groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* sums, float2* partials, const floatX* dout,
-                              const floatX* dresidual, const float* mean, const float* rstd, const floatX* x,
-                              const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
-                              int C2, int G, bool silu, bool accumulate, NormGeometry s) {
-    extern __shared__ uint4 norm_shared[];
-    int elements = s.rows * s.vectors;
-    uint4 *tile = norm_shared, *upstream = tile + elements;  // x, dout: (rows, vectors) each
-    uint4* before = upstream + elements;                     // dx where it accumulates
-    uint4* around =
-        before + (PASS != NORM_REDUCE && accumulate ? elements : 0);  // dresidual where there is one
-    float2* local =
-        (float2*)(around +
-                  (PASS != NORM_REDUCE && dresidual ? elements : 0));  // (channels): the block's two sums
-    float2* joined = local + s.channels;                               // (channels): the image's
-    float* room = (float*)(joined + s.channels);  // (warps, channels, 2); then alpha, beta by group
-    NormPlace p(s, T, C, C2);
-    int K = C + C2, group = K / G, c0 = blockIdx.y * s.channels, g0 = c0 / group;
-
-    const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dout + p.pixel * K + p.c;
-    floatX* target = (p.second ? dx2 : dx) + p.at;
-    for (int t = p.r; t < p.rows; t += p.R) {
-        copy_async(shared_address(&tile[t * s.vectors + p.v]), source + (size_t)t * p.stride);
-        copy_async(shared_address(&upstream[t * s.vectors + p.v]), gradient + (size_t)t * K);
-    }
-    copy_commit();
-    if (PASS != NORM_REDUCE)
-        for (int t = p.r; t < p.rows; t += p.R) {
-            size_t at = (size_t)t * p.stride;
-            if (accumulate) copy_async(shared_address(&before[t * s.vectors + p.v]), target + at);
-            if (dresidual) copy_async(shared_address(&around[t * s.vectors + p.v]), dresidual + p.at + at);
-        }
-    copy_commit();
-    int of[VEC];  // each channel's group
-    norm_groups(of, p.c, group);
-    float middle[VEC], scale[VEC], shift[VEC];  // y = x scale + shift
-    unpack(scale, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
+// The gradient before the SiLU, dy = dnormed * silu'(x scale + shift), and its sums. Blocks as in
+// channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
+__global__ void __launch_bounds__(NORM_PART_THREADS)
+    groupnorm_gradient_kernel(float2* sums, floatX* dy, const floatX* dnormed, const floatX* x,
+                              const floatX* x2, const float* mean, const float* rstd, const floatX* w,
+                              const floatX* bias, int T, int C, int C2, int G, bool silu) {
+    int K = C + C2, group = K / G, r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
+    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
+    const floatX* source = c < C ? x + pixel * C + c : x2 + pixel * C2 + c - C;
+    mean += blockIdx.z * G, rstd += blockIdx.z * G;
+    float sum[VEC] = {}, sum_normed[VEC] = {};
+    if (c < K) {
+        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
+        norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
+        float middle[VEC], scale[VEC], shift[VEC];
+        unpack(scale, *(const uint4*)(w + c)), unpack(shift, *(const uint4*)(bias + c));
+        norm_each_channel(c, group, [&](int i, int g) {
+            middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
+        });
 #pragma unroll
-    for (int i = 0; i < VEC; i++) {
-        middle[i] = mean[p.b * G + of[i]], scale[i] *= rstd[p.b * G + of[i]];
-        shift[i] -= middle[i] * scale[i];
-    }
-    auto load = [&](float value[VEC], float dy[VEC], int t) {  // dy: the gradient before the SiLU
-        unpack(value, tile[t * s.vectors + p.v]);
-        unpack(dy, upstream[t * s.vectors + p.v]);
-        if (silu)
+        for (int i = 0; i < NORM_PART_DEPTH; i++) {
+            if (r + i * NORM_PART_STEP >= n) break;
+            float value[VEC], d[VEC];
+            unpack(value, in[i]), unpack(d, upstream[i]);
+            if (silu)
 #pragma unroll
-            for (int i = 0; i < VEC; i++) dy[i] *= silu_gradient(value[i] * scale[i] + shift[i]);
-    };
-    copy_wait<1>();
-
-    if (PASS != NORM_APPLY) {
-        float both[2][VEC] = {};
-        for (int t = p.r; t < p.rows; t += p.R) {
-            float value[VEC], dy[VEC];
-            load(value, dy, t);
+                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
 #pragma unroll
-            for (int i = 0; i < VEC; i++) both[0][i] += dy[i], both[1][i] += dy[i] * (value[i] - middle[i]);
+            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
+            if (silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
         }
-        norm_leave(room, both, s, p);
-        __syncthreads();
-        for (int c = threadIdx.x; c < s.channels; c += NORM_THREADS) {
-            float2 total = make_float2(norm_channel<2>(room, c, 0, s), norm_channel<2>(room, c, 1, s));
-            total.y *= rstd[p.b * G + (c0 + c) / group];
-            local[c] = total;
-            if (PASS == NORM_REDUCE) partials[((size_t)p.b * s.ranks + blockIdx.x) * K + c0 + c] = total;
-        }
-        if (PASS == NORM_REDUCE) return;
-        if (s.ranks > 1)
-            cluster_arrive(), cluster_wait();
-        else
-            __syncthreads();
     }
-    for (int c = threadIdx.x; c < s.channels; c += NORM_THREADS) {
-        float2 total = make_float2(0, 0);
-#pragma unroll 8
-        for (int part = 0; part < s.parts; part++) {
-            float2 more = PASS == NORM_APPLY ? partials[((size_t)p.b * s.parts + part) * K + c0 + c]
-                          : s.parts == 1     ? local[c]
-                                             : cluster_read(&local[c], part);
-            total.x += more.x, total.y += more.y;
-        }
-        if (blockIdx.x == 0)
-            sums[(size_t)p.b * K + c0 + c] = total.x, sums[(size_t)(B + p.b) * K + c0 + c] = total.y;
-        float weight = (float)w[c0 + c];
-        joined[c] = make_float2(weight * total.x, weight * total.y);
-    }
-    __syncthreads();
-    if (PASS == NORM_WHOLE && s.ranks > 1) cluster_arrive();
-    if (threadIdx.x < s.channels / group) {
-        float a = 0, q = 0, n = (float)group * T, r = rstd[p.b * G + g0 + threadIdx.x];
-#pragma unroll 4
-        for (int c = threadIdx.x * group; c < (threadIdx.x + 1) * group; c++)
-            a += joined[c].x, q += joined[c].y;
-        float slope = r * r * q / n;
-        room[2 * threadIdx.x] = slope;
-        room[2 * threadIdx.x + 1] = r * a / n - mean[p.b * G + g0 + threadIdx.x] * slope;
-    }
-    __syncthreads();
-    float alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-#pragma unroll
-    for (int i = 0; i < VEC; i++) alpha[i] = room[2 * (of[i] - g0)], beta[i] = room[2 * (of[i] - g0) + 1];
-    copy_wait<0>();
-    for (int t = p.r; t < p.rows; t += p.R) {
-        float value[VEC], dy[VEC], more[VEC];
-        load(value, dy, t);
-#pragma unroll
-        for (int i = 0; i < VEC; i++) dy[i] = scale[i] * dy[i] - (value[i] * alpha[i] + beta[i]);
-        if (dresidual) {
-            unpack(more, around[t * s.vectors + p.v]);
-            for (int i = 0; i < VEC; i++) dy[i] += more[i];
-        }
-        if (accumulate) {
-            unpack(more, before[t * s.vectors + p.v]);
-            for (int i = 0; i < VEC; i++) dy[i] += more[i];
-        }
-        *(uint4*)(target + (size_t)t * p.stride) = pack(dy);
-    }
-
-    if (PASS == NORM_WHOLE && s.ranks > 1) cluster_wait();
+    norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
+        if (c < K)
+            sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
+                make_float2(total.x, total.y * rstd[c / group]);
+    });
+}
+static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T) {
+    int K = norm.C + norm.C2;
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * B * T * K});
+    launch(groupnorm_gradient_kernel, dim3(norm_parts(T), blocks_of(K, 8 * VEC), B), NORM_PART_THREADS, 0,
+           norm.sums, dy, dnormed, norm.x, norm.x2, norm.mean, norm.rstd, norm.w, norm.bias, T, norm.C,
+           norm.C2, norm.G, norm.silu);
 }
 
-// dbias, dw (K) += the batch's sums (2, B, K). A block 32 channels: a lane a channel, a warp every eighth
-// image.
-__global__ void groupnorm_weights_kernel(float* dw, float* dbias, const float* sums, int B, int K) {
-    __shared__ float parts[2][8][32];
+// dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
+__device__ static inline void norm_weights(float* dw, float* dbias, const float2* sums, int rows, int K) {
+    enum { WARPS = NORM_THREADS / 32 };
+    __shared__ float2 room[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
-    float a = 0, q = 0;
-#pragma unroll 4
-    for (int b = warp; b < B && c < K; b += 8)
-        a += sums[(size_t)b * K + c], q += sums[(size_t)(B + b) * K + c];
-    parts[0][warp][lane] = a, parts[1][warp][lane] = q;
+    float2 total = make_float2(0, 0);
+#pragma unroll 8
+    for (int i = warp; i < rows; i += WARPS) {
+        float2 more = sums[(size_t)i * K + c];
+        total.x += more.x, total.y += more.y;
+    }
+    room[warp][lane] = total;
     __syncthreads();
-    if (warp > 1 || c >= K) return;
-    float total = 0;
-    for (int part = 0; part < 8; part++) total += parts[warp][part][lane];
-    (warp ? dw : dbias)[c] += total;
+    if (warp > 0) return;
+    for (int i = 1; i < WARPS; i++) total.x += room[i][lane].x, total.y += room[i][lane].y;
+    dbias[c] += total.x, dw[c] += total.y;
 }
 
-static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, float* sums,
-                               const floatX* dout, const floatX* dresidual, const float* mean,
+// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
+// memory: x, dy and dresidual in, dx out (in and out where it accumulates), once each; before that each block
+// reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
+template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower
+__global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
+    groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
+                              const floatX* dy, const floatX* dresidual, const float* mean, const float* rstd,
+                              const floatX* x, const floatX* x2, const floatX* w, int B, int T, int C, int C2,
+                              int G, NormGrid s, int weight_blocks) {
+    __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
+    int K = C + C2, parts = norm_parts(T);
+    if ((int)blockIdx.x < weight_blocks) {
+        norm_weights(dw, dbias, sums, B * parts, K);
+        return;
+    }
+    NormPlace p(s, blockIdx.x - weight_blocks, T, C, C2, G);
+    const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dy + p.at_joined;
+    const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
+    floatX* target = (p.second ? dx2 : dx) + p.at;
+    uint4 in, upstream, residual, old;
+    auto load = [&](const floatX* before) {
+        in = *(const uint4*)source, source += p.step;
+        upstream = *(const uint4*)gradient, gradient += p.step_joined;
+        if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
+        if (ACCUMULATE) old = *(const uint4*)before;
+    };
+    mean += p.b * G + p.g0, rstd += p.b * G + p.g0, sums += (size_t)p.b * parts * K;
+    auto item = [&](int part, int c, int) {
+        float2 sum = sums[(size_t)part * K + c];
+        float weight = (float)w[c];
+        return make_float2(weight * sum.x, weight * sum.y);
+    };
+    float2 sum = norm_group_sum(p, parts, item, [&] {
+        if (p.t < T) load(target);
+    });
+    if ((int)threadIdx.x < p.groups) {
+        float n = (float)p.group * T, r = rstd[threadIdx.x], slope = r * r * sum.y / n;
+        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - mean[threadIdx.x] * slope);
+    }
+    __syncthreads();
+    float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
+    unpack(scale, *(const uint4*)(w + p.c));
+    norm_each_channel(p.c0, p.group, [&](int i, int g) {
+        float3 of_group = coefficients[g];
+        scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
+    });
+    for (int t = p.t; t < T; t += p.stride) {
+        float value[VEC], d[VEC], more[VEC];
+        unpack(value, in), unpack(d, upstream);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - (value[e] * alpha[e] + beta[e]);
+        auto add = [&](uint4 bits) {
+            unpack(more, bits);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) d[e] += more[e];
+        };
+        if (RESIDUAL) add(residual);
+        if (ACCUMULATE) add(old);
+        *(uint4*)target = pack(d), target += p.step;
+        if (t + p.stride < T) load(target);
+    }
+}
+static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
+                               const floatX* dy, const floatX* dresidual, const float* mean,
                                const float* rstd, const floatX* x, const floatX* x2, const floatX* w,
-                               const floatX* bias, int B, int T, int C, int C2, int G, bool silu,
-                               bool accumulate) {
+                               const floatX*, int B, int T, int C, int C2, int G, bool, bool accumulate) {
     PROFILE("group norm backward",
             {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
-    int K = C + C2, tensors = 2 + (dresidual != nullptr) + accumulate;
-    auto pass = [&](auto kernel, const NormGeometry& s, int cluster) {
-        launch_clusters(kernel, dim3(s.ranks, K / s.channels, B), NORM_THREADS, s.shared, cluster, dx, dx2,
-                        sums, (float2*)gpu_workspace, dout, dresidual, mean, rstd, x, x2, w, bias, B, T, C,
-                        C2, G, silu, accumulate, s);
-    };
-    NormGeometry s = norm_geometry(NORM_WHOLE, tensors, B, T, K, G);
-    if (norm_whole(s)) {
-        pass(groupnorm_backward_kernel<NORM_WHOLE>, s, s.ranks);
-    } else {
-        s = norm_geometry(NORM_REDUCE, 2, B, T, K, G);
-        NormGeometry apply = norm_geometry(NORM_APPLY, tensors, B, T, K, G);
-        apply.part_rows = s.rows, apply.parts = s.ranks;
-        pass(groupnorm_backward_kernel<NORM_REDUCE>, s, 1);
-        pass(groupnorm_backward_kernel<NORM_APPLY>, apply, 1);
-    }
-    launch(groupnorm_weights_kernel, blocks_of(K, 32), 256, 0, dw, dbias, sums, B, K);
+    int weight_blocks = (C + C2) / 32;
+    NormGrid s = norm_grid(B, T, C + C2, weight_blocks);
+    auto pass = groupnorm_backward_kernel<false, false>;
+    if (dresidual)
+        pass = accumulate ? groupnorm_backward_kernel<true, true> : groupnorm_backward_kernel<true, false>;
+    if (!dresidual && accumulate) pass = groupnorm_backward_kernel<false, true>;
+    launch(pass, weight_blocks + s.ranks * s.slabs * B, NORM_THREADS, 0, dx, dx2, dw, dbias, sums, dy,
+           dresidual, mean, rstd, x, x2, w, B, T, C, C2, G, s, weight_blocks);
 }
 #else
 #define groupnorm_forward groupnorm_forward_cpu
 #define groupnorm_apply groupnorm_apply_cpu
 #define groupnorm_backward groupnorm_backward_cpu
+static void channel_moments(float2*, const float*, int, int, int) {}
 #endif
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -5019,6 +4977,7 @@ struct Block {
     Buffer out;       // (B, out_H, out_H, O)
     Buffer hidden;    // residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's two of (B, E)
     Buffer inner;     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    Buffer moments;   // float2 (B, parts, O): of out, for the norms that read it
     Buffer stats;     // float: mean and rstd (B, G) of each norm in turn; then attention's lse (B, heads, T)
     Buffer gradient;  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward, scratch_backward;
@@ -5084,6 +5043,7 @@ static float* gradient_of(const Model* m, const Block& block, int k) {
 }
 static floatX* activation(const Model* m, const Buffer& b) { return (floatX*)(m->arena + b.offset); }
 static float* block_stats(const Model* m, const Block& b) { return (float*)(m->arena + b.stats.offset); }
+static float2* moments_of(const Model* m, const Block& b) { return (float2*)(m->arena + b.moments.offset); }
 static floatX* output_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].out); }
 static floatX* output_gradient_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].gradient); }
 // What a block reads: its input, its skip (null: none).
@@ -5131,7 +5091,7 @@ static void embed_backward(Model* m, const Block& block, int B, const floatX* do
 
 static void conv_in_forward(Model* m, const Block& block, int B) {
     conv3x3_forward(activation(m, block.out), m->input, weight_of(m, block, 0), weight_of(m, block, 1),
-                    nullptr, nullptr, B, block.H, block.H, block.C, block.O);
+                    nullptr, nullptr, B, block.H, block.H, block.C, block.O, moments_of(m, block));
 }
 
 static void conv_in_backward(Model* m, const Block& block, int B, const floatX* dout) {
@@ -5168,6 +5128,9 @@ static void res_forward(Model* m, const Block& block, int B) {
           *rstd2 = mean2 + B * G;
     floatX* emb = take<floatX>(&m->scratch, (size_t)B * O);                      // (B, O)
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, K), then (B, T, O)
+    float2* moments = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * O);  // of h
+    const float2 *moments1 = moments_of(m, m->plan.blocks[block.input]),
+                 *moments2 = block.skip < 0 ? nullptr : moments_of(m, m->plan.blocks[block.skip]);
 
     const floatX* residual = block.num_params > RES_SKIP_W ? out : x;
     backend_aside([&] {
@@ -5177,15 +5140,15 @@ static void res_forward(Model* m, const Block& block, int B) {
             linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B),
                            nullptr, B * T, C, C2, O);
     });
-    groupnorm_forward(normed, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
+    groupnorm_forward(normed, mean1, rstd1, x, x2, moments1, moments2, weight_of(m, block, RES_NORM1_W),
                       weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
     backend_join();
     conv3x3_forward(h, normed, weight_of(m, block, RES_CONV1_W), weight_of(m, block, RES_CONV1_B), emb,
-                    nullptr, B, H, H, K, O);
-    groupnorm_forward(normed, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
+                    nullptr, B, H, H, K, O, moments);
+    groupnorm_forward(normed, mean2, rstd2, h, nullptr, moments, nullptr, weight_of(m, block, RES_NORM2_W),
                       weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
     conv3x3_forward(out, normed, weight_of(m, block, RES_CONV2_W), weight_of(m, block, RES_CONV2_B), nullptr,
-                    residual, B, H, H, O, O);
+                    residual, B, H, H, O, O, moments_of(m, block));
 }
 
 static void res_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx, floatX* dx2) {
@@ -5194,39 +5157,41 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
     const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
     float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
           *rstd2 = mean2 + B * G;
-    floatX *h = activation(m, block.hidden), *dh = h;                        // (B, T, O)
-    floatX* demb = take<floatX>(&m->scratch, (size_t)B * O);                 // (B, O)
-    float* sums = take<float>(&m->scratch, (size_t)2 * B * std::max(K, O));  // group norm's scratch
+    floatX *h = activation(m, block.hidden), *dh = h;         // (B, T, O)
+    floatX* demb = take<floatX>(&m->scratch, (size_t)B * O);  // (B, O)
+    float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * std::max(K, O));
     // The weight gradients are made beside what follows them, so what they read stays: normed2, dh, normed1.
     floatX* normed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O)
     floatX* dnormed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O)
     floatX *normed1 = dnormed2, *dnormed1 = normed2;                               // (B, T, K)
 
-    groupnorm_apply(normed2, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
-                    weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
+    const floatX *norm1_w = weight_of(m, block, RES_NORM1_W), *norm1_b = weight_of(m, block, RES_NORM1_B),
+                 *norm2_w = weight_of(m, block, RES_NORM2_W), *norm2_b = weight_of(m, block, RES_NORM2_B);
+    Normed norm1 = {x, x2, norm1_w, norm1_b, mean1, rstd1, C, C2, G, true, sums},
+           norm2 = {h, nullptr, norm2_w, norm2_b, mean2, rstd2, O, 0, G, true, sums};
+
+    groupnorm_apply(normed2, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G, true);
     conv3x3_backward(dnormed2, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B),
-                     nullptr, dout, normed2, weight_of(m, block, RES_CONV2_W), B, H, H, O, O);
+                     nullptr, dout, normed2, weight_of(m, block, RES_CONV2_W), B, H, H, O, O, norm2);
     bool widens = block.num_params > RES_SKIP_W;
     if (widens)
         linear_backward(dx, dx2, gradient_of(m, block, RES_SKIP_W), gradient_of(m, block, RES_SKIP_B), dout,
                         x, x2, weight_of(m, block, RES_SKIP_W), B * T, C, C2, O, block.accumulate);
     groupnorm_backward(dh, nullptr, gradient_of(m, block, RES_NORM2_W), gradient_of(m, block, RES_NORM2_B),
-                       sums, dnormed2, nullptr, mean2, rstd2, h, nullptr, weight_of(m, block, RES_NORM2_W),
-                       weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true, false);
-    groupnorm_apply(normed1, mean1, rstd1, x, x2, weight_of(m, block, RES_NORM1_W),
-                    weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
+                       sums, dnormed2, nullptr, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G,
+                       true, false);
+    groupnorm_apply(normed1, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2, G, true);
     backend_join();
     conv3x3_backward(dnormed1, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
-                     dh, normed1, weight_of(m, block, RES_CONV1_W), B, H, H, K, O);
+                     dh, normed1, weight_of(m, block, RES_CONV1_W), B, H, H, K, O, norm1);
     backend_aside([&] {
         linear_backward(output_gradient_of(m, 0), nullptr, gradient_of(m, block, RES_EMB_W),
                         gradient_of(m, block, RES_EMB_B), demb, output_of(m, 0), nullptr,
                         weight_of(m, block, RES_EMB_W), B, E, 0, O, true);
     });
     groupnorm_backward(dx, dx2, gradient_of(m, block, RES_NORM1_W), gradient_of(m, block, RES_NORM1_B), sums,
-                       dnormed1, widens ? nullptr : dout, mean1, rstd1, x, x2,
-                       weight_of(m, block, RES_NORM1_W), weight_of(m, block, RES_NORM1_B), B, T, C, C2, G,
-                       true, widens || block.accumulate);
+                       dnormed1, widens ? nullptr : dout, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2,
+                       G, true, widens || block.accumulate);
 }
 
 // ---- attention block --------------------------------------------------------------------------------------
@@ -5240,13 +5205,13 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
     floatX *qkv = activation(m, block.hidden), *joined = activation(m, block.inner);
     float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);  // (B, T, C)
-    groupnorm_forward(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
-                      weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
+    groupnorm_forward(normed, mean, rstd, x, nullptr, moments_of(m, m->plan.blocks[block.input]), nullptr,
+                      weight_of(m, block, ATT_NORM_W), weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
     linear_forward(qkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), weight_of(m, block, ATT_QKV_B),
                    nullptr, B * T, C, 0, 3 * C);
     attention_forward(joined, lse, qkv, B, T, C, heads);
     linear_forward(activation(m, block.out), joined, nullptr, weight_of(m, block, ATT_PROJ_W),
-                   weight_of(m, block, ATT_PROJ_B), x, B * T, C, 0, C);
+                   weight_of(m, block, ATT_PROJ_B), x, B * T, C, 0, C, moments_of(m, block), T);
 }
 
 static void attention_block_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
@@ -5258,14 +5223,18 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);    // (B, T, C)
     floatX* djoined = take<floatX>(&m->scratch, (size_t)B * T * C);   // (B, T, C)
     floatX* dnormed = djoined;                                        // (B, T, C)
-    float* sums = take<float>(&m->scratch, (size_t)2 * B * C);
+    float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * C);
+    Normed norm = {
+        x,     nullptr, weight_of(m, block, ATT_NORM_W), weight_of(m, block, ATT_NORM_B), mean, rstd, C, 0, G,
+        false, sums};
     linear_backward(djoined, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
                     dout, joined, nullptr, weight_of(m, block, ATT_PROJ_W), B * T, C, 0, C, false);
     attention_backward(dqkv, djoined, joined, lse, qkv, B, T, C, heads);
     groupnorm_apply(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
                     weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
     linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_QKV_W), gradient_of(m, block, ATT_QKV_B),
-                    dqkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), B * T, C, 0, 3 * C, false);
+                    dqkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), B * T, C, 0, 3 * C, false, norm,
+                    T);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, ATT_NORM_W), gradient_of(m, block, ATT_NORM_B),
                        sums, dnormed, dout, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
                        weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false, block.accumulate);
@@ -5279,7 +5248,8 @@ static void out_forward(Model* m, const Block& block, int B) {
     int C = block.C, H = block.H, G = m->plan.norm_groups;
     float *mean = block_stats(m, block), *rstd = mean + B * G;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
-    groupnorm_forward(normed, mean, rstd, input_of(m, block), nullptr, weight_of(m, block, OUT_NORM_W),
+    groupnorm_forward(normed, mean, rstd, input_of(m, block), nullptr,
+                      moments_of(m, m->plan.blocks[block.input]), nullptr, weight_of(m, block, OUT_NORM_W),
                       weight_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
     conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
                     weight_of(m, block, OUT_CONV_B), nullptr, nullptr, B, H, H, C, block.O);
@@ -5290,11 +5260,12 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
     float *mean = block_stats(m, block), *rstd = mean + B * G;
     const floatX *x = input_of(m, block), *norm_w = weight_of(m, block, OUT_NORM_W),
                  *norm_b = weight_of(m, block, OUT_NORM_B);
-    float* sums = take<float>(&m->scratch, (size_t)2 * B * C);
+    float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
+    Normed norm = {x, nullptr, norm_w, norm_b, mean, rstd, C, 0, G, true, sums};
     floatX *normed = take<floatX>(&m->scratch, (size_t)B * H * H * C), *dnormed = dx;  // (B, H, H, C)
     groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true);
     conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
-                     dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O);
+                     dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O, norm);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
                        sums, dnormed, nullptr, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G,
                        true, false);
@@ -5388,8 +5359,8 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
-    return {&b->out,      &b->hidden,          &b->inner,           &b->stats,
-            &b->gradient, &b->scratch_forward, &b->scratch_backward};
+    return {&b->out,   &b->hidden,   &b->inner,           &b->moments,
+            &b->stats, &b->gradient, &b->scratch_forward, &b->scratch_backward};
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
@@ -5403,7 +5374,9 @@ static void size_buffers(Plan* plan) {
         Block& b = plan->blocks[i];
         size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, wide = std::max(C + b.C2, O);
         size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
-        size_t norm = 2 * B * plan->norm_groups, sums = aligned(2 * B * wide * sizeof(float));
+        size_t norm = 2 * B * plan->norm_groups, parts = norm_parts((int)T);
+        size_t sums = aligned(B * parts * wide * sizeof(float2)),
+               moments = aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
                 hidden = room(2 * B * O), inner = room(B * C);
@@ -5411,7 +5384,8 @@ static void size_buffers(Plan* plan) {
                 break;
             case BLOCK_RES:
                 hidden = room(B * T * O), stats = 2 * norm;
-                forward = room(B * O) + room(B * T * wide), backward = forward + room(B * T * wide) + sums;
+                forward = room(B * O) + room(B * T * wide) + moments;
+                backward = room(B * O) + 2 * room(B * T * wide) + sums;
                 break;
             case BLOCK_ATTENTION:
                 hidden = room(3 * B * T * C), inner = room(B * T * C);
@@ -5427,6 +5401,7 @@ static void size_buffers(Plan* plan) {
         size_t out = room(B * b.out_H * b.out_H * O);
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
+        b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
         b.inner = {0, inner, i, kept};
         b.stats = {0, aligned(stats * sizeof(float)), i, kept};
         b.scratch_forward = {0, forward, i, i};
@@ -5438,6 +5413,7 @@ static void size_buffers(Plan* plan) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
             read.out.last = std::max(read.out.last, b.kind == BLOCK_DOWN || b.kind == BLOCK_UP ? i : kept);
+            read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
         }
         b.accumulate = b.input >= 0 && plan->blocks[b.input].is_skip;
@@ -5676,8 +5652,12 @@ static void unet_forward(Model* m, int B) {
             case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
             case BLOCK_RES: res_forward(m, block, B); break;
             case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
-            case BLOCK_DOWN: downsample_forward(out, input_of(m, block), B, block.H, block.H, block.C); break;
-            case BLOCK_UP: upsample_forward(out, input_of(m, block), B, block.H, block.H, block.C); break;
+            case BLOCK_DOWN:
+            case BLOCK_UP:
+                (block.kind == BLOCK_UP ? upsample_forward : downsample_forward)(out, input_of(m, block), B,
+                                                                                 block.H, block.H, block.C);
+                channel_moments(moments_of(m, block), out, B, block.out_H * block.out_H, block.O);
+                break;
             case BLOCK_OUT: out_forward(m, block, B); break;
         }
     }
