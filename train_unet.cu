@@ -1310,8 +1310,16 @@ __device__ static inline float sigmoid(float x) {
     return y;
 #endif
 }
+// In bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction instead of two: an error of 2^-12, below a
+// rounding of what it multiplies.
 __device__ static inline float silu_gradient(float x) {
+#ifdef PRECISION_FP32
     float s = sigmoid(x);
+#else
+    float s;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(s) : "f"(0.5f * x));
+    s = 0.5f + 0.5f * s;
+#endif
     return s * (1.0f + x * (1.0f - s));
 }
 
