@@ -2428,32 +2428,31 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     const int row = o + warp % 4 * 16 + lane / 4,
               p = g.chunks % PATCHES;  // this thread's channels: row, row + 8
     const int block_x = TAPS == 1 ? x0 + 128 * group : PAIRS ? 0 : x0 + 8 * group;
-    const int images = g.T == 64 ? 2 : 1;  // of which the warpgroup holds pixels
+    constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
+    const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
     const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? b0 + 2 * group : b0;
-    auto image = [&](int i) { return min(block_b + (images == 2 || PAIRS ? i : 0), g.B - 1); };
     uint32_t to = patches + p * Tile::PATCH_BYTES + group * 16384;
     int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
     uint32_t at = to + line * 128 + ((vector ^ (line & 7)) << 4);
-    float sum[2][2] = {}, other[2][2] = {};  // by image and row
-    float added[2][2], scale[2][2], shift[2][2], mean[2][2], rstd[2][2];
     const bool gradient = Tile::TRANSPOSED && g.norm.mean;
+    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
+    float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; h++)
+    for (int i = 0; i < IMAGES; i++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int n = min(row + 8 * h, g.N - 1);
-            added[i][h] = (g.bias ? (float)g.bias[n] : 0.0f) +
-                          (g.emb ? (float)g.emb[(size_t)image(i) * g.N + n] : 0.0f);
+        for (int h = 0; h < 2; h++) {
+            int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
+            if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
+            if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.N + n];
             if (!gradient) continue;
-            int of = image(i) * g.norm.G + n / (g.N / g.norm.G);
-            mean[i][h] = g.norm.mean[of], rstd[i][h] = g.norm.rstd[of];
-            scale[i][h] = rstd[i][h] * (float)g.norm.w[n];
+            int of = b * g.norm.G + n / (g.N / g.norm.G);
+            mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * (float)g.norm.w[n];
             shift[i][h] = (float)g.norm.bias[n] - mean[i][h] * scale[i][h];
         }
     barrier_wait(patch_full(p), g.chunks / PATCHES & 1);
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
-        const int i = j / 8;
+        const int i = j * IMAGES / 16;
         uint32_t r[4];
         if (g.has_beside) load_matrices_transposed(r, at + j * 1024);
 #pragma unroll
@@ -2461,10 +2460,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             const int h = e / 2 % 2;
             float& value = c[4 * j + e];
             float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
-            value += added[i][h];
+            if (!Tile::TRANSPOSED) value += added[i][h];
             if (gradient) {
                 if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
-                sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]) * rstd[i][h];
+                sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
             } else if (g.has_beside) {
                 value += beside;
             }
@@ -2485,37 +2484,40 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             x += __shfl_xor_sync(~0u, x, 1);
             return x + __shfl_xor_sync(~0u, x, 2);
         };
+        if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
+#pragma unroll
+            for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (!gradient) {  // the mean, and the squares about it
 #pragma unroll
-                for (int j = 0; j < 16; j++) sum[j / 8][h] += c[4 * j + 2 * h] + c[4 * j + 2 * h + 1];
-                float first = total(sum[0][h]), last = total(sum[1][h]);
-                sum[0][h] = images == 1 ? (first + last) / 128 : first / 64;
-                sum[1][h] = images == 1 ? sum[0][h] : last / 64;
+            for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
+            if (IMAGES == 2 && images == 1) sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
+        }
+        if (!Tile::TRANSPOSED) {
 #pragma unroll
-                for (int j = 0; j < 16; j++) {
-                    float d0 = c[4 * j + 2 * h] - sum[j / 8][h], d1 = c[4 * j + 2 * h + 1] - sum[j / 8][h];
-                    other[j / 8][h] += d0 * d0 + d1 * d1;
-                }
-            } else {
-                sum[0][h] = total(sum[0][h]), sum[1][h] = total(sum[1][h]);
-                if (images == 1) sum[0][h] += sum[1][h];
+            for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+#pragma unroll
+            for (int e = 0; e < 64; e++) {
+                float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
+                other[e * IMAGES / 64][e / 2 % 2] += d * d;
             }
-            other[0][h] = total(other[0][h]), other[1][h] = total(other[1][h]);
-            if (images == 1) other[0][h] += other[1][h];
         }
         int pixel =
             TAPS == 1 ? block_x : block_b * g.T + (PAIRS ? 0 : (y0 / 16 * (g.W / 8) + block_x / 8) * 128);
-        if (lane % 4 == 0)
 #pragma unroll
-            for (int i = 0; i < 2; i++)
+        for (int h = 0; h < 2; h++) {
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                    if (i < images && n < g.N && part * (128 / images) < g.B * g.T)
-                        g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
-                }
+            for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
+            if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) {
+                int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
+                if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                if (gradient)
+                    other[i][h] *= g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
+                g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
+            }
+        }
     }
     if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
@@ -2585,7 +2587,7 @@ static bool launch_hopper(Gemm* g) {
         s = {1, 1, g->M};
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
         if (ceil_div(g->M, 128) * ceil_div(g->N, 64) >= 8 * gpu_multiprocessors)
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 2, 4>>(asked, s);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 2, TRANSPOSED ? 3 : 4>>(asked, s);
         else
             launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
     } else if (small) {
