@@ -5437,9 +5437,11 @@ static void place_buffers(Plan* plan) {
     for (Block& block : plan->blocks)
         for (Buffer* buffer : buffers_of(&block))
             if (buffer->bytes) buffers.push_back(buffer);
-    auto larger = [](const Buffer* a, const Buffer* b) { return a->bytes > b->bytes; };
+    auto larger = [](const Buffer* a, const Buffer* b) {
+        return a->bytes != b->bytes ? a->bytes > b->bytes : a < b;  // the same order everywhere
+    };
     auto lower = [](const Buffer* a, const Buffer* b) { return a->offset < b->offset; };
-    std::stable_sort(buffers.begin(), buffers.end(), larger);
+    std::sort(buffers.begin(), buffers.end(), larger);
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
             if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
