@@ -400,8 +400,8 @@ static void test_norm(int B, int T, int C, int C2, int G, bool silu, bool accumu
                              accumulate ? " adding" : "", residual ? " residual" : "");
     int K = C + C2;
     size_t N = (size_t)B * T;
-    Layer x(N * C, 1, mean_value), x2(N * C2, 1, mean_value), w(K, 0.5f, 1), bias(K, 0.5f), out(N * K);
-    Floats mean(B * G), rstd(B * G);
+    Layer x(N * C, 1, mean_value), x2(N * C2, 1, mean_value), out(N * K);
+    Floats mean(B * G), rstd(B * G), w(K, 0.5f, 1), bias(K, 0.5f);
     Sums moments = sums_of(B, T, C), moments2 = sums_of(B, T, C2), sums = sums_of(B, T, K);
     Output output = {&out, WRITTEN, "out", LIMIT};
     auto forward = [&](auto... arguments) {
@@ -457,8 +457,8 @@ static void test_normed_product(int B, int H, int W, int C, int C2, int O, int G
     int T = H * W, K = C + C2, M = B * T, taps = neighbours ? 9 : 1;
     Layer x((size_t)M * O), w((size_t)K * taps * O, 1 / sqrtf((float)taps * O)), bias(K, 1),
         made((size_t)M * K);
-    Layer norm_w(K, 0.5f, 1), norm_b(K, 0.5f), out((size_t)M * K);
-    Floats mean(B * G), rstd(B * G);
+    Layer out((size_t)M * K);
+    Floats mean(B * G), rstd(B * G), norm_w(K, 0.5f, 1), norm_b(K, 0.5f);
     Sums moments = sums_of(B, T, K), sums = sums_of(B, T, K);
     const char* layer = neighbours ? "conv3x3 then norm" : "linear then norm";
     check(

@@ -1041,7 +1041,8 @@ HOST_DEVICE static inline int norm_parts(int T) { return (T + NORM_PART - 1) / N
 // first half of the norm's gradient: dx is taken through the SiLU, and its sums and those of dx x^ over each
 // part are left in `sums` (B, parts, C + C2). On the CPU groupnorm_backward_cpu does both halves.
 struct Normed {
-    const floatX *x, *x2, *w, *bias;
+    const floatX *x, *x2;
+    const float *w, *bias;     // (C + C2): a norm's parameters are never rounded
     const float *mean, *rstd;  // (B, G); null: there is no norm
     int C, C2, G;
     bool silu;
@@ -2446,8 +2447,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.N + n];
             if (!gradient) continue;
             int of = b * g.norm.G + n / (g.N / g.norm.G);
-            mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * (float)g.norm.w[n];
-            shift[i][h] = (float)g.norm.bias[n] - mean[i][h] * scale[i][h];
+            mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
+            shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
         }
     barrier_wait(patch_full(p), g.chunks / PATCHES & 1);
 #pragma unroll
@@ -3923,6 +3924,11 @@ enum {
 };
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
 
+__device__ static inline void norm_parameters(float (&value)[VEC], const float* from) {
+#pragma unroll
+    for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
+}
+
 // put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
 template <typename Put>
 __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
@@ -4068,8 +4074,8 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
 // Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                             const float2* moments, const float2* moments2, const floatX* w,
-                             const floatX* bias, int T, int C, int C2, int G, bool silu, NormGrid s) {
+                             const float2* moments, const float2* moments2, const float* w, const float* bias,
+                             int T, int C, int C2, int G, bool silu, NormGrid s) {
     __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
     NormPlace p(s, blockIdx.x, T, C, C2, G);
     const floatX* source = (p.second ? x2 : x) + p.at;
@@ -4108,7 +4114,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    unpack(scale, *(const uint4*)(w + p.c)), unpack(shift, *(const uint4*)(bias + p.c));
+    norm_parameters(scale, w + p.c), norm_parameters(shift, bias + p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
@@ -4128,16 +4134,16 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
 }
 static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                              const float2* moments, const float2* moments2, const floatX* w,
-                              const floatX* bias, int B, int T, int C, int C2, int G, bool silu) {
+                              const float2* moments, const float2* moments2, const float* w,
+                              const float* bias, int B, int T, int C, int C2, int G, bool silu) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     NormGrid s = norm_grid(B, T, C + C2, 0);
     launch(groupnorm_forward_kernel, s.ranks * s.slabs * B, NORM_THREADS, 0, out, mean, rstd, x, x2, moments,
            moments2, w, bias, T, C, C2, G, silu, s);
 }
 static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
-                            const floatX* x2, const floatX* w, const floatX* bias, int B, int T, int C,
-                            int C2, int G, bool silu) {
+                            const floatX* x2, const float* w, const float* bias, int B, int T, int C, int C2,
+                            int G, bool silu) {
     PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
     groupnorm_forward(out, (float*)mean, (float*)rstd, x, x2, nullptr, nullptr, w, bias, B, T, C, C2, G,
                       silu);
@@ -4147,8 +4153,8 @@ static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, c
 // channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
 __global__ void __launch_bounds__(NORM_PART_THREADS)
     groupnorm_gradient_kernel(float2* sums, floatX* dy, const floatX* dnormed, const floatX* x,
-                              const floatX* x2, const float* mean, const float* rstd, const floatX* w,
-                              const floatX* bias, int T, int C, int C2, int G, bool silu) {
+                              const floatX* x2, const float* mean, const float* rstd, const float* w,
+                              const float* bias, int T, int C, int C2, int G, bool silu) {
     int K = C + C2, group = K / G, r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
@@ -4159,7 +4165,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
         norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        unpack(scale, *(const uint4*)(w + c)), unpack(shift, *(const uint4*)(bias + c));
+        norm_parameters(scale, w + c), norm_parameters(shift, bias + c);
         norm_each_channel(c, group, [&](int i, int g) {
             middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
         });
@@ -4215,7 +4221,7 @@ template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
                               const floatX* dy, const floatX* dresidual, const float* mean, const float* rstd,
-                              const floatX* x, const floatX* x2, const floatX* w, int B, int T, int C, int C2,
+                              const floatX* x, const floatX* x2, const float* w, int B, int T, int C, int C2,
                               int G, NormGrid s, int weight_blocks) {
     __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
     int K = C + C2, parts = norm_parts(T);
@@ -4237,7 +4243,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     mean += p.b * G + p.g0, rstd += p.b * G + p.g0, sums += (size_t)p.b * parts * K;
     auto item = [&](int part, int c, int) {
         float2 sum = sums[(size_t)part * K + c];
-        float weight = (float)w[c];
+        float weight = w[c];
         return make_float2(weight * sum.x, weight * sum.y);
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
@@ -4249,7 +4255,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-    unpack(scale, *(const uint4*)(w + p.c));
+    norm_parameters(scale, w + p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         float3 of_group = coefficients[g];
         scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
@@ -4272,8 +4278,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 }
 static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
                                const floatX* dy, const floatX* dresidual, const float* mean,
-                               const float* rstd, const floatX* x, const floatX* x2, const floatX* w,
-                               const floatX*, int B, int T, int C, int C2, int G, bool, bool accumulate) {
+                               const float* rstd, const floatX* x, const floatX* x2, const float* w,
+                               const float*, int B, int T, int C, int C2, int G, bool, bool accumulate) {
     PROFILE("group norm backward",
             {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
     int weight_blocks = (C + C2) / 32;
@@ -5027,8 +5033,9 @@ struct Model {
     Plan plan;
     floatX*
         weights;  // what the layers read: `master`, or the EMA while sampling; a copy where floatX is no float
-    float* master;     // (num_parameters)
-    float* gradients;  // (num_parameters)
+    float* master;       // (num_parameters)
+    const float* exact;  // what `weights` were rounded from: master, or the EMA
+    float* gradients;    // (num_parameters)
     float *adam_m, *adam_v, *ema;
     char* arena;            // activations, their gradients, scratch: where the plan says
     Arena scratch;          // the part of it that the block under way may take from
@@ -5047,6 +5054,9 @@ struct Model {
 
 static floatX* weight_of(const Model* m, const Block& block, int k) {
     return m->weights + m->plan.tensors[block.param + k].offset;
+}
+static const float* norm_of(const Model* m, const Block& block, int k) {
+    return m->exact + m->plan.tensors[block.param + k].offset;
 }
 static float* gradient_of(const Model* m, const Block& block, int k) {
     return m->gradients + m->plan.tensors[block.param + k].offset;
@@ -5150,13 +5160,13 @@ static void res_forward(Model* m, const Block& block, int B) {
             linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B),
                            nullptr, B * T, C, C2, O);
     });
-    groupnorm_forward(normed, mean1, rstd1, x, x2, moments1, moments2, weight_of(m, block, RES_NORM1_W),
-                      weight_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
+    groupnorm_forward(normed, mean1, rstd1, x, x2, moments1, moments2, norm_of(m, block, RES_NORM1_W),
+                      norm_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
     backend_join();
     conv3x3_forward(h, normed, weight_of(m, block, RES_CONV1_W), weight_of(m, block, RES_CONV1_B), emb,
                     nullptr, B, H, H, K, O, moments);
-    groupnorm_forward(normed, mean2, rstd2, h, nullptr, moments, nullptr, weight_of(m, block, RES_NORM2_W),
-                      weight_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
+    groupnorm_forward(normed, mean2, rstd2, h, nullptr, moments, nullptr, norm_of(m, block, RES_NORM2_W),
+                      norm_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
     conv3x3_forward(out, normed, weight_of(m, block, RES_CONV2_W), weight_of(m, block, RES_CONV2_B), nullptr,
                     residual, B, H, H, O, O, moments_of(m, block));
 }
@@ -5175,8 +5185,8 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
     floatX* dnormed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O)
     floatX *normed1 = dnormed2, *dnormed1 = normed2;                               // (B, T, K)
 
-    const floatX *norm1_w = weight_of(m, block, RES_NORM1_W), *norm1_b = weight_of(m, block, RES_NORM1_B),
-                 *norm2_w = weight_of(m, block, RES_NORM2_W), *norm2_b = weight_of(m, block, RES_NORM2_B);
+    const float *norm1_w = norm_of(m, block, RES_NORM1_W), *norm1_b = norm_of(m, block, RES_NORM1_B),
+                *norm2_w = norm_of(m, block, RES_NORM2_W), *norm2_b = norm_of(m, block, RES_NORM2_B);
     Normed norm1 = {x, x2, norm1_w, norm1_b, mean1, rstd1, C, C2, G, true, sums},
            norm2 = {h, nullptr, norm2_w, norm2_b, mean2, rstd2, O, 0, G, true, sums};
 
@@ -5216,7 +5226,7 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
     float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);  // (B, T, C)
     groupnorm_forward(normed, mean, rstd, x, nullptr, moments_of(m, m->plan.blocks[block.input]), nullptr,
-                      weight_of(m, block, ATT_NORM_W), weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
+                      norm_of(m, block, ATT_NORM_W), norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
     linear_forward(qkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), weight_of(m, block, ATT_QKV_B),
                    nullptr, B * T, C, 0, 3 * C);
     attention_forward(joined, lse, qkv, B, T, C, heads);
@@ -5235,19 +5245,19 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
     floatX* dnormed = djoined;                                        // (B, T, C)
     float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * C);
     Normed norm = {
-        x,     nullptr, weight_of(m, block, ATT_NORM_W), weight_of(m, block, ATT_NORM_B), mean, rstd, C, 0, G,
+        x,     nullptr, norm_of(m, block, ATT_NORM_W), norm_of(m, block, ATT_NORM_B), mean, rstd, C, 0, G,
         false, sums};
     linear_backward(djoined, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
                     dout, joined, nullptr, weight_of(m, block, ATT_PROJ_W), B * T, C, 0, C, false);
     attention_backward(dqkv, djoined, joined, lse, qkv, B, T, C, heads);
-    groupnorm_apply(normed, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
-                    weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
+    groupnorm_apply(normed, mean, rstd, x, nullptr, norm_of(m, block, ATT_NORM_W),
+                    norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
     linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_QKV_W), gradient_of(m, block, ATT_QKV_B),
                     dqkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), B * T, C, 0, 3 * C, false, norm,
                     T);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, ATT_NORM_W), gradient_of(m, block, ATT_NORM_B),
-                       sums, dnormed, dout, mean, rstd, x, nullptr, weight_of(m, block, ATT_NORM_W),
-                       weight_of(m, block, ATT_NORM_B), B, T, C, 0, G, false, block.accumulate);
+                       sums, dnormed, dout, mean, rstd, x, nullptr, norm_of(m, block, ATT_NORM_W),
+                       norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false, block.accumulate);
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -5259,8 +5269,8 @@ static void out_forward(Model* m, const Block& block, int B) {
     float *mean = block_stats(m, block), *rstd = mean + B * G;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
     groupnorm_forward(normed, mean, rstd, input_of(m, block), nullptr,
-                      moments_of(m, m->plan.blocks[block.input]), nullptr, weight_of(m, block, OUT_NORM_W),
-                      weight_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
+                      moments_of(m, m->plan.blocks[block.input]), nullptr, norm_of(m, block, OUT_NORM_W),
+                      norm_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
     conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
                     weight_of(m, block, OUT_CONV_B), nullptr, nullptr, B, H, H, C, block.O);
 }
@@ -5268,8 +5278,8 @@ static void out_forward(Model* m, const Block& block, int B) {
 static void out_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
     int C = block.C, H = block.H, G = m->plan.norm_groups;
     float *mean = block_stats(m, block), *rstd = mean + B * G;
-    const floatX *x = input_of(m, block), *norm_w = weight_of(m, block, OUT_NORM_W),
-                 *norm_b = weight_of(m, block, OUT_NORM_B);
+    const floatX* x = input_of(m, block);
+    const float *norm_w = norm_of(m, block, OUT_NORM_W), *norm_b = norm_of(m, block, OUT_NORM_B);
     float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
     Normed norm = {x, nullptr, norm_w, norm_b, mean, rstd, C, 0, G, true, sums};
     floatX *normed = take<floatX>(&m->scratch, (size_t)B * H * H * C), *dnormed = dx;  // (B, H, H, C)
@@ -5618,6 +5628,7 @@ static void free_model(Model* m) {
 
 // Makes the layers read these parameters: master, or ema.
 static void use_weights(Model* m, const float* parameters) {
+    m->exact = parameters;
 #if defined(__CUDACC__) && !defined(PRECISION_FP32)
     round_weights(m->weights, parameters, m->plan.num_parameters);
 #else
