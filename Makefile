@@ -112,6 +112,26 @@ $(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
 $(BUILD)/test_unet_openblas: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ -DOPENBLAS -lopenblas
 
+# ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
+
+LADDERS := $(patsubst dev/%.py,%,$(filter-out dev/common.py dev/bench.py,$(wildcard dev/*.py)))
+# What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
+ifeq ($(DEVICE),cuda)
+build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
+else
+build_ladder = $(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+endif
+$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu dev/common.h train_unet.cu $(BUILD)/settings | report
+	$(build_ladder)
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu) dev/common.h train_unet.cu $(BUILD)/settings
+	$(build_ladder)
+LADDER_OBJECTS := $(BUILD)/ladders_80.o $(BUILD)/ladders_90.o
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu) dev/common.h train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvcctestflags,$*,bf16) -c $< -o $@
+# PyTorch's numbers; on a GPU its times too.
+$(BUILD)/dev/%.bin: dev/%.py dev/common.py | python
+	@$(RUN_PYTHON) $<
+
 # File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
 $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all $< -o $@
