@@ -101,7 +101,7 @@ struct Problem {
     Layout layout = NHWC;  // the version's
     bool on_cpu = true;
     std::map<std::string, Slot> slots;
-    size_t launch = 0;    // counts the launches that are timed
+    size_t turn = 0;      // counts the launches that are timed
     bool frozen = false;  // while launches are recorded nothing may be allocated
 
     ~Problem() { clear(); }
@@ -153,7 +153,7 @@ struct Problem {
     void clear() {
         for (auto& [name, slot] : slots)
             for (char* copy : slot.copies) on_cpu ? backend_free_host(copy) : backend_free(copy);
-        slots.clear(), launch = 0;
+        slots.clear(), turn = 0;
     }
 
     template <typename T>
@@ -186,7 +186,7 @@ struct Problem {
         }
         Slot& slot = found->second;
         ASSERT(slot.role == role && slot.bytes == count * sizeof(T));
-        return (T*)slot.copies[launch % slot.copies.size()];
+        return (T*)slot.copies[turn % slot.copies.size()];
     }
 
     // As many copies of what is read and written as make `bytes` together, but no more than `most`.
@@ -280,7 +280,7 @@ static double time_version(Problem* p, const Version& version) {
     }
     p->frozen = true;
     auto all = [&] {
-        for (p->launch = 0; p->launch < launches; p->launch++) version.function(*p);
+        for (p->turn = 0; p->turn < launches; p->turn++) version.function(*p);
         backend_join();
     };
     double us = 0;
@@ -295,7 +295,7 @@ static double time_version(Problem* p, const Version& version) {
         us = median(times);
     } else
         us = 1e3 * time_replays(all, [] {}) / (double)launches;
-    p->frozen = false, p->launch = 0;
+    p->frozen = false, p->turn = 0;
     return us;
 }
 

@@ -47,6 +47,8 @@ def gradients_of(forward, tensors, names):
         tensors[name] = tensors[name].detach().requires_grad_()
         leaves.append(tensors[name])
     outputs = forward(tensors)
+    if not names:
+        return outputs, {}
     first = next(iter(outputs.values()))
     found = torch.autograd.grad(first, leaves, tensors["dout"].to(first.dtype), retain_graph=True)
     return outputs, {"d" + name: gradient for name, gradient in zip(names, found)}
@@ -55,7 +57,9 @@ def gradients_of(forward, tensors, names):
 def microseconds(make):
     """Median time of a call on the GPU: make() returns (a function of no arguments, bytes it reads and
     writes). As in common.h: copies of more than twice the second-level cache take turns in a replayed CUDA
-    graph.""" stream = torch.cuda.Stream()
+    graph.
+    """
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function, size = make()
         cache = torch.cuda.get_device_properties(0).L2_cache_size
@@ -135,8 +139,8 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
             device = "cuda" if sizes.get("timed") else "cpu"
             only_sizes = {key: value for key, value in sizes.items() if key != "timed"}
             tensors = inputs(Random(seed, device), **only_sizes)
-            outputs, found = gradients_of(forward, tensors, gradients) if gradients else (forward(tensors),
-            {}) everything = sizes | tensors | outputs | found
+            outputs, found = gradients_of(forward, tensors, gradients)
+            everything = sizes | tensors | outputs | found
             if sizes.get("timed"):
                 del outputs, found
                 times = timings(tensors) if timings else {
