@@ -1,9 +1,20 @@
 // Every ladder in one program, so that the kernels of train_unet.cu are compiled once for all of them: the
-// tests build this. ./ladders silu [version|all] [case]; a ladder alone is its own program.
+// tests build this. ./ladders silu [version|all] [case]; dev/Makefile builds a ladder alone.
 #define ALL_LADDERS
+#include "adamw.cu"
+#include "attention.cu"
+#include "downsample.cu"
+#include "gelu.cu"
+#include "groupnorm.cu"
+#include "linear.cu"
+#include "mse.cu"
 #include "silu.cu"
+#include "timestep_embedding.cu"
+#include "upsample.cu"
 
-static const Ladder* const LADDERS[] = {&silu_ladder};
+static const Ladder* const LADDERS[] = {
+    &silu_ladder,       &groupnorm_ladder,          &attention_ladder, &linear_ladder, &upsample_ladder,
+    &downsample_ladder, &timestep_embedding_ladder, &gelu_ladder,      &mse_ladder,    &adamw_ladder};
 
 int main(int argc, char** argv) {
     for (const Ladder* ladder : LADDERS)

@@ -88,7 +88,7 @@ static std::vector<std::pair<std::string, Case>> read_cases(const std::string& p
 // p.scratch<T>("s", n). Type and layout are its own; the conversion from PyTorch's numbers is not in its
 // time. At every launch that is timed, the same names stand for the next copy.
 struct Problem {
-    enum Role { IN, OUT, SUM, SCRATCH };
+    enum Role { IN, OUT, SUM, UPDATE, SCRATCH };
     struct Slot {
         std::string name;
         Role role;
@@ -118,6 +118,10 @@ struct Problem {
     template <typename T>
     T* sum(const char* name) {  // to be added to
         return get<T>(name, SUM, find(name).values.size());
+    }
+    template <typename T>
+    T* update(const char* name) {  // to be changed in place, into what the file calls "new NAME"
+        return get<T>(name, UPDATE, find(name).values.size());
     }
     template <typename T>
     T* scratch(const char* name, size_t count) {
@@ -163,7 +167,7 @@ struct Problem {
             ASSERT(!frozen);
             Slot slot = {name, role, layout, count, count * sizeof(T), {}, {}};
             slot.copies.push_back(allocate(std::max(slot.bytes, (size_t)16)));
-            if (role == IN || role == SUM) {
+            if (role == IN || role == SUM || role == UPDATE) {
                 std::vector<float> values = arranged(find(name));
                 std::vector<T> converted(count);
                 for (size_t i = 0; i < count; i++)
@@ -225,7 +229,7 @@ struct Version {
     Type type;
     const char* idea;  // a line
     std::function<void(Problem&)> function;
-    double limit = 0;  // the error that is allowed; 0: 1e-5, in bf16 1e-2
+    double limit = 0;  // the error that is allowed; 0: see measure()
 };
 struct Ladder {
     const char* stem;
@@ -233,10 +237,14 @@ struct Ladder {
     std::vector<Version> versions;
 };
 
-// The larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|; NaN where either holds one.
-static double error_of(const std::vector<float>& a, const std::vector<float>& r, double factor) {
+// The larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|, r being `factor` times the reference; NaN where
+// either holds one. Only of the elements for which counts(i).
+template <typename Counts>
+static double error_of(const std::vector<float>& a, const std::vector<float>& r, double factor,
+                       Counts counts) {
     double difference = 0, size = 0, worst = 0, largest = 0;
     for (size_t i = 0; i < r.size(); i++) {
+        if (!counts(i)) continue;
         double expected = factor * r[i], d = fabs(a[i] - expected);
         if (!(d < 1e30)) return NAN;
         difference += d * d, size += expected * expected;
@@ -245,8 +253,14 @@ static double error_of(const std::vector<float>& a, const std::vector<float>& r,
     return worst == 0 ? 0 : std::max(sqrt(difference / size), worst / largest);
 }
 
-// Runs the version once; the worst error of its outputs.
-static double error_of_version(Problem* p, const Version& version, const Pass& pass) {
+// An error and what is allowed: 1e-5, of what is bf16 1e-2, of what is float but made from bf16 1e-4.
+struct Measured {
+    double error, limit;
+    bool good() const { return error <= limit; }
+};
+// Runs the version once; of its outputs the error that is nearest to its limit, or past it. "dqkv/3": three
+// parts of the channels, each its own.
+static Measured measure(Problem* p, const Version& version, const Pass& pass) {
 #ifdef __CUDACC__
     CUDA_CHECK(cudaMemsetAsync(gpu_workspace, 255, 2 * GPU_WORKSPACE_BYTES, main_stream));
 #endif
@@ -255,15 +269,32 @@ static double error_of_version(Problem* p, const Version& version, const Pass& p
 #ifdef __CUDACC__
     CUDA_CHECK(cudaStreamSynchronize(main_stream));
 #endif
-    double worst = 0;
-    for (const char* name : pass.outputs) {
+    Measured worst = {0, 1};
+    for (const std::string output : pass.outputs) {
+        size_t slash = output.find('/'),
+               parts = slash == std::string::npos ? 1 : (size_t)atoi(&output[slash + 1]);
+        std::string name = output.substr(0, slash);
         auto found = p->slots.find(name);
-        if (found == p->slots.end()) fail("version %d left '%s' out", version.number, name);
+        if (found == p->slots.end()) fail("version %d left '%s' out", version.number, name.c_str());
         const Problem::Slot& slot = found->second;
-        double error = error_of(slot.floats(slot.copies[0]), p->arranged(p->find(name)),
-                                slot.role == Problem::SUM ? 1.5 : 1.0);
-        if (std::isnan(error) || error > worst) worst = error;
-        if (std::isnan(worst)) break;
+        if (slot.role == Problem::IN || slot.role == Problem::SCRATCH)
+            fail("version %d does not write '%s'", version.number, name.c_str());
+        const Reference& tensor = p->find((slot.role == Problem::UPDATE ? "new " : "") + name);
+        std::vector<float> ours = slot.floats(slot.copies[0]), theirs = p->arranged(tensor);
+        size_t C = tensor.shape.size() > 1 ? (size_t)tensor.shape[1] : 1,
+               inner = tensor.shape.size() > 1 ? theirs.size() / tensor.shape[0] / C : 1;
+        if (p->layout == NHWC && tensor.shape.size() > 2) inner = 1;  // the channels are last
+        for (size_t part = 0; part < parts; part++) {
+            double error = error_of(ours, theirs, slot.role == Problem::SUM ? 1.5 : 1.0, [=](size_t i) {
+                return parts == 1 || i / inner % C * parts / C == part;
+            });
+            double limit = version.limit > 0              ? version.limit
+                           : version.type != BF16         ? 1e-5
+                           : slot.bytes == 4 * slot.count ? 1e-4
+                                                          : 1e-2;
+            if (std::isnan(error)) return {NAN, limit};
+            if (error / limit >= worst.error / worst.limit) worst = {error, limit};
+        }
     }
     return worst;
 }
@@ -372,24 +403,24 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
                 if (strcmp(version.pass, pass.name) || (wanted >= 0 && version.number != wanted)) continue;
                 bool on_cpu = version.type == CPU_FP32;
 #ifdef __CUDACC__
-                if (on_cpu && timed) continue;
+                if (on_cpu && timed && wanted < 0) continue;  // asked for by number, it may take seconds
 #endif
                 Problem p;
                 p.data = &data, p.layout = version.layout, p.on_cpu = on_cpu;
                 work = pass.work(p);
-                double limit = version.limit > 0 ? version.limit : version.type == BF16 ? 1e-2 : 1e-5;
-                double error = error_of_version(&p, version, pass);
-                bool good = error <= limit;
+                Measured measured = measure(&p, version, pass);
+                bool good = measured.good();
                 checked++, failed += !good;
                 printf("%s %s %s version %d, %s: error %.1e of %.0e allowed\n", good ? "ok" : "FAIL",
-                       ladder.stem, pass.name, version.number, name.c_str(), error, limit);
+                       ladder.stem, pass.name, version.number, name.c_str(), measured.error, measured.limit);
                 fflush(stdout);
                 bool time = good && (timed || &data == &cases.back().second || !wanted_case.empty());
                 rows.push_back({text("%d", version.number), version.layout == NCHW ? "NCHW" : "NHWC",
                                 on_cpu                 ? "CPU fp32"
                                 : version.type == BF16 ? "bf16"
                                                        : "fp32",
-                                text("%.0e", error), version.idea, time ? time_version(&p, version) : 0});
+                                text("%.0e", measured.error), version.idea,
+                                time ? time_version(&p, version) : 0});
             }
             if (rows.empty() || !(timed || &data == &cases.back().second || !wanted_case.empty())) continue;
             std::string theirs = std::string("PyTorch ") + pass.name;

@@ -66,7 +66,7 @@ def microseconds(make):
         copies = min(200, 2 * cache // max(size, 1) + 2)
         calls = [function] + [make()[0] for _ in range(copies - 1)]
         calls = (calls * 10)[:max(10, copies)]
-        for call in calls[:3]:
+        for call in calls:
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -123,7 +123,7 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
 
     cases       {name: sizes}; those with timed=1 are made only on a GPU
     inputs      inputs(random, **sizes) -> {name: tensor}, with "dout" where there are gradients
-    forward     forward(tensors) -> {name: output}, the layer in PyTorch
+    forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
     gradients   names of the inputs whose gradients ("d" + name) are written
     timings     timings(tensors) -> {pass and description: us}; by default forward and backward in bf16
     """
@@ -138,7 +138,7 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
                 continue
             device = "cuda" if sizes.get("timed") else "cpu"
             only_sizes = {key: value for key, value in sizes.items() if key != "timed"}
-            tensors = inputs(Random(seed, device), **only_sizes)
+            tensors = only_sizes | inputs(Random(seed, device), **only_sizes)
             outputs, found = gradients_of(forward, tensors, gradients)
             everything = sizes | tensors | outputs | found
             if sizes.get("timed"):
