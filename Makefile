@@ -42,7 +42,7 @@ BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
 SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))' 2>/dev/null
 SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest' 2>/dev/null
 
-.PHONY: train test bench toc data clean report python settings all_archs
+.PHONY: train test bench toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ $(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
 $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
 
 $(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
@@ -131,6 +131,12 @@ $(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu) dev/com
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py | python
 	@$(RUN_PYTHON) $<
+
+# Every ladder in turn, then dev/README.md from what they printed.
+bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
+	@for ladder in $(LADDERS); do echo "$$ladder"; \
+		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
+	@$(RUN_PYTHON) dev/bench.py
 
 # File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
 $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
@@ -160,7 +166,7 @@ python:
 RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
+TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/ladders
 
 test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) &&) true

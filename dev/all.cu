@@ -3,6 +3,8 @@
 #define ALL_LADDERS
 #include "adamw.cu"
 #include "attention.cu"
+#include "conv1x1.cu"
+#include "conv3x3.cu"
 #include "downsample.cu"
 #include "gelu.cu"
 #include "groupnorm.cu"
@@ -13,8 +15,9 @@
 #include "upsample.cu"
 
 static const Ladder* const LADDERS[] = {
-    &silu_ladder,       &groupnorm_ladder,          &attention_ladder, &linear_ladder, &upsample_ladder,
-    &downsample_ladder, &timestep_embedding_ladder, &gelu_ladder,      &mse_ladder,    &adamw_ladder};
+    &conv3x3_ladder, &conv1x1_ladder,  &groupnorm_ladder,  &attention_ladder,
+    &linear_ladder,  &upsample_ladder, &downsample_ladder, &timestep_embedding_ladder,
+    &silu_ladder,    &gelu_ladder,     &mse_ladder,        &adamw_ladder};
 
 int main(int argc, char** argv) {
     for (const Ladder* ladder : LADDERS)

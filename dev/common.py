@@ -13,7 +13,6 @@ import struct
 import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
-FOLDER = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
 MAGIC = 20241127
 
 
@@ -127,10 +126,11 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
     gradients   names of the inputs whose gradients ("d" + name) are written
     timings     timings(tensors) -> {pass and description: us}; by default forward and backward in bf16
     """
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
+    folder.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     on_gpu = torch.cuda.is_available()
-    path = FOLDER / f"{stem}.bin"
+    path = folder / f"{stem}.bin"
     with open(f"{path}.tmp", "wb") as file:
         file.write(struct.pack("<i", MAGIC))
         for name, sizes in cases.items():
