@@ -10,13 +10,15 @@
 //   3  bf16 data: tiles that stay on the chip, a thread a row; backward makes the probabilities again
 //   4  the program's: the same tiles in tensor cores
 //
-// What the steps change: version 1 moves the T x T scores through memory four times forward and six times
+// What the steps change: version 1 moves the T x T scores through memory four times forward and seven times
 // backward, and copies q, k, v and the result for a layout that a stride would have served. Version 2 drops
-// the copies, and with them two of the passes over the scores: a block that has computed a tile of them knows
-// the tile's row maxima and sums, so no kernel need read scores for a softmax alone. Version 3 never stores
-// them: with a running maximum and sum, a row of the result is rescaled as tiles of k and v go by
-// ("FlashAttention", Dao et al. 2022), and backward makes a probability again from one stored number a row.
-// What is left is arithmetic, and that belongs in tensor cores: version 4.
+// the copies and two of the passes over the scores: a block that has computed a tile of them knows the tile's
+// row maxima and sums, so no kernel need read scores for a softmax alone. But its products are plain ones,
+// and where the scores are many, cuBLAS's better product is worth more than what version 2 saves. Version 3
+// never stores scores: with a running maximum and sum, a row of the result is rescaled as tiles of k and v go
+// by ("FlashAttention", Dao et al. 2022), and backward makes a probability again from one stored number a
+// row. That trades traffic for arithmetic, which a thread a row in fp32 can't do fast enough; in tensor
+// cores, version 4, it costs nothing.
 #include "common.h"
 
 struct AttentionShape {
@@ -40,30 +42,14 @@ static void attention_backward0(Problem& p) {
 }
 
 #ifdef __CUDACC__
-#include <cublas_v2.h>
+#include "cublas.h"
 
 // ---- 1: cuBLAS and copies ---------------------------------------------------------------------------------
 
-static void cublas_check(cublasStatus_t status, int line) {
-    if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLAS reported %d at %s:%d", (int)status, __FILE__, line);
-}
-// c (batch, M, N) = alpha op(a) (batch, M, K) op(b) (batch, K, N), row-major: to cuBLAS, c^T = op(b)^T
-// op(a)^T.
-static void batched_product(float* c, const float* a, const float* b, int batch, int M, int N, int K,
-                            bool transpose_a, bool transpose_b, float alpha) {
-    static cublasHandle_t handle;
-    if (!handle) {
-        cublas_check(cublasCreate(&handle), __LINE__);
-        cublas_check(cublasSetStream(handle, main_stream), __LINE__);
-        size_t bytes = (size_t)32 << 20;
-        cublas_check(cublasSetWorkspace(handle, backend_allocate(bytes), bytes), __LINE__);
-    }
-    float beta = 0;
-    cublas_check(cublasSgemmStridedBatched(handle, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                                           transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, N, M, K, &alpha, b,
-                                           transpose_b ? K : N, (long long)K * N, a, transpose_a ? M : K,
-                                           (long long)M * K, &beta, c, N, (long long)M * N, batch),
-                 __LINE__);
+// c (batch, M, N) = op(a) op(b)
+static void attention_product1(float* c, const float* a, const float* b, int batch, int M, int N, int K,
+                               bool transpose_a, bool transpose_b) {
+    cublas_product(c, a, b, M, N, K, transpose_a, transpose_b, batch, (size_t)M * K, (size_t)K * N);
 }
 
 // Part `part` of x (B, T, parts, heads, d) to or from one of its own, head (B, heads, T, d). A thread a
@@ -79,28 +65,28 @@ __global__ void attention_permute_kernel1(float* head, float* x, int n, int T, i
     else
         head[i] = x[at];
 }
-// p (rows, T) in place: softmax of each row; lse (rows). A warp a row.
-__global__ void attention_softmax_kernel1(float* p, float* lse, int rows, int T) {
+// p (rows, T) in place: softmax of each row times `scale`; lse (rows). A warp a row.
+__global__ void attention_softmax_kernel1(float* p, float* lse, int rows, int T, float scale) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     p += (size_t)row * T;
     float top = -FLT_MAX, sum = 0;
     for (int j = lane; j < T; j += 32) top = fmaxf(top, p[j]);
     for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    for (int j = lane; j < T; j += 32) sum += p[j] = expf(p[j] - top);
+    for (int j = lane; j < T; j += 32) sum += p[j] = expf(scale * (p[j] - top));
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     for (int j = lane; j < T; j += 32) p[j] /= sum;
-    if (lane == 0) lse[row] = top + logf(sum);
+    if (lane == 0) lse[row] = scale * top + logf(sum);
 }
-// dp (rows, T) in place: p (dp - sum of p dp). A warp a row.
-__global__ void attention_softmax_backward_kernel1(float* dp, const float* p, int rows, int T) {
+// dp (rows, T) in place: scale p (dp - sum of p dp). A warp a row.
+__global__ void attention_softmax_backward_kernel1(float* dp, const float* p, int rows, int T, float scale) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     dp += (size_t)row * T, p += (size_t)row * T;
     float dot = 0;
     for (int j = lane; j < T; j += 32) dot += p[j] * dp[j];
     for (int step = 16; step; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);
-    for (int j = lane; j < T; j += 32) dp[j] = p[j] * (dp[j] - dot);
+    for (int j = lane; j < T; j += 32) dp[j] = scale * p[j] * (dp[j] - dot);
 }
 static void attention_permute1(float* head, float* x, const AttentionShape& s, int part, int parts,
                                bool back) {
@@ -117,17 +103,16 @@ static void attention_forward1(Problem& p) {
     float *q = heads, *k = q + n, *v = k + n, *out = v + n;
     for (int part = 0; part < 3; part++)
         attention_permute1(heads + part * n, (float*)p.in<float>("qkv"), s, part, 3, false);
-    batched_product(scores, q, k, batch, s.T, s.T, s.d, false, true, 1 / sqrtf((float)s.d));
+    attention_product1(scores, q, k, batch, s.T, s.T, s.d, false, true);
     launch(attention_softmax_kernel1, blocks_of((size_t)batch * s.T, 8), 256, 0, scores, p.out<float>("lse"),
-           batch * s.T, s.T);
-    batched_product(out, scores, v, batch, s.T, s.d, s.T, false, false, 1);
+           batch * s.T, s.T, 1 / sqrtf((float)s.d));
+    attention_product1(out, scores, v, batch, s.T, s.d, s.T, false, false);
     attention_permute1(out, p.out<float>("out"), s, 0, 1, true);
 }
 // The probabilities were kept by the forward pass.
 static void attention_backward1(Problem& p) {
     AttentionShape s = attention_shape(p);
     int batch = s.B * s.heads;
-    float scale = 1 / sqrtf((float)s.d);
     size_t n = (size_t)s.B * s.T * s.C;
     float *heads = p.scratch<float>("q, k, v", 4 * n), *gradients = p.scratch<float>("dq, dk, dv", 3 * n),
           *dp = p.scratch<float>("dp", (size_t)batch * s.T * s.T);
@@ -136,12 +121,12 @@ static void attention_backward1(Problem& p) {
     for (int part = 0; part < 3; part++)
         attention_permute1(heads + part * n, (float*)p.in<float>("qkv"), s, part, 3, false);
     attention_permute1(dout, (float*)p.in<float>("dout"), s, 0, 1, false);
-    batched_product(dv, probabilities, dout, batch, s.T, s.d, s.T, true, false, 1);
-    batched_product(dp, dout, v, batch, s.T, s.T, s.d, false, true, 1);
+    attention_product1(dv, probabilities, dout, batch, s.T, s.d, s.T, true, false);
+    attention_product1(dp, dout, v, batch, s.T, s.T, s.d, false, true);
     launch(attention_softmax_backward_kernel1, blocks_of((size_t)batch * s.T, 8), 256, 0, dp, probabilities,
-           batch * s.T, s.T);
-    batched_product(dq, dp, k, batch, s.T, s.d, s.T, false, false, scale);
-    batched_product(dk, dp, q, batch, s.T, s.d, s.T, true, false, scale);
+           batch * s.T, s.T, 1 / sqrtf((float)s.d));
+    attention_product1(dq, dp, k, batch, s.T, s.d, s.T, false, false);
+    attention_product1(dk, dp, q, batch, s.T, s.d, s.T, true, false);
     for (int part = 0; part < 3; part++)
         attention_permute1(gradients + part * n, p.out<float>("dqkv"), s, part, 3, true);
 }
@@ -157,7 +142,8 @@ enum {
 // and columns 4 x .. of the tile. a (T, stride_a) and b (T, stride_b), d columns of each; rows past T count
 // as zero.
 struct AttentionTiles {
-    float a[ATTENTION_DEPTH][ATTENTION_TILE + 1], b[ATTENTION_DEPTH][ATTENTION_TILE + 1];
+    alignas(16) float a[ATTENTION_DEPTH][ATTENTION_TILE + 4];
+    alignas(16) float b[ATTENTION_DEPTH][ATTENTION_TILE + 4];
 };
 __device__ static void attention_tile2(float sum[4][4], AttentionTiles& shared, const float* a,
                                        size_t stride_a, int row0, const float* b, size_t stride_b,
@@ -174,10 +160,7 @@ __device__ static void attention_tile2(float sum[4][4], AttentionTiles& shared, 
         }
         __syncthreads();
         for (int k = 0; k < ATTENTION_DEPTH; k++)
-            for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 4; j++)
-                    sum[i][j] +=
-                        shared.a[k][threadIdx.x / 16 * 4 + i] * shared.b[k][threadIdx.x % 16 * 4 + j];
+            add_outer_product(sum, &shared.a[k][threadIdx.x / 16 * 4], &shared.b[k][threadIdx.x % 16 * 4]);
     }
 }
 // scores (B heads, T, T) and, of each row of each tile of 64 columns, maximum and sum of powers: parts (B
@@ -214,8 +197,9 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(256)
     attention_values_kernel2(float* out, float* lse, const float* scores, const float2* parts,
                              const float* qkv, int T, int C, int heads, int tiles) {
-    __shared__ float p[ATTENTION_DEPTH][ATTENTION_TILE + 1], values[ATTENTION_DEPTH][ATTENTION_TILE + 1],
-        norm[ATTENTION_TILE];
+    __shared__ alignas(16) float p[ATTENTION_DEPTH][ATTENTION_TILE + 4];
+    __shared__ alignas(16) float values[ATTENTION_DEPTH][ATTENTION_TILE + 4];
+    __shared__ float norm[ATTENTION_TILE];
     int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_TILE, d = C / heads;
     const float* v = qkv + (size_t)(head / heads) * T * 3 * C + 2 * C + head % heads * d;
     if (threadIdx.x < ATTENTION_TILE && row0 + threadIdx.x < T) {
@@ -237,9 +221,7 @@ __global__ void __launch_bounds__(256)
         }
         __syncthreads();
         for (int k = 0; k < ATTENTION_DEPTH; k++)
-            for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 4; j++)
-                    sum[i][j] += p[k][threadIdx.x / 16 * 4 + i] * values[k][threadIdx.x % 16 * 4 + j];
+            add_outer_product(sum, &p[k][threadIdx.x / 16 * 4], &values[k][threadIdx.x % 16 * 4]);
     }
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) {
@@ -295,7 +277,8 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(256)
     attention_apply_kernel2(float* to, int to_stride, const float* m, const float* x, int x_stride, int T,
                             int d, int heads, bool transposed) {
-    __shared__ float a[ATTENTION_DEPTH][ATTENTION_TILE + 1], b[ATTENTION_DEPTH][ATTENTION_TILE + 1];
+    __shared__ alignas(16) float a[ATTENTION_DEPTH][ATTENTION_TILE + 4];
+    __shared__ alignas(16) float b[ATTENTION_DEPTH][ATTENTION_TILE + 4];
     int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_TILE;
     m += (size_t)head * T * T, x += (size_t)(head / heads) * T * x_stride + head % heads * d;
     to += (size_t)(head / heads) * T * to_stride + head % heads * d;
@@ -313,9 +296,7 @@ __global__ void __launch_bounds__(256)
         }
         __syncthreads();
         for (int k = 0; k < ATTENTION_DEPTH; k++)
-            for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 4; j++)
-                    sum[i][j] += a[k][threadIdx.x / 16 * 4 + i] * b[k][threadIdx.x % 16 * 4 + j];
+            add_outer_product(sum, &a[k][threadIdx.x / 16 * 4], &b[k][threadIdx.x % 16 * 4]);
     }
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) {
@@ -346,12 +327,8 @@ static void attention_backward2(Problem& p) {
 
 // ---- 3: nothing of size T x T -----------------------------------------------------------------------------
 
-enum {
-    ATTENTION_WIDTH = 32,
-    ATTENTION_THREADS3 = 64,
-    ATTENTION_STEP = 32
-};  // channels of a head at most, rows of a
-    // block, rows of the other side at a time
+// Channels of a head at most, rows of a block, rows of the other side at a time.
+enum { ATTENTION_WIDTH = 32, ATTENTION_THREADS3 = 64, ATTENTION_STEP = 16 };
 
 // Rows [t0, t0 + STEP) of a head to shared memory, zeros past T and d.
 __device__ static void attention_load3(float (*tile)[ATTENTION_WIDTH], const floatX* source, size_t stride,
@@ -369,14 +346,26 @@ __device__ static void attention_load_row3(float row[ATTENTION_WIDTH], const flo
 __device__ static float attention_dot3(const float a[ATTENTION_WIDTH], const float* b) {
     float sum = 0;
 #pragma unroll
-    for (int c = 0; c < ATTENTION_WIDTH; c++) sum += a[c] * b[c];
+    for (int c = 0; c < ATTENTION_WIDTH; c += 4) {
+        float4 four = *(const float4*)(b + c);
+        sum += a[c] * four.x + a[c + 1] * four.y + a[c + 2] * four.z + a[c + 3] * four.w;
+    }
     return sum;
+}
+// sum += factor b
+__device__ static void attention_add3(float sum[ATTENTION_WIDTH], float factor, const float* b) {
+#pragma unroll
+    for (int c = 0; c < ATTENTION_WIDTH; c += 4) {
+        float4 four = *(const float4*)(b + c);
+        sum[c] += factor * four.x, sum[c + 1] += factor * four.y;
+        sum[c + 2] += factor * four.z, sum[c + 3] += factor * four.w;
+    }
 }
 // A block 64 queries of a head, a thread one of them.
 __global__ void __launch_bounds__(ATTENTION_THREADS3)
     attention_forward_kernel3(floatX* out, float* lse, const floatX* qkv, int T, int C, int heads,
                               float scale) {
-    __shared__ float k[ATTENTION_STEP][ATTENTION_WIDTH], v[ATTENTION_STEP][ATTENTION_WIDTH];
+    __shared__ alignas(16) float k[ATTENTION_STEP][ATTENTION_WIDTH], v[ATTENTION_STEP][ATTENTION_WIDTH];
     int head = blockIdx.y, t = blockIdx.x * ATTENTION_THREADS3 + threadIdx.x, d = C / heads;
     const floatX* base = qkv + (size_t)blockIdx.z * T * 3 * C + head * d;
     float q[ATTENTION_WIDTH], sum[ATTENTION_WIDTH] = {}, top = -FLT_MAX, powers = 0;
@@ -386,12 +375,21 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
         attention_load3(k, base + C, 3 * C, u0, T, d);
         attention_load3(v, base + 2 * C, 3 * C, u0, T, d);
         __syncthreads();
-        for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
-            float score = scale * attention_dot3(q, k[u]), higher = fmaxf(top, score);
-            float old = expf(top - higher), power = expf(score - higher);
-            powers = powers * old + power, top = higher;
+        float score[ATTENTION_STEP], higher = top;
 #pragma unroll
-            for (int c = 0; c < ATTENTION_WIDTH; c++) sum[c] = sum[c] * old + power * v[u][c];
+        for (int u = 0; u < ATTENTION_STEP; u++) {
+            score[u] = u0 + u < T ? scale * attention_dot3(q, k[u]) : -FLT_MAX;
+            higher = fmaxf(higher, score[u]);
+        }
+        float old = expf(top - higher);  // what was added up so far was relative to a lower maximum
+        powers *= old, top = higher;
+#pragma unroll
+        for (int c = 0; c < ATTENTION_WIDTH; c++) sum[c] *= old;
+#pragma unroll
+        for (int u = 0; u < ATTENTION_STEP; u++) {
+            float power = expf(score[u] - top);
+            powers += power;
+            attention_add3(sum, power, v[u]);
         }
     }
     if (t >= T) return;
@@ -412,8 +410,8 @@ static void attention_forward3(Problem& p) {
 __global__ void __launch_bounds__(ATTENTION_THREADS3)
     attention_backward_kernel3(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
                                const floatX* qkv, int T, int C, int heads, float scale) {
-    __shared__ float a[ATTENTION_STEP][ATTENTION_WIDTH], b[ATTENTION_STEP][ATTENTION_WIDTH],
-        dots[ATTENTION_STEP], normalisers[ATTENTION_STEP];
+    __shared__ alignas(16) float a[ATTENTION_STEP][ATTENTION_WIDTH], b[ATTENTION_STEP][ATTENTION_WIDTH];
+    __shared__ float dots[ATTENTION_STEP], normalisers[ATTENTION_STEP];
     int head = blockIdx.y, d = C / heads, blocks = gridDim.x / 2;
     bool queries = (int)blockIdx.x < blocks;
     int t = (blockIdx.x % blocks) * ATTENTION_THREADS3 + threadIdx.x;
@@ -438,8 +436,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
             for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
                 float p = expf(scale * attention_dot3(first, a[u]) - normaliser);
                 float ds = scale * p * (attention_dot3(second, b[u]) - dot);
-#pragma unroll
-                for (int c = 0; c < ATTENTION_WIDTH; c++) sum[c] += ds * a[u][c];
+                attention_add3(sum, ds, a[u]);
             }
         }
         if (t >= T) return;
@@ -464,8 +461,8 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
         for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
             float p = expf(scale * attention_dot3(first, a[u]) - normalisers[u]);
             float ds = scale * p * (attention_dot3(second, b[u]) - dots[u]);
-#pragma unroll
-            for (int c = 0; c < ATTENTION_WIDTH; c++) sum[c] += ds * a[u][c], sum2[c] += p * b[u][c];
+            attention_add3(sum, ds, a[u]);
+            attention_add3(sum2, p, b[u]);
         }
     }
     if (t >= T) return;

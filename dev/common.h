@@ -35,6 +35,19 @@
 // Of tensors of three dimensions and more; a 3x3 weight is (O, C, 3, 3) or (O, 3, 3, C).
 enum Layout { NCHW, NHWC };
 
+#ifdef __CUDACC__
+// sum (4, 4) += a (4) times b (4), both 16-byte aligned: the core of a product whose tiles are in shared
+// memory.
+__device__ static inline void add_outer_product(float sum[4][4], const float* a, const float* b) {
+    float4 x = *(const float4*)a, y = *(const float4*)b;
+    const float column[4] = {x.x, x.y, x.z, x.w}, row[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[i][j] += column[i] * row[j];
+}
+#endif
+
 // ---- the file of PyTorch's numbers ------------------------------------------------------------------------
 
 // common.py writes it and describes it. A scalar is a tensor of one element without dimensions.
@@ -356,7 +369,7 @@ static void print_table(const std::string& title, const std::vector<Row>& rows, 
     std::vector<size_t> width(cells[0].size());
     for (auto& row : cells)
         for (size_t i = 0; i < row.size(); i++) width[i] = std::max(width[i], row[i].size());
-    printf("\n%s%s\n\n", title.c_str(), floor_us > 0 ? text(": floor %.1f us", floor_us).c_str() : "");
+    printf("\n%s%s\n\n", title.c_str(), floor_us > 0 ? text(": floor %.3g us", floor_us).c_str() : "");
     for (size_t n = 0; n < cells.size(); n++) {
         for (size_t i = 0; i < width.size(); i++)
             printf(i >= 3 && i <= 6 ? "| %*s " : "| %-*s ", (int)width[i], cells[n][i].c_str());
@@ -435,7 +448,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
             std::string shape;
             for (auto& [key, tensor] : data)
                 if (tensor.shape.empty() && key != "timed" && key.compare(0, 7, "PyTorch"))
-                    shape += text(" %s=%g", key.c_str(), tensor.values[0]);
+                    shape += text(" %s=%.0f", key.c_str(), tensor.values[0]);
             print_table(
                 text("%s %s, %s (%s)", ladder.stem, pass.name, name.c_str(), shape.c_str() + !shape.empty()),
                 rows, work, floor_us);

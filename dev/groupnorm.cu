@@ -13,14 +13,15 @@
 //   7  forward only: the program's with its statistics given, as in the backward pass of the network
 //
 // What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
-// hold up a machine of 270,000, and neighbouring threads read addresses far apart. A block a group gives
-// every multiprocessor work and reads whole lines; bf16 and 16-byte loads halve the traffic and divide the
-// instructions by eight. The tensor is still read twice or three times: for the mean, for the squares about
-// it, and to be normalised. NHWC, which the convolutions want, tears a group into pieces of a few bytes a
-// pixel; version 4 therefore sums by channel over a tile of pixels and adds tiles and channels up afterwards.
-// That split is what lets the sums come from elsewhere: the convolution before has every value in registers
-// (version 5), and what remains is one read and one write. Where nobody can give the sums, the program holds
-// the image on the chip in a cluster of blocks and still reads it once.
+// are all there are on a machine for 270,000, and neighbours read addresses far apart. A block a group gives
+// every multiprocessor work and reads whole lines; bf16 and 16-byte loads halve the traffic and leave an
+// eighth of the instructions. As a kernel by itself that is nearly as good as any: its second and third look
+// at the group find it in the cache. But NCHW suits nothing else here. NHWC, which the convolutions want,
+// tears a group into pieces of a few bytes a pixel; version 4 therefore sums by channel over a tile of pixels
+// and adds tiles and channels up afterwards, in three launches. That split is what lets the sums come from
+// elsewhere: the convolution before has every value in registers (version 5), and what remains is a read and
+// a write. Where nobody can give the sums, the program holds an image on the chip, in a cluster of blocks,
+// and reads it once.
 #include "common.h"
 
 enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };

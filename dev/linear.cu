@@ -11,10 +11,10 @@
 //
 // What the steps change: in version 1 every output reads a row of x and a row of w, so each number crosses
 // from the caches to the multiprocessors as often as there are outputs that need it. A tile in shared memory
-// is read from there by 16 threads, and a number in a register is used four times: 1/16 of the loads. With 32
-// rows, as the time embedding has, all of this is idle: there are 8 tiles for 132 multiprocessors, and the
-// time is that of a launch and of walking through the sum once. The program splits the sum, so that more
-// blocks share it.
+// is read from there by 16 threads, and a number in a register is used four times: 1/16 of the loads. That
+// pays with many rows. The 32 rows of the time embedding are four tiles for 132 multiprocessors, and then
+// version 2 is the slower one: there, and for the weight gradient of many rows, the time is that of few
+// blocks walking a long sum. The program splits such a sum over blocks, on tensor cores.
 #include "common.h"
 
 struct LinearShape {
@@ -95,7 +95,8 @@ struct LinearMatrix {
 __global__ void __launch_bounds__(256)
     linear_product_kernel2(float* c, LinearMatrix a, LinearMatrix b, const float* bias, int M, int N, int K,
                            bool add) {
-    __shared__ float a_tile[LINEAR_DEPTH][LINEAR_TILE + 1], b_tile[LINEAR_DEPTH][LINEAR_TILE + 1];
+    __shared__ alignas(16) float a_tile[LINEAR_DEPTH][LINEAR_TILE + 4];
+    __shared__ alignas(16) float b_tile[LINEAR_DEPTH][LINEAR_TILE + 4];
     int m0 = blockIdx.y * LINEAR_TILE, n0 = blockIdx.x * LINEAR_TILE;
     float sum[4][4] = {};
     for (int k0 = 0; k0 < K; k0 += LINEAR_DEPTH) {
@@ -113,9 +114,7 @@ __global__ void __launch_bounds__(256)
         }
         __syncthreads();
         for (int k = 0; k < LINEAR_DEPTH; k++)
-            for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 4; j++)
-                    sum[i][j] += a_tile[k][threadIdx.x / 16 * 4 + i] * b_tile[k][threadIdx.x % 16 * 4 + j];
+            add_outer_product(sum, &a_tile[k][threadIdx.x / 16 * 4], &b_tile[k][threadIdx.x % 16 * 4]);
     }
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) {
