@@ -2,13 +2,15 @@
 //
 //   make conv3x3 && ./conv3x3        every version of every pass: against PyTorch, then timed
 //   ./conv3x3 5                      version 5 alone
-//   ./conv3x3 all 64x64              all versions of one case; python conv3x3.py all adds the network's shapes
+//   ./conv3x3 all 64x64              every version of one case
+//   python conv3x3.py all            adds the shapes of the whole default model to the cases
 //
-//   1  CPU      the definition: seven loops
+//   1  CPU      the definition: seven loops; on the large case only when asked for: ./conv3x3 1
+//   1  fp32     the same on the GPU: a thread an output; weight gradient: a block a filter
 //   2  fp32     im2col buffer + one cuBLAS product, transposes around it
 //   3  fp32     direct: a thread a patch of pixels, products scattered with atomics
 //   4  fp32     the same, with 16-byte loads and the weights transposed in shared memory
-//   5  fp32     no atomics: each block loads its apron (weight gradient: each block walks over all pixels)
+//   5  fp32     no atomics: each block loads its apron; weight gradient: each block walks over all pixels
 //   6  fp32     no atomics: partial sums to a buffer, added up by a second kernel
 //   7  fp32     Winograd, F(2x2) and F(4x4): fewer multiplications, larger errors
 //   8  bf16     implicit GEMM on tensor cores: mma.sync fed by cp.async
@@ -18,7 +20,46 @@
 // version 9 as train_unet.cu has it, two kernels side by side.
 //
 // Versions 1 to 7 are NCHW with w (O, C, 3, 3), as in PyTorch; versions 8 and 9 are NHWC with w (O, 3, 3, C).
-// Whatever else a version wants (flipped weights, other layouts) it makes itself, in its time.
+// Whatever else a version wants (flipped weights, other layouts) it makes itself, in its time. Sizes that are
+// no multiples of a tile are welcome; from version 4 on W is a multiple of 4 and channels are multiples of 8.
+//
+// What the steps change: the figures are for 192 to 64 channels at 64x64, B = 32, 29 GFLOP, on an H100. The
+// loops (1) take 370 ms on 16 cores. A thread an output has the GPU's parallelism but pays two loads for
+// each multiplication: 5.1 ms. The im2col buffer (2) turns the layer into what a GPU is best at, for the
+// price of writing and reading 0.9 GB, which is half of its time. Direct versions need only shared memory.
+// Scattering (3) lets a thread multiply what it has without looking at its neighbours, but then each output
+// is four atomic additions, and a weight read from shared memory serves four multiplications. Wide reads (4)
+// bring four weights at a time: a quarter less time. The apron (5) is the step that pays: who gathers needs
+// no registers for a neighbour's sums, so the same 64 registers hold four times the outputs, a 16-byte read
+// serves 32 multiplications instead of 16, and the atomics are gone; this is within 4% of cuDNN's fp32
+// kernel. The buffer of partial sums (6) is deterministic too, for four times the output's traffic, and
+// costs less than the atomics. Winograd (7) is the way past the peak of the fp32 units: 2.25 times fewer
+// multiplications, or 4 times, of which transforms and their traffic leave 1.3 and 2.1; F(4x4) has thirty
+// times the error. Tensor cores (8) make plain arithmetic nearly twice as fast again, although every tap
+// fetches its pixels anew, 0.7 GB through the second-level cache. Production (9) fetches a patch of the
+// image once for all nine taps, and on Hopper leaves fetching and multiplying to the copy engine and wgmma:
+// 3.3 times version 8. Its portable kernel takes 90 us there.
+//
+// Input gradient: the same convolution of flipped weights, 64 to 192 channels, so the same ladder behind a
+// small kernel that flips. Three times the outputs make what writes them dearer (atomics, partial sums,
+// Winograd's last transform); a third of the inputs makes im2col cheaper. Production reads the weights as
+// they lie.
+//
+// Weight gradient: the sums run over 131,072 pixels and the outputs are few, so the question is not how to
+// multiply but who adds up. With atomics (3) 2,048 blocks meet in each of 110,592 sums, and nothing else
+// matters: the better loads of version 4 change nothing. One owner for each sum (5) needs no atomics and
+// leaves six blocks for 132 multiprocessors: seven times slower. Splitting the pixels over just as many
+// blocks as the GPU holds (6) makes 44 partial sums of 2,048 additions: 3.4 times faster than the atomics,
+// deterministic, and a fifth of their rounding error. Production (9) keeps all nine taps of 64 x 64 channels
+// in registers while x and dout stream by once, and clusters of blocks add up their sums through shared
+// memory.
+//
+// Backward: should one kernel compute both gradients, since both read dout? Version 8 does so with the
+// portable kernels' own fragments and takes 189 us; those two kernels side by side take 191 us (in a build
+// without Hopper's instructions). All there is to save is one reading of dout, 17 MB or 6 us. The price: 176
+// sums a thread and so one block a multiprocessor, one split of the pixels for both, and beyond 64 output
+// channels a launch for each 64. Two kernels, each with the tile, the split and the instructions that suit
+// it, take 118 us. The idea doesn't pay.
 #include "common.h"
 #ifdef __CUDACC__
 #include "cublas.h"
@@ -79,6 +120,29 @@ static void conv3x3_forward_kernel1(Problem&, float* out, const float* x, const 
 }
 
 #ifdef __CUDACC__
+// 1 on the GPU: a thread an output. Neighbouring threads read neighbouring pixels and all the same weight, so
+// caches catch most of it, but a multiplication still costs two loads.
+__global__ void conv3x3_forward_thread_kernel1(float* out, const float* x, const float* w, const float* bias,
+                                               Shape s) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)s.B * s.O * s.H * s.W) return;
+    int ox = (int)(i % s.W), oy = (int)(i / s.W % s.H), o = (int)(i / s.W / s.H % s.O);
+    const float* image = x + i / s.W / s.H / s.O * s.C * s.H * s.W;
+    float sum = bias ? bias[o] : 0.0f;
+    for (int c = 0; c < s.C; c++)
+        for (int tap = 0; tap < 9; tap++) {
+            int iy = oy + tap / 3 - 1, ix = ox + tap % 3 - 1;
+            if ((unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
+                sum += w[((size_t)o * s.C + c) * 9 + tap] * image[((size_t)c * s.H + iy) * s.W + ix];
+        }
+    out[i] = sum;
+}
+static void conv3x3_forward1(Problem&, float* out, const float* x, const float* w, const float* bias,
+                             Shape s) {
+    launch(conv3x3_forward_thread_kernel1, blocks_of((size_t)s.B * s.O * s.H * s.W, 256), 256, 0, out, x, w,
+           bias, s);
+}
+
 // 2: the convolution as one matrix product. Row m of `columns` (B*H*W, 9, C) holds the 3x3 neighbourhood of
 // pixel m: every element of x is written nine times and read back by the product.
 enum { IM2COL_CHANNELS = 32 };  // 128 bytes of a row
@@ -216,6 +280,7 @@ static void conv3x3_forward3(Problem&, float* out, const float* x, const float* 
 // 4: the same sums. Shared memory is filled with 16-byte loads, and the weights lie in it with the output
 // channels innermost: one 16-byte read brings a tap of all four channels, and the threads of a warp no longer
 // meet in a bank. W and C are multiples of four.
+
 // ws (STEP, 9, OUTPUTS) = w (O, C, 9)[o0 :, c0 :], transposed.
 template <int THREADS>
 static __device__ void load_weights(float (&ws)[STEP * 9][OUTPUTS], const float* w, int o0, int c0, Shape s) {
@@ -382,10 +447,10 @@ static void conv3x3_forward6(Problem& p, float* out, const float* x, const float
     launch(conv3x3_forward_reduce_kernel6, blocks_of(planes * s.H * s.W, 256), 256, 0, out, parts, bias, s);
 }
 
-// 7: Winograd's algorithm (Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural Networks"), F(M x M,
-// 3 x 3): A = M + 2, and a tile of M x M outputs costs A x A multiplications a channel instead of 9 M^2: 2.25
-// times fewer for M = 2, 4 times for M = 4. Transforms of x, of w and of the products surround A^2 matrix
-// products, which are cuBLAS's. Its constants differ widely in size for M = 4: that costs precision.
+// 7: Winograd's algorithm (Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural Networks"), F(M x
+// M, 3 x 3): A = M + 2, and a tile of M x M outputs costs A x A multiplications a channel instead of 9 M^2:
+// 2.25 times fewer for M = 2, 4 times for M = 4. Transforms of x, of w and of the products surround A^2
+// matrix products, which are cuBLAS's. Its constants differ widely in size for M = 4: that costs precision.
 template <int M>
 struct Winograd {
     static constexpr int A = M + 2;
@@ -540,9 +605,9 @@ __global__ void __launch_bounds__(128, 4)
         int m = m0 + row + 32 * i;
         py[i] = m < M ? m / s.W % s.H : -2, px[i] = m % s.W;  // -2: every tap is outside
     }
-    auto load = [&](int step) {
-        int stage = step % GEMM_STAGES, tap = step / chunks, c = step % chunks * GEMM_DEPTH + vector;
-        int dy = tap / 3 - 1, dx = tap % 3 - 1;
+    int tap = 0, chunk = 0, fill = 0;  // of the step to load next
+    auto load = [&] {
+        int c = chunk * GEMM_DEPTH + vector, dy = tap / 3 - 1, dx = tap % 3 - 1, stage = fill;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             bool inside = (unsigned)(py[i] + dy) < (unsigned)s.H && (unsigned)(px[i] + dx) < (unsigned)s.W;
@@ -557,19 +622,21 @@ __global__ void __launch_bounds__(128, 4)
             copy_async(shared_address(&ws[stage][row + 32 * i][vector]),
                        valid ? w + ((size_t)n * 9 + tap) * s.C + c : w, valid);
         }
+        if (++chunk == chunks) chunk = 0, tap++;
+        if (++fill == GEMM_STAGES) fill = 0;
     };
 
     // A warp owns 64 pixels by 32 outputs: 4 x 4 fragments of 16 x 8.
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m1 = warp / 2 * 64, n1 = warp % 2 * 32;
     float sum[4][4][4] = {};
     for (int step = 0; step < GEMM_STAGES - 1; step++) {
-        load(step);
+        load();
         copy_commit();
     }
     for (int step = 0; step < steps; step++) {
         copy_wait<GEMM_STAGES - 2>();
         __syncthreads();  // this step has arrived, and every thread is done with the one before
-        if (step + GEMM_STAGES - 1 < steps) load(step + GEMM_STAGES - 1);
+        if (step + GEMM_STAGES - 1 < steps) load();
         copy_commit();
         int stage = step % GEMM_STAGES;
 #pragma unroll
@@ -643,8 +710,8 @@ static void conv3x3_input_gradient_kernel1(Problem&, float* dx, const float* dou
             }
 }
 #ifdef __CUDACC__
-// dx is the convolution of dout by flipped weights whose inputs and outputs have changed places, so versions 2
-// to 8 are one small kernel and then the forward kernel of the same number.
+// dx is the convolution of dout by flipped weights whose inputs and outputs have changed places, so versions
+// 1 to 8 are one small kernel and then the forward version of the same number.
 static Shape swapped(Shape s) { return {s.B, s.O, s.C, s.H, s.W}; }
 
 // flipped (C, O, 9) = w (O, C, 9) with taps backwards; NHWC: (C, 9, O) = w (O, 9, C).
@@ -655,7 +722,7 @@ __global__ void conv3x3_flip_kernel(T* flipped, const T* w, int O, int C) {
     int c = i / (9 * O), tap = NHWC ? i / O % 9 : i % 9, o = NHWC ? i % O : i / 9 % O;
     flipped[i] = w[NHWC ? ((size_t)o * 9 + 8 - tap) * C + c : ((size_t)o * C + c) * 9 + 8 - tap];
 }
-// 2 to 8: the forward version of flipped weights.
+// 1 to 8: the forward version of flipped weights.
 template <typename T, bool NHWC>
 static void conv3x3_input_gradient_by(Problem& p, Forward<T> forward) {
     Shape s = shape_of(p);
@@ -698,6 +765,33 @@ static void conv3x3_weight_gradient_kernel1(Problem&, float* dw, const float* do
 }
 
 #ifdef __CUDACC__
+// 1 on the GPU: a block a filter, whose threads share the pixels.
+__global__ void conv3x3_weight_gradient_thread_kernel1(float* dw, const float* dout, const float* x,
+                                                       Shape s) {
+    int c = blockIdx.x, o = blockIdx.y, T = s.H * s.W;
+    float sum[9] = {};
+    for (int i = threadIdx.x; i < s.B * T; i += blockDim.x) {
+        int b = i / T, oy = i % T / s.W, ox = i % s.W;
+        float d = dout[((size_t)b * s.O + o) * T + i % T];
+        const float* plane = x + ((size_t)b * s.C + c) * T;
+#pragma unroll
+        for (int tap = 0; tap < 9; tap++) {
+            int iy = oy + tap / 3 - 1, ix = ox + tap % 3 - 1;
+            if ((unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
+                sum[tap] += d * plane[iy * s.W + ix];
+        }
+    }
+#pragma unroll
+    for (int tap = 0; tap < 9; tap++) {
+        float total = block_sum(sum[tap]);
+        if (threadIdx.x == 0) dw[((size_t)o * s.C + c) * 9 + tap] += total;
+        __syncthreads();
+    }
+}
+static void conv3x3_weight_gradient1(Problem&, float* dw, const float* dout, const float* x, Shape s) {
+    launch(conv3x3_weight_gradient_thread_kernel1, dim3(s.C, s.O), 256, 0, dw, dout, x, s);
+}
+
 // 2: dw (O, 9 C) = dout^T columns: the buffer of forward version 2, dout transposed, one product, dw
 // transposed.
 static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, const float* x, Shape s) {
@@ -712,8 +806,8 @@ static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, c
 }
 
 // 3: direct. A block owns 8 x 8 pixels, 64 output and 32 input channels, a thread 8 of the outputs, one input
-// and all nine taps: 72 sums over its pixels, which it adds to dw with atomics, where the blocks of all pixels
-// meet.
+// and all nine taps: 72 sums over its pixels, which it adds to dw with atomics, where the blocks of all
+// pixels meet.
 enum { SLAB = 32 };  // input channels of a block
 
 struct WeightPlace {
@@ -890,8 +984,9 @@ static void conv3x3_weight_gradient6(Problem& p, float* dw, const float* dout, c
 
 #ifndef PRECISION_FP32
 // 8: implicit GEMM on tensor cores, NHWC and bf16: dw (O, 9, C) = dout^T (O, pixels) columns (pixels, 9, C).
-// A block owns 64 outputs by 64 channels of one tap and a split of the pixels; both tensors lie in memory with
-// the reduction down the rows, so ldmatrix transposes both. The nine taps' blocks each fetch x for themselves.
+// A block owns 64 outputs by 64 channels of one tap and a split of the pixels; both tensors lie in memory
+// with the reduction down the rows, so ldmatrix transposes both. The nine taps' blocks each fetch x for
+// themselves.
 enum {
     WG_TILE = 64,
     WG_DEPTH = 32,
@@ -989,11 +1084,11 @@ static void conv3x3_weight_gradient9(Problem&, float* dw, const floatX* dout, co
 
 #ifndef PRECISION_FP32
 // 8: both need dout: one kernel that loads each tile of it once. A block owns 64 input channels (blockIdx.x)
-// and a split of the tiles of 8 x 16 pixels. It keeps the weights of its channels in shared memory, and for each tile fetches dout
-// and x, both with a border of one pixel, while the tile before is multiplied: by the weights into dx, 128
-// pixels by 64 channels that are finished with the tile, and by x into dw, 64 x 9 x 64 sums that stay in the
-// registers until the block is done. That is 144 + 32 sums a thread: one block a multiprocessor.
-// A launch takes 64 output channels; those after the first add to dx.
+// and a split of the tiles of 8 x 16 pixels. It keeps the weights of its channels in shared memory, and for
+// each tile fetches dout and x, both with a border of one pixel, while the tile before is multiplied: by the
+// weights into dx, 128 pixels by 64 channels that are finished with the tile, and by x into dw, 64 x 9 x 64
+// sums that stay in registers until the block is done. That is 144 + 32 sums a thread: one block a
+// multiprocessor. A launch takes 64 output channels; those after the first add to dx.
 typedef GemmTile<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
 typedef WeightTile<9, 128, 1, 8, 2, 1> JointWeight;           // the sums of dw
 enum {
@@ -1096,6 +1191,16 @@ __global__ void __launch_bounds__(256, 1)
 }
 static void conv3x3_backward8(Problem& p) {
     Shape s = shape_of(p);
+    if (JOINT_SHARED > shared_limit()) {
+        static bool said = false;
+        if (!said)
+            printf("backward version 8 as two kernels: one needs %d KB of shared memory\n",
+                   JOINT_SHARED / 1024);
+        said = true;
+        conv3x3_input_gradient_by<floatX, true>(p, conv3x3_forward8);
+        conv3x3_weight_gradient8(p, p.sum<float>("dw"), p.in<floatX>("dout"), p.in<floatX>("x"), s);
+        return;
+    }
     Patch patch = make_patch(s.B, s.H, s.W, 128);
     size_t n = (size_t)s.O * 9 * s.C;
     int slabs = ceil_div(s.C, 64), splits = std::min(patch.tiles, std::max(1, gpu_multiprocessors / slabs));
@@ -1151,6 +1256,7 @@ static const Ladder conv3x3_ladder = {
             double limit;
         };
         const Idea ideas[] = {
+            {1, "a thread an output", conv3x3_forward1, 0},
             {2, "im2col buffer + cuBLAS", conv3x3_forward2, 0},
             {3, "direct, atomics", conv3x3_forward3, 0},
             {4, "16-byte loads, weights transposed", conv3x3_forward4, 0},
@@ -1168,16 +1274,19 @@ static const Ladder conv3x3_ladder = {
         }
         // Up to 131072 products in one fp32 sum: where one thread adds them all, rounding shows.
         const double LONG_SUM = 5e-5;
-        versions.insert(versions.end(), {{2, weights, NCHW, FP32, "im2col buffer + cuBLAS",
-                                          weight_gradient<float>(conv3x3_weight_gradient2), LONG_SUM},
-                                         {3, weights, NCHW, FP32, "direct, atomics",
-                                          weight_gradient<float>(conv3x3_weight_gradient3), LONG_SUM},
-                                         {4, weights, NCHW, FP32, "16-byte loads, both transposed",
-                                          weight_gradient<float>(conv3x3_weight_gradient4), LONG_SUM},
-                                         {5, weights, NCHW, FP32, "each block walks over all pixels",
-                                          weight_gradient<float>(conv3x3_weight_gradient5), LONG_SUM},
-                                         {6, weights, NCHW, FP32, "partial sums to a buffer",
-                                          weight_gradient<float>(conv3x3_weight_gradient6), LONG_SUM}});
+        struct WeightIdea {
+            int number;
+            const char* idea;
+            WeightGradientOf<float> function;
+        };
+        for (const WeightIdea& i : {WeightIdea{1, "a block a filter", conv3x3_weight_gradient1},
+                                    {2, "im2col buffer + cuBLAS", conv3x3_weight_gradient2},
+                                    {3, "direct, atomics", conv3x3_weight_gradient3},
+                                    {4, "16-byte loads, both transposed", conv3x3_weight_gradient4},
+                                    {5, "each block walks over all pixels", conv3x3_weight_gradient5},
+                                    {6, "partial sums to a buffer", conv3x3_weight_gradient6}})
+            versions.push_back(
+                {i.number, weights, NCHW, FP32, i.idea, weight_gradient<float>(i.function), LONG_SUM});
 #ifndef PRECISION_FP32
         versions.insert(
             versions.end(),

@@ -20,9 +20,9 @@ static cublasHandle_t cublas_handle() {
     return handle;
 }
 
-// c (batch, M, N) = a (batch, M, K) b (batch, K, N), rows first, in true fp32. transpose_a: a is (batch, K, M);
-// transpose_b: b is (batch, N, K). A stride of 0 takes the same a or b for all of the batch.
-// cuBLAS thinks in columns, where each of these is its own transpose: c^T = b^T a^T.
+// c (batch, M, N) = a (batch, M, K) b (batch, K, N), rows first, in true fp32. transpose_a: a is (batch, K,
+// M); transpose_b: b is (batch, N, K). A stride of 0 takes the same a or b for all of the batch. cuBLAS
+// thinks in columns, where each of these is its own transpose: c^T = b^T a^T.
 static void cublas_product(float* c, const float* a, const float* b, int M, int N, int K, bool transpose_a,
                            bool transpose_b, int batch, size_t stride_a, size_t stride_b) {
     const float one = 1, zero = 0;
