@@ -134,7 +134,7 @@ static void attention_backward1(Problem& p) {
 // ---- 2: softmax in the products ---------------------------------------------------------------------------
 
 enum {
-    ATTENTION_TILE = 64,
+    ATTENTION_SIDE = 64,
     ATTENTION_DEPTH = 16
 };  // rows and columns of a block's tile; of each step of its sum
 
@@ -142,8 +142,8 @@ enum {
 // and columns 4 x .. of the tile. a (T, stride_a) and b (T, stride_b), d columns of each; rows past T count
 // as zero.
 struct AttentionTiles {
-    alignas(16) float a[ATTENTION_DEPTH][ATTENTION_TILE + 4];
-    alignas(16) float b[ATTENTION_DEPTH][ATTENTION_TILE + 4];
+    alignas(16) float a[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    alignas(16) float b[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
 };
 __device__ static void attention_tile2(float sum[4][4], AttentionTiles& shared, const float* a,
                                        size_t stride_a, int row0, const float* b, size_t stride_b,
@@ -152,7 +152,7 @@ __device__ static void attention_tile2(float sum[4][4], AttentionTiles& shared, 
         for (int j = 0; j < 4; j++) sum[i][j] = 0;
     for (int k0 = 0; k0 < d; k0 += ATTENTION_DEPTH) {
         __syncthreads();
-        for (int i = threadIdx.x; i < ATTENTION_TILE * ATTENTION_DEPTH; i += 256) {
+        for (int i = threadIdx.x; i < ATTENTION_SIDE * ATTENTION_DEPTH; i += 256) {
             int k = i % ATTENTION_DEPTH, r = i / ATTENTION_DEPTH;
             bool in = k0 + k < d;
             shared.a[k][r] = in && row0 + r < T ? a[(row0 + r) * stride_a + k0 + k] : 0;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(256)
     attention_scores_kernel2(float* scores, float2* parts, const float* qkv, int T, int C, int heads,
                              float scale) {
     __shared__ AttentionTiles shared;
-    int head = blockIdx.z, row0 = blockIdx.y * ATTENTION_TILE, column0 = blockIdx.x * ATTENTION_TILE,
+    int head = blockIdx.z, row0 = blockIdx.y * ATTENTION_SIDE, column0 = blockIdx.x * ATTENTION_SIDE,
         d = C / heads;
     const float* q = qkv + (size_t)(head / heads) * T * 3 * C + head % heads * d;
     float sum[4][4];
@@ -197,12 +197,12 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(256)
     attention_values_kernel2(float* out, float* lse, const float* scores, const float2* parts,
                              const float* qkv, int T, int C, int heads, int tiles) {
-    __shared__ alignas(16) float p[ATTENTION_DEPTH][ATTENTION_TILE + 4];
-    __shared__ alignas(16) float values[ATTENTION_DEPTH][ATTENTION_TILE + 4];
-    __shared__ float norm[ATTENTION_TILE];
-    int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_TILE, d = C / heads;
+    __shared__ alignas(16) float p[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    __shared__ alignas(16) float values[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    __shared__ float norm[ATTENTION_SIDE];
+    int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_SIDE, d = C / heads;
     const float* v = qkv + (size_t)(head / heads) * T * 3 * C + 2 * C + head % heads * d;
-    if (threadIdx.x < ATTENTION_TILE && row0 + threadIdx.x < T) {
+    if (threadIdx.x < ATTENTION_SIDE && row0 + threadIdx.x < T) {
         size_t at = (size_t)head * T + row0 + threadIdx.x;
         float top = -FLT_MAX, sum = 0;
         for (int i = 0; i < tiles; i++) top = fmaxf(top, parts[at * tiles + i].x);
@@ -212,11 +212,11 @@ __global__ void __launch_bounds__(256)
     float sum[4][4] = {};
     for (int k0 = 0; k0 < T; k0 += ATTENTION_DEPTH) {
         __syncthreads();
-        for (int i = threadIdx.x; i < ATTENTION_TILE * ATTENTION_DEPTH; i += 256) {
+        for (int i = threadIdx.x; i < ATTENTION_SIDE * ATTENTION_DEPTH; i += 256) {
             int k = i % ATTENTION_DEPTH, r = i / ATTENTION_DEPTH;  // scores: along a row
             bool in = k0 + k < T && row0 + r < T;
             p[k][r] = in ? expf(scores[((size_t)head * T + row0 + r) * T + k0 + k] - norm[r]) : 0;
-            int c = i % ATTENTION_TILE, t = i / ATTENTION_TILE;  // values: along the channels
+            int c = i % ATTENTION_SIDE, t = i / ATTENTION_SIDE;  // values: along the channels
             values[t][c] = c < d && k0 + t < T ? v[(size_t)(k0 + t) * 3 * C + c] : 0;
         }
         __syncthreads();
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(256)
 }
 static void attention_forward2(Problem& p) {
     AttentionShape s = attention_shape(p);
-    ASSERT(s.d <= ATTENTION_TILE);
-    int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_TILE);
+    ASSERT(s.d <= ATTENTION_SIDE);
+    int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_SIDE);
     float* scores = p.scratch<float>("scores", (size_t)batch * s.T * s.T);
     float2* parts = (float2*)p.scratch<float>("parts", (size_t)2 * batch * s.T * tiles);
     launch(attention_scores_kernel2, dim3(tiles, tiles, batch), 256, 0, scores, parts, p.in<float>("qkv"),
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(256)
     attention_gradients_kernel2(float* p, float* ds, const float* qkv, const float* dout, const float* lse,
                                 const float* dots, int T, int C, int heads, float scale) {
     __shared__ AttentionTiles shared;
-    int head = blockIdx.z, row0 = blockIdx.y * ATTENTION_TILE, column0 = blockIdx.x * ATTENTION_TILE,
+    int head = blockIdx.z, row0 = blockIdx.y * ATTENTION_SIDE, column0 = blockIdx.x * ATTENTION_SIDE,
         d = C / heads;
     const float* q = qkv + (size_t)(head / heads) * T * 3 * C + head % heads * d;
     const float* dout_head = dout + (size_t)(head / heads) * T * C + head % heads * d;
@@ -277,21 +277,21 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(256)
     attention_apply_kernel2(float* to, int to_stride, const float* m, const float* x, int x_stride, int T,
                             int d, int heads, bool transposed) {
-    __shared__ alignas(16) float a[ATTENTION_DEPTH][ATTENTION_TILE + 4];
-    __shared__ alignas(16) float b[ATTENTION_DEPTH][ATTENTION_TILE + 4];
-    int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_TILE;
+    __shared__ alignas(16) float a[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    __shared__ alignas(16) float b[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_SIDE;
     m += (size_t)head * T * T, x += (size_t)(head / heads) * T * x_stride + head % heads * d;
     to += (size_t)(head / heads) * T * to_stride + head % heads * d;
     float sum[4][4] = {};
     for (int k0 = 0; k0 < T; k0 += ATTENTION_DEPTH) {
         __syncthreads();
-        for (int i = threadIdx.x; i < ATTENTION_TILE * ATTENTION_DEPTH; i += 256) {
+        for (int i = threadIdx.x; i < ATTENTION_SIDE * ATTENTION_DEPTH; i += 256) {
             // along whichever index is contiguous
-            int k = transposed ? i / ATTENTION_TILE : i % ATTENTION_DEPTH,
-                r = transposed ? i % ATTENTION_TILE : i / ATTENTION_DEPTH;
+            int k = transposed ? i / ATTENTION_SIDE : i % ATTENTION_DEPTH,
+                r = transposed ? i % ATTENTION_SIDE : i / ATTENTION_DEPTH;
             size_t at = transposed ? (size_t)(k0 + k) * T + row0 + r : (size_t)(row0 + r) * T + k0 + k;
             a[k][r] = k0 + k < T && row0 + r < T ? m[at] : 0;
-            int c = i % ATTENTION_TILE, t = i / ATTENTION_TILE;
+            int c = i % ATTENTION_SIDE, t = i / ATTENTION_SIDE;
             b[t][c] = c < d && k0 + t < T ? x[(size_t)(k0 + t) * x_stride + c] : 0;
         }
         __syncthreads();
@@ -306,8 +306,8 @@ __global__ void __launch_bounds__(256)
 }
 static void attention_backward2(Problem& p) {
     AttentionShape s = attention_shape(p);
-    ASSERT(s.d <= ATTENTION_TILE);
-    int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_TILE), rows = batch * s.T;
+    ASSERT(s.d <= ATTENTION_SIDE);
+    int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_SIDE), rows = batch * s.T;
     float *probabilities = p.scratch<float>("probabilities", (size_t)rows * s.T),
           *ds = p.scratch<float>("ds", (size_t)rows * s.T), *dots = p.scratch<float>("dots", rows);
     const float *qkv = p.in<float>("qkv"), *dout = p.in<float>("dout");
