@@ -121,13 +121,13 @@ build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -
 else
 build_ladder = $(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
 endif
-$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu dev/common.h train_unet.cu $(BUILD)/settings | report
+$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) train_unet.cu $(BUILD)/settings | report
 	$(build_ladder)
-$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu) dev/common.h train_unet.cu $(BUILD)/settings
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
 	$(build_ladder)
-LADDER_OBJECTS := $(BUILD)/ladders_80.o $(BUILD)/ladders_90.o
-$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu) dev/common.h train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvcctestflags,$*,bf16) -c $< -o $@
+LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py | python
 	@$(RUN_PYTHON) $<
@@ -186,4 +186,4 @@ toc:
 	@echo "contents list and banners of train_unet.cu agree"
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet __pycache__ data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ $(addprefix dev/,$(LADDERS)) data/emoji.bin data/faces.bin
