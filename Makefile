@@ -42,7 +42,7 @@ BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
 SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))' 2>/dev/null
 SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest' 2>/dev/null
 
-.PHONY: train test bench toc data clean report python settings all_archs
+.PHONY: train test bench toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -104,13 +104,39 @@ $(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
 $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
 
 $(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
 
 $(BUILD)/test_unet_openblas: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ -DOPENBLAS -lopenblas
+
+# ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
+
+LADDERS := $(patsubst dev/%.py,%,$(filter-out dev/common.py dev/bench.py,$(wildcard dev/*.py)))
+# What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
+ifeq ($(DEVICE),cuda)
+build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
+else
+build_ladder = $(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+endif
+$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) train_unet.cu $(BUILD)/settings | report
+	$(build_ladder)
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
+	$(build_ladder)
+LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+# PyTorch's numbers; on a GPU its times too.
+$(BUILD)/dev/%.bin: dev/%.py dev/common.py | python
+	@$(RUN_PYTHON) $<
+
+# Every ladder in turn, then dev/README.md from what they printed.
+bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
+	@for ladder in $(LADDERS); do echo "$$ladder"; \
+		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
+	@$(RUN_PYTHON) dev/bench.py
 
 # File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
 $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
@@ -140,7 +166,7 @@ python:
 RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan
+TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/ladders
 
 test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) &&) true
@@ -160,4 +186,4 @@ toc:
 	@echo "contents list and banners of train_unet.cu agree"
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet __pycache__ data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ $(addprefix dev/,$(LADDERS)) data/emoji.bin data/faces.bin

@@ -7,8 +7,8 @@
 The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r| against a reference r in
 float64; float32 passes below 1e-5. Comparisons are written so that a NaN fails and one bad element fails.
 The programs under test are those in this folder; the environment variables TRAIN_UNET, TEST_UNET,
-TEST_UNET_ASAN, TEST_UNET_OWN and TEST_UNET_OPENBLAS name others. TRAIN_UNET is a build for the CPU; the tests
-on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and TRAIN_UNET_FP32.
+TEST_UNET_ASAN, TEST_UNET_OWN, TEST_UNET_OPENBLAS and LADDERS name others. TRAIN_UNET is a build for the CPU;
+the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and TRAIN_UNET_FP32.
 """
 import collections
 import dataclasses
@@ -19,6 +19,7 @@ import pathlib
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -44,7 +45,8 @@ TRAIN = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
 TEST = os.environ.get("TEST_UNET", str(ROOT / "test_unet"))
 VARIANTS = {"asan": os.environ.get("TEST_UNET_ASAN", str(ROOT / "build/test_unet_asan")),
             "own": os.environ.get("TEST_UNET_OWN", str(ROOT / "build/test_unet_own")),
-            "openblas": os.environ.get("TEST_UNET_OPENBLAS", str(ROOT / "build/test_unet_openblas"))}
+            "openblas": os.environ.get("TEST_UNET_OPENBLAS", str(ROOT / "build/test_unet_openblas")),
+            "ladders": os.environ.get("LADDERS", str(ROOT / "build/ladders"))}
 
 GPU = {"bf16": os.environ.get("TRAIN_UNET_BF16", str(ROOT / "train_unet")),
        "fp32": os.environ.get("TRAIN_UNET_FP32", str(ROOT / "build/train_unet_fp32"))}
@@ -1442,6 +1444,20 @@ def test_gpu_pictures_in_bf16(tmp_path):
     ours, theirs = (np.abs(grid - grids[0]).mean() for grid in (picture(tmp_path / "a.png"), grids[1]))
     print(f"mean difference of a pixel: {ours:.2f} of 255, PyTorch in bf16 {theirs:.2f}")
     assert grids[0].std() > 20 and ours < 2 * theirs + 0.5
+
+
+# ----------------------------------------------------------------------------------------------------
+# dev/
+
+@pytest.mark.parametrize("stem", sorted(path.stem for path in (ROOT / "dev").glob("*.py")
+                                        if path.with_suffix(".cu").exists()))
+def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
+    """Every version of a layer in dev/ against PyTorch; without a GPU, those for the CPU."""
+    monkeypatch.setenv("DEV_DATA", str(tmp_path))
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    monkeypatch.setattr(sys, "argv", [stem])
+    runpy.run_path(str(ROOT / f"dev/{stem}.py"), run_name="__main__")
+    cpp(variant("ladders"), stem)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,520 @@
+// Attention, forward and backward: out = softmax(q k^T / sqrt(d)) v, head by head.
+//
+//   make attention && ./attention        every version: against PyTorch, then timed
+//   ./attention 2                        version 2 alone
+//
+//   0  the program's CPU function: the specification
+//   1  fp32: heads copied apart, batched products by cuBLAS, softmax kernels, heads copied together
+//   2  fp32: heads read where they lie; row maxima and sums in the blocks of the first product, normalisation
+//      in the second, the softmax's gradient in the products of the backward pass
+//   3  bf16 data: tiles that stay on the chip, a thread a row; backward makes the probabilities again
+//   4  the program's: the same tiles in tensor cores
+//
+// What the steps change: version 1 moves the T x T scores through memory four times forward and seven times
+// backward, and copies q, k, v and the result for a layout that a stride would have served. Version 2 drops
+// the copies and two of the passes over the scores: a block that has computed a tile of them knows the tile's
+// row maxima and sums, so no kernel need read scores for a softmax alone. But its products are plain ones,
+// and where the scores are many, cuBLAS's better product is worth more than what version 2 saves. Version 3
+// never stores scores: with a running maximum and sum, a row of the result is rescaled as tiles of k and v go
+// by ("FlashAttention", Dao et al. 2022), and backward makes a probability again from one stored number a
+// row. That trades traffic for arithmetic, which a thread a row in fp32 can't do fast enough; in tensor
+// cores, version 4, it costs nothing.
+#include "common.h"
+
+struct AttentionShape {
+    int B, T, C, heads, d;
+};
+static AttentionShape attention_shape(const Problem& p) {
+    return {p.dim("B"), p.dim("T"), p.dim("heads") * p.dim("d"), p.dim("heads"), p.dim("d")};
+}
+
+// ---- 0 ----------------------------------------------------------------------------------------------------
+
+static void attention_forward0(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    attention_forward_cpu(p.out<float>("out"), p.out<float>("lse"), p.in<float>("qkv"), s.B, s.T, s.C,
+                          s.heads);
+}
+static void attention_backward0(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    attention_backward_cpu(p.out<float>("dqkv"), p.in<float>("dout"), p.in<float>("out"), p.in<float>("lse"),
+                           p.in<float>("qkv"), s.B, s.T, s.C, s.heads);
+}
+
+#ifdef __CUDACC__
+#include "cublas.h"
+
+// ---- 1: cuBLAS and copies ---------------------------------------------------------------------------------
+
+// c (batch, M, N) = op(a) op(b)
+static void attention_product1(float* c, const float* a, const float* b, int batch, int M, int N, int K,
+                               bool transpose_a, bool transpose_b) {
+    cublas_product(c, a, b, M, N, K, transpose_a, transpose_b, batch, (size_t)M * K, (size_t)K * N);
+}
+
+// Part `part` of x (B, T, parts, heads, d) to or from one of its own, head (B, heads, T, d). A thread a
+// float.
+__global__ void attention_permute_kernel1(float* head, float* x, int n, int T, int heads, int d, int part,
+                                          int parts, bool back) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    int j = i % d, t = i / d % T, h = i / d / T % heads, b = i / d / T / heads;
+    size_t at = ((((size_t)b * T + t) * parts + part) * heads + h) * d + j;
+    if (back)
+        x[at] = head[i];
+    else
+        head[i] = x[at];
+}
+// p (rows, T) in place: softmax of each row times `scale`; lse (rows). A warp a row.
+__global__ void attention_softmax_kernel1(float* p, float* lse, int rows, int T, float scale) {
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    p += (size_t)row * T;
+    float top = -FLT_MAX, sum = 0;
+    for (int j = lane; j < T; j += 32) top = fmaxf(top, p[j]);
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    for (int j = lane; j < T; j += 32) sum += p[j] = expf(scale * (p[j] - top));
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    for (int j = lane; j < T; j += 32) p[j] /= sum;
+    if (lane == 0) lse[row] = scale * top + logf(sum);
+}
+// dp (rows, T) in place: scale p (dp - sum of p dp). A warp a row.
+__global__ void attention_softmax_backward_kernel1(float* dp, const float* p, int rows, int T, float scale) {
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    dp += (size_t)row * T, p += (size_t)row * T;
+    float dot = 0;
+    for (int j = lane; j < T; j += 32) dot += p[j] * dp[j];
+    for (int step = 16; step; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);
+    for (int j = lane; j < T; j += 32) dp[j] = scale * p[j] * (dp[j] - dot);
+}
+static void attention_permute1(float* head, float* x, const AttentionShape& s, int part, int parts,
+                               bool back) {
+    int n = s.B * s.T * s.C;
+    launch(attention_permute_kernel1, blocks_of(n, 256), 256, 0, head, x, n, s.T, s.heads, s.d, part, parts,
+           back);
+}
+static void attention_forward1(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    int batch = s.B * s.heads;
+    size_t n = (size_t)s.B * s.T * s.C;
+    float *heads = p.scratch<float>("q, k, v", 4 * n),
+          *scores = p.scratch<float>("scores", (size_t)batch * s.T * s.T);
+    float *q = heads, *k = q + n, *v = k + n, *out = v + n;
+    for (int part = 0; part < 3; part++)
+        attention_permute1(heads + part * n, (float*)p.in<float>("qkv"), s, part, 3, false);
+    attention_product1(scores, q, k, batch, s.T, s.T, s.d, false, true);
+    launch(attention_softmax_kernel1, blocks_of((size_t)batch * s.T, 8), 256, 0, scores, p.out<float>("lse"),
+           batch * s.T, s.T, 1 / sqrtf((float)s.d));
+    attention_product1(out, scores, v, batch, s.T, s.d, s.T, false, false);
+    attention_permute1(out, p.out<float>("out"), s, 0, 1, true);
+}
+// The probabilities were kept by the forward pass.
+static void attention_backward1(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    int batch = s.B * s.heads;
+    size_t n = (size_t)s.B * s.T * s.C;
+    float *heads = p.scratch<float>("q, k, v", 4 * n), *gradients = p.scratch<float>("dq, dk, dv", 3 * n),
+          *dp = p.scratch<float>("dp", (size_t)batch * s.T * s.T);
+    float *q = heads, *k = q + n, *v = k + n, *dout = v + n, *dq = gradients, *dk = dq + n, *dv = dk + n;
+    const float* probabilities = p.in<float>("p");
+    for (int part = 0; part < 3; part++)
+        attention_permute1(heads + part * n, (float*)p.in<float>("qkv"), s, part, 3, false);
+    attention_permute1(dout, (float*)p.in<float>("dout"), s, 0, 1, false);
+    attention_product1(dv, probabilities, dout, batch, s.T, s.d, s.T, true, false);
+    attention_product1(dp, dout, v, batch, s.T, s.T, s.d, false, true);
+    launch(attention_softmax_backward_kernel1, blocks_of((size_t)batch * s.T, 8), 256, 0, dp, probabilities,
+           batch * s.T, s.T, 1 / sqrtf((float)s.d));
+    attention_product1(dq, dp, k, batch, s.T, s.d, s.T, false, false);
+    attention_product1(dk, dp, q, batch, s.T, s.d, s.T, true, false);
+    for (int part = 0; part < 3; part++)
+        attention_permute1(gradients + part * n, p.out<float>("dqkv"), s, part, 3, true);
+}
+
+// ---- 2: softmax in the products ---------------------------------------------------------------------------
+
+enum {
+    ATTENTION_SIDE = 64,
+    ATTENTION_DEPTH = 16
+};  // rows and columns of a block's tile; of each step of its sum
+
+// A block of 16 x 16 threads forms a tile of a product of rows: sum (4, 4) of thread (x, y) is of rows 4 y ..
+// and columns 4 x .. of the tile. a (T, stride_a) and b (T, stride_b), d columns of each; rows past T count
+// as zero.
+struct AttentionTiles {
+    alignas(16) float a[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    alignas(16) float b[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+};
+__device__ static void attention_tile2(float sum[4][4], AttentionTiles& shared, const float* a,
+                                       size_t stride_a, int row0, const float* b, size_t stride_b,
+                                       int column0, int T, int d) {
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) sum[i][j] = 0;
+    for (int k0 = 0; k0 < d; k0 += ATTENTION_DEPTH) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < ATTENTION_SIDE * ATTENTION_DEPTH; i += 256) {
+            int k = i % ATTENTION_DEPTH, r = i / ATTENTION_DEPTH;
+            bool in = k0 + k < d;
+            shared.a[k][r] = in && row0 + r < T ? a[(row0 + r) * stride_a + k0 + k] : 0;
+            shared.b[k][r] = in && column0 + r < T ? b[(column0 + r) * stride_b + k0 + k] : 0;
+        }
+        __syncthreads();
+        for (int k = 0; k < ATTENTION_DEPTH; k++)
+            add_outer_product(sum, &shared.a[k][threadIdx.x / 16 * 4], &shared.b[k][threadIdx.x % 16 * 4]);
+    }
+}
+// scores (B heads, T, T) and, of each row of each tile of 64 columns, maximum and sum of powers: parts (B
+// heads, T, tiles). A block a tile.
+__global__ void __launch_bounds__(256)
+    attention_scores_kernel2(float* scores, float2* parts, const float* qkv, int T, int C, int heads,
+                             float scale) {
+    __shared__ AttentionTiles shared;
+    int head = blockIdx.z, row0 = blockIdx.y * ATTENTION_SIDE, column0 = blockIdx.x * ATTENTION_SIDE,
+        d = C / heads;
+    const float* q = qkv + (size_t)(head / heads) * T * 3 * C + head % heads * d;
+    float sum[4][4];
+    attention_tile2(sum, shared, q, 3 * C, row0, q + C, 3 * C, column0, T, d);
+    int row = row0 + threadIdx.x / 16 * 4, column = column0 + threadIdx.x % 16 * 4;
+    for (int i = 0; i < 4; i++) {
+        float top = -FLT_MAX, powers = 0;
+        for (int j = 0; j < 4; j++) {
+            sum[i][j] *= scale;
+            if (column + j < T) top = fmaxf(top, sum[i][j]);
+        }
+        for (int step = 8; step; step /= 2)
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, step));  // 16 lanes a row
+        for (int j = 0; j < 4; j++)
+            if (column + j < T) powers += expf(sum[i][j] - top);
+        for (int step = 8; step; step /= 2) powers += __shfl_xor_sync(~0u, powers, step);
+        if (row + i >= T) continue;
+        size_t at = (size_t)head * T + row + i;
+        for (int j = 0; j < 4; j++)
+            if (column + j < T) scores[at * T + column + j] = sum[i][j];
+        if (threadIdx.x % 16 == 0) parts[at * gridDim.x + blockIdx.x] = make_float2(top, powers);
+    }
+}
+// out = softmax(scores) v and lse. A block 64 rows of a head; d at most 64.
+__global__ void __launch_bounds__(256)
+    attention_values_kernel2(float* out, float* lse, const float* scores, const float2* parts,
+                             const float* qkv, int T, int C, int heads, int tiles) {
+    __shared__ alignas(16) float p[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    __shared__ alignas(16) float values[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    __shared__ float norm[ATTENTION_SIDE];
+    int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_SIDE, d = C / heads;
+    const float* v = qkv + (size_t)(head / heads) * T * 3 * C + 2 * C + head % heads * d;
+    if (threadIdx.x < ATTENTION_SIDE && row0 + threadIdx.x < T) {
+        size_t at = (size_t)head * T + row0 + threadIdx.x;
+        float top = -FLT_MAX, sum = 0;
+        for (int i = 0; i < tiles; i++) top = fmaxf(top, parts[at * tiles + i].x);
+        for (int i = 0; i < tiles; i++) sum += parts[at * tiles + i].y * expf(parts[at * tiles + i].x - top);
+        norm[threadIdx.x] = lse[at] = top + logf(sum);
+    }
+    float sum[4][4] = {};
+    for (int k0 = 0; k0 < T; k0 += ATTENTION_DEPTH) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < ATTENTION_SIDE * ATTENTION_DEPTH; i += 256) {
+            int k = i % ATTENTION_DEPTH, r = i / ATTENTION_DEPTH;  // scores: along a row
+            bool in = k0 + k < T && row0 + r < T;
+            p[k][r] = in ? expf(scores[((size_t)head * T + row0 + r) * T + k0 + k] - norm[r]) : 0;
+            int c = i % ATTENTION_SIDE, t = i / ATTENTION_SIDE;  // values: along the channels
+            values[t][c] = c < d && k0 + t < T ? v[(size_t)(k0 + t) * 3 * C + c] : 0;
+        }
+        __syncthreads();
+        for (int k = 0; k < ATTENTION_DEPTH; k++)
+            add_outer_product(sum, &p[k][threadIdx.x / 16 * 4], &values[k][threadIdx.x % 16 * 4]);
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            int t = row0 + threadIdx.x / 16 * 4 + i, c = threadIdx.x % 16 * 4 + j;
+            if (t < T && c < d) out[((size_t)(head / heads) * T + t) * C + head % heads * d + c] = sum[i][j];
+        }
+}
+static void attention_forward2(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    ASSERT(s.d <= ATTENTION_SIDE);
+    int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_SIDE);
+    float* scores = p.scratch<float>("scores", (size_t)batch * s.T * s.T);
+    float2* parts = (float2*)p.scratch<float>("parts", (size_t)2 * batch * s.T * tiles);
+    launch(attention_scores_kernel2, dim3(tiles, tiles, batch), 256, 0, scores, parts, p.in<float>("qkv"),
+           s.T, s.C, s.heads, 1 / sqrtf((float)s.d));
+    launch(attention_values_kernel2, dim3(tiles, batch), 256, 0, p.out<float>("out"), p.out<float>("lse"),
+           scores, parts, p.in<float>("qkv"), s.T, s.C, s.heads, tiles);
+}
+
+// dots (B heads, T): of the rows of dout and out. A thread a row.
+__global__ void attention_dots_kernel2(float* dots, const float* dout, const float* out, int T, int C,
+                                       int heads, int rows) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x, d = C / heads, head = row / T;
+    if (row >= rows) return;
+    size_t at = ((size_t)(head / heads) * T + row % T) * C + head % heads * d;
+    float sum = 0;
+    for (int j = 0; j < d; j++) sum += dout[at + j] * out[at + j];
+    dots[row] = sum;
+}
+// p = exp(scores - lse), ds = scale p (dout v^T - dots): both (B heads, T, T). A block a tile of both
+// products.
+__global__ void __launch_bounds__(256)
+    attention_gradients_kernel2(float* p, float* ds, const float* qkv, const float* dout, const float* lse,
+                                const float* dots, int T, int C, int heads, float scale) {
+    __shared__ AttentionTiles shared;
+    int head = blockIdx.z, row0 = blockIdx.y * ATTENTION_SIDE, column0 = blockIdx.x * ATTENTION_SIDE,
+        d = C / heads;
+    const float* q = qkv + (size_t)(head / heads) * T * 3 * C + head % heads * d;
+    const float* dout_head = dout + (size_t)(head / heads) * T * C + head % heads * d;
+    float sum[4][4], dp[4][4];
+    attention_tile2(sum, shared, q, 3 * C, row0, q + C, 3 * C, column0, T, d);
+    attention_tile2(dp, shared, dout_head, C, row0, q + 2 * C, 3 * C, column0, T, d);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            int t = row0 + threadIdx.x / 16 * 4 + i, u = column0 + threadIdx.x % 16 * 4 + j;
+            if (t >= T || u >= T) continue;
+            size_t row = (size_t)head * T + t;
+            float probability = expf(scale * sum[i][j] - lse[row]);
+            p[row * T + u] = probability, ds[row * T + u] = scale * probability * (dp[i][j] - dots[row]);
+        }
+}
+// to (T, d) = m (T, T) x, or m^T x, of a head: x and to at strides of their own. A block 64 rows.
+__global__ void __launch_bounds__(256)
+    attention_apply_kernel2(float* to, int to_stride, const float* m, const float* x, int x_stride, int T,
+                            int d, int heads, bool transposed) {
+    __shared__ alignas(16) float a[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    __shared__ alignas(16) float b[ATTENTION_DEPTH][ATTENTION_SIDE + 4];
+    int head = blockIdx.y, row0 = blockIdx.x * ATTENTION_SIDE;
+    m += (size_t)head * T * T, x += (size_t)(head / heads) * T * x_stride + head % heads * d;
+    to += (size_t)(head / heads) * T * to_stride + head % heads * d;
+    float sum[4][4] = {};
+    for (int k0 = 0; k0 < T; k0 += ATTENTION_DEPTH) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < ATTENTION_SIDE * ATTENTION_DEPTH; i += 256) {
+            // along whichever index is contiguous
+            int k = transposed ? i / ATTENTION_SIDE : i % ATTENTION_DEPTH,
+                r = transposed ? i % ATTENTION_SIDE : i / ATTENTION_DEPTH;
+            size_t at = transposed ? (size_t)(k0 + k) * T + row0 + r : (size_t)(row0 + r) * T + k0 + k;
+            a[k][r] = k0 + k < T && row0 + r < T ? m[at] : 0;
+            int c = i % ATTENTION_SIDE, t = i / ATTENTION_SIDE;
+            b[t][c] = c < d && k0 + t < T ? x[(size_t)(k0 + t) * x_stride + c] : 0;
+        }
+        __syncthreads();
+        for (int k = 0; k < ATTENTION_DEPTH; k++)
+            add_outer_product(sum, &a[k][threadIdx.x / 16 * 4], &b[k][threadIdx.x % 16 * 4]);
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            int t = row0 + threadIdx.x / 16 * 4 + i, c = threadIdx.x % 16 * 4 + j;
+            if (t < T && c < d) to[(size_t)t * to_stride + c] = sum[i][j];
+        }
+}
+static void attention_backward2(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    ASSERT(s.d <= ATTENTION_SIDE);
+    int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_SIDE), rows = batch * s.T;
+    float *probabilities = p.scratch<float>("probabilities", (size_t)rows * s.T),
+          *ds = p.scratch<float>("ds", (size_t)rows * s.T), *dots = p.scratch<float>("dots", rows);
+    const float *qkv = p.in<float>("qkv"), *dout = p.in<float>("dout");
+    float* dqkv = p.out<float>("dqkv");
+    launch(attention_dots_kernel2, blocks_of(rows, 128), 128, 0, dots, dout, p.in<float>("out"), s.T, s.C,
+           s.heads, rows);
+    launch(attention_gradients_kernel2, dim3(tiles, tiles, batch), 256, 0, probabilities, ds, qkv, dout,
+           p.in<float>("lse"), dots, s.T, s.C, s.heads, 1 / sqrtf((float)s.d));
+    auto apply = [&](float* to, const float* m, const float* x, int stride, bool transposed) {
+        launch(attention_apply_kernel2, dim3(tiles, batch), 256, 0, to, 3 * s.C, m, x, stride, s.T, s.d,
+               s.heads, transposed);
+    };
+    apply(dqkv, ds, qkv + s.C, 3 * s.C, false);
+    apply(dqkv + s.C, ds, qkv, 3 * s.C, true);
+    apply(dqkv + 2 * s.C, probabilities, dout, s.C, true);
+}
+
+// ---- 3: nothing of size T x T -----------------------------------------------------------------------------
+
+// Channels of a head at most, rows of a block, rows of the other side at a time.
+enum { ATTENTION_WIDTH = 32, ATTENTION_THREADS3 = 64, ATTENTION_STEP = 16 };
+
+// Rows [t0, t0 + STEP) of a head to shared memory, zeros past T and d.
+__device__ static void attention_load3(float (*tile)[ATTENTION_WIDTH], const floatX* source, size_t stride,
+                                       int t0, int T, int d) {
+    for (int i = threadIdx.x; i < ATTENTION_STEP * ATTENTION_WIDTH; i += ATTENTION_THREADS3) {
+        int t = i / ATTENTION_WIDTH, c = i % ATTENTION_WIDTH;
+        tile[t][c] = t0 + t < T && c < d ? (float)source[(t0 + t) * stride + c] : 0;
+    }
+}
+__device__ static void attention_load_row3(float row[ATTENTION_WIDTH], const floatX* source, bool inside,
+                                           int d) {
+#pragma unroll
+    for (int c = 0; c < ATTENTION_WIDTH; c++) row[c] = inside && c < d ? (float)source[c] : 0;
+}
+__device__ static float attention_dot3(const float a[ATTENTION_WIDTH], const float* b) {
+    float sum = 0;
+#pragma unroll
+    for (int c = 0; c < ATTENTION_WIDTH; c += 4) {
+        float4 four = *(const float4*)(b + c);
+        sum += a[c] * four.x + a[c + 1] * four.y + a[c + 2] * four.z + a[c + 3] * four.w;
+    }
+    return sum;
+}
+// sum += factor b
+__device__ static void attention_add3(float sum[ATTENTION_WIDTH], float factor, const float* b) {
+#pragma unroll
+    for (int c = 0; c < ATTENTION_WIDTH; c += 4) {
+        float4 four = *(const float4*)(b + c);
+        sum[c] += factor * four.x, sum[c + 1] += factor * four.y;
+        sum[c + 2] += factor * four.z, sum[c + 3] += factor * four.w;
+    }
+}
+// A block 64 queries of a head, a thread one of them.
+__global__ void __launch_bounds__(ATTENTION_THREADS3)
+    attention_forward_kernel3(floatX* out, float* lse, const floatX* qkv, int T, int C, int heads,
+                              float scale) {
+    __shared__ alignas(16) float k[ATTENTION_STEP][ATTENTION_WIDTH], v[ATTENTION_STEP][ATTENTION_WIDTH];
+    int head = blockIdx.y, t = blockIdx.x * ATTENTION_THREADS3 + threadIdx.x, d = C / heads;
+    const floatX* base = qkv + (size_t)blockIdx.z * T * 3 * C + head * d;
+    float q[ATTENTION_WIDTH], sum[ATTENTION_WIDTH] = {}, top = -FLT_MAX, powers = 0;
+    attention_load_row3(q, base + (size_t)t * 3 * C, t < T, d);
+    for (int u0 = 0; u0 < T; u0 += ATTENTION_STEP) {
+        __syncthreads();
+        attention_load3(k, base + C, 3 * C, u0, T, d);
+        attention_load3(v, base + 2 * C, 3 * C, u0, T, d);
+        __syncthreads();
+        float score[ATTENTION_STEP], higher = top;
+#pragma unroll
+        for (int u = 0; u < ATTENTION_STEP; u++) {
+            score[u] = u0 + u < T ? scale * attention_dot3(q, k[u]) : -FLT_MAX;
+            higher = fmaxf(higher, score[u]);
+        }
+        float old = expf(top - higher);  // what was added up so far was relative to a lower maximum
+        powers *= old, top = higher;
+#pragma unroll
+        for (int c = 0; c < ATTENTION_WIDTH; c++) sum[c] *= old;
+#pragma unroll
+        for (int u = 0; u < ATTENTION_STEP; u++) {
+            float power = expf(score[u] - top);
+            powers += power;
+            attention_add3(sum, power, v[u]);
+        }
+    }
+    if (t >= T) return;
+    lse[((size_t)blockIdx.z * heads + head) * T + t] = top + logf(powers);
+    floatX* target = out + ((size_t)blockIdx.z * T + t) * C + head * d;
+#pragma unroll
+    for (int c = 0; c < ATTENTION_WIDTH; c++)
+        if (c < d) target[c] = (floatX)(sum[c] / powers);
+}
+static void attention_forward3(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    ASSERT(s.d <= ATTENTION_WIDTH);
+    launch(attention_forward_kernel3, dim3(blocks_of(s.T, ATTENTION_THREADS3), s.heads, s.B),
+           ATTENTION_THREADS3, 0, p.out<floatX>("out"), p.out<float>("lse"), p.in<floatX>("qkv"), s.T, s.C,
+           s.heads, 1 / sqrtf((float)s.d));
+}
+// dq: a thread a query, keys and values go by. dk and dv: a thread a key, queries go by.
+__global__ void __launch_bounds__(ATTENTION_THREADS3)
+    attention_backward_kernel3(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                               const floatX* qkv, int T, int C, int heads, float scale) {
+    __shared__ alignas(16) float a[ATTENTION_STEP][ATTENTION_WIDTH], b[ATTENTION_STEP][ATTENTION_WIDTH];
+    __shared__ float dots[ATTENTION_STEP], normalisers[ATTENTION_STEP];
+    int head = blockIdx.y, d = C / heads, blocks = gridDim.x / 2;
+    bool queries = (int)blockIdx.x < blocks;
+    int t = (blockIdx.x % blocks) * ATTENTION_THREADS3 + threadIdx.x;
+    const floatX* base = qkv + (size_t)blockIdx.z * T * 3 * C + head * d;
+    const floatX *dout_head = dout + (size_t)blockIdx.z * T * C + head * d,
+                 *out_head = out + (size_t)blockIdx.z * T * C + head * d;
+    const float* lse_head = lse + ((size_t)blockIdx.z * heads + head) * T;
+    floatX* target = dqkv + ((size_t)blockIdx.z * T + t) * 3 * C + head * d;
+    float first[ATTENTION_WIDTH], second[ATTENTION_WIDTH], sum[ATTENTION_WIDTH] = {},
+                                                           sum2[ATTENTION_WIDTH] = {};
+    if (queries) {
+        float row[ATTENTION_WIDTH], normaliser = t < T ? lse_head[t] : 0;
+        attention_load_row3(first, base + (size_t)t * 3 * C, t < T, d);    // q
+        attention_load_row3(second, dout_head + (size_t)t * C, t < T, d);  // dout
+        attention_load_row3(row, out_head + (size_t)t * C, t < T, d);
+        float dot = attention_dot3(second, row);
+        for (int u0 = 0; u0 < T; u0 += ATTENTION_STEP) {
+            __syncthreads();
+            attention_load3(a, base + C, 3 * C, u0, T, d);
+            attention_load3(b, base + 2 * C, 3 * C, u0, T, d);
+            __syncthreads();
+            for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
+                float p = expf(scale * attention_dot3(first, a[u]) - normaliser);
+                float ds = scale * p * (attention_dot3(second, b[u]) - dot);
+                attention_add3(sum, ds, a[u]);
+            }
+        }
+        if (t >= T) return;
+#pragma unroll
+        for (int c = 0; c < ATTENTION_WIDTH; c++)
+            if (c < d) target[c] = (floatX)sum[c];
+        return;
+    }
+    attention_load_row3(first, base + C + (size_t)t * 3 * C, t < T, d);       // k
+    attention_load_row3(second, base + 2 * C + (size_t)t * 3 * C, t < T, d);  // v
+    for (int u0 = 0; u0 < T; u0 += ATTENTION_STEP) {
+        __syncthreads();
+        attention_load3(a, base, 3 * C, u0, T, d);
+        attention_load3(b, dout_head, C, u0, T, d);
+        if (threadIdx.x < ATTENTION_STEP && u0 + threadIdx.x < T) {
+            float dot = 0;
+            size_t row = (size_t)(u0 + threadIdx.x) * C;
+            for (int c = 0; c < d; c++) dot += (float)dout_head[row + c] * (float)out_head[row + c];
+            dots[threadIdx.x] = dot, normalisers[threadIdx.x] = lse_head[u0 + threadIdx.x];
+        }
+        __syncthreads();
+        for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
+            float p = expf(scale * attention_dot3(first, a[u]) - normalisers[u]);
+            float ds = scale * p * (attention_dot3(second, b[u]) - dots[u]);
+            attention_add3(sum, ds, a[u]);
+            attention_add3(sum2, p, b[u]);
+        }
+    }
+    if (t >= T) return;
+#pragma unroll
+    for (int c = 0; c < ATTENTION_WIDTH; c++)
+        if (c < d) target[C + c] = (floatX)sum[c], target[2 * C + c] = (floatX)sum2[c];
+}
+static void attention_backward3(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    ASSERT(s.d <= ATTENTION_WIDTH);
+    launch(attention_backward_kernel3, dim3(2 * blocks_of(s.T, ATTENTION_THREADS3), s.heads, s.B),
+           ATTENTION_THREADS3, 0, p.out<floatX>("dqkv"), p.in<floatX>("dout"), p.in<floatX>("out"),
+           p.in<float>("lse"), p.in<floatX>("qkv"), s.T, s.C, s.heads, 1 / sqrtf((float)s.d));
+}
+
+// ---- 4: the program's -------------------------------------------------------------------------------------
+
+static void attention_forward4(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    attention_forward(p.out<floatX>("out"), p.out<float>("lse"), p.in<floatX>("qkv"), s.B, s.T, s.C, s.heads);
+}
+static void attention_backward4(Problem& p) {
+    AttentionShape s = attention_shape(p);
+    attention_backward(p.out<floatX>("dqkv"), p.in<floatX>("dout"), p.in<floatX>("out"), p.in<float>("lse"),
+                       p.in<floatX>("qkv"), s.B, s.T, s.C, s.heads);
+}
+#endif
+
+// `products` of T x T x d a head; `tensors` of B x T x C go in or out.
+static Work attention_work(const Problem& p, int products, int tensors) {
+    AttentionShape s = attention_shape(p);
+    return {2.0 * products * s.B * s.T * s.T * s.C, (double)tensors * sizeof(floatX) * s.B * s.T * s.C};
+}
+
+static const Ladder attention_ladder = {
+    "attention",
+    {{"forward", {"out", "lse"}, [](const Problem& p) { return attention_work(p, 2, 4); }},
+     {"backward", {"dqkv/3"}, [](const Problem& p) { return attention_work(p, 5, 8); }}},
+    {
+        {0, "forward", NHWC, CPU_FP32, "the specification", attention_forward0},
+        {0, "backward", NHWC, CPU_FP32, "the specification", attention_backward0},
+#ifdef __CUDACC__
+        {1, "forward", NHWC, FP32, "heads copied apart, cuBLAS, softmax, copied together",
+         attention_forward1},
+        {1, "backward", NHWC, FP32, "heads copied apart, cuBLAS, softmax, copied together",
+         attention_backward1},
+        {2, "forward", NHWC, FP32, "no copies; the softmax within the products", attention_forward2},
+        {2, "backward", NHWC, FP32, "no copies; the softmax within the products", attention_backward2},
+        {3, "forward", NHWC, FLOATX, "tiles on the chip, a thread a row", attention_forward3},
+        {3, "backward", NHWC, FLOATX, "probabilities made again, a thread a row", attention_backward3},
+        {4, "forward", NHWC, FLOATX, "tensor cores: the program's", attention_forward4},
+        {4, "backward", NHWC, FLOATX, "tensor cores: the program's", attention_backward4},
+#endif
+    }};
+LADDER_MAIN(attention_ladder)

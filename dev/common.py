@@ -1,0 +1,153 @@
+"""What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing on a GPU.
+
+The file, little-endian: int32 20241127, then tensors: int32 length of the name, the name ("case/tensor"),
+int32 number of dimensions, int32 each dimension, float32 values in PyTorch's order. A case's sizes ("B", "C",
+...) are tensors without dimensions; so are "timed" and the microseconds of PyTorch on this GPU ("PyTorch
+forward, ...").
+"""
+import os
+import pathlib
+import statistics
+import struct
+
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+MAGIC = 20241127
+
+
+def write_tensor(file, name, value):
+    value = torch.as_tensor(value).detach().to("cpu", torch.float32).contiguous()
+    name = name.encode()
+    file.write(struct.pack(f"<i{len(name)}si{value.ndim}i", len(name), name, value.ndim, *value.shape))
+    file.write(value.numpy().tobytes())
+
+
+class Random:
+    """random(*shape, scale, mean): normals in float64 with the digits of bfloat16, so that a version that
+    computes in bf16 starts from the same numbers as one in fp32."""
+    def __init__(self, seed, device):
+        self.generator, self.device = torch.Generator(device).manual_seed(seed), device
+
+    def __call__(self, *shape, scale=1.0, mean=0.0):
+        values = torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+        return (mean + scale * values).bfloat16().double()
+
+    def integers(self, low, high, shape):
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device)
+
+
+def gradients_of(forward, tensors, names):
+    """(outputs of forward(tensors), {"dx": gradient of x, ...}) for the upstream gradient "dout" of the
+    first output."""
+    tensors = dict(tensors)
+    leaves = []
+    for name in names:
+        tensors[name] = tensors[name].detach().requires_grad_()
+        leaves.append(tensors[name])
+    outputs = forward(tensors)
+    if not names:
+        return outputs, {}
+    first = next(iter(outputs.values()))
+    found = torch.autograd.grad(first, leaves, tensors["dout"].to(first.dtype), retain_graph=True)
+    return outputs, {"d" + name: gradient for name, gradient in zip(names, found)}
+
+
+def microseconds(make):
+    """Median time of a call on the GPU: make() returns (a function of no arguments, bytes it reads and
+    writes). As in common.h: copies of more than twice the second-level cache take turns in a replayed CUDA
+    graph.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function, size = make()
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+        copies = min(200, 2 * cache // max(size, 1) + 2)
+        calls = [function] + [make()[0] for _ in range(copies - 1)]
+        calls = (calls * 10)[:max(10, copies)]
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [call() for call in calls]  # noqa: F841: results live as long as the graph
+    times = []
+    for n in range(23):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if n >= 3:
+            times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def cast(tensors, dtype):
+    """The floating-point tensors in this type and, where they are images, in channels_last."""
+    def one(value):
+        if not torch.is_tensor(value) or not value.is_floating_point():
+            return value
+        value = value.to(dtype)
+        return value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value.clone()
+    return {name: one(value) for name, value in tensors.items()}
+
+
+def bytes_of(tensors):
+    return sum(value.numel() * value.element_size() for value in tensors.values() if torch.is_tensor(value))
+
+
+def time_pytorch(forward, tensors, names, dtype=torch.bfloat16):
+    """{"forward": us, "backward": us} of PyTorch on this GPU."""
+    def make_forward():
+        copy = cast(tensors, dtype)
+        copy.pop("dout", None)
+        return (lambda: forward(copy)), bytes_of(copy)
+
+    def make_backward():
+        copy = cast(tensors, dtype)
+        leaves = [copy[name].requires_grad_() for name in names]
+        first = next(iter(forward(copy).values()))
+        dout = copy["dout"].to(first.dtype)
+        return (lambda: torch.autograd.grad(first, leaves, dout, retain_graph=True)), bytes_of(copy)
+
+    times = {"forward": microseconds(make_forward)}
+    if names:
+        times["backward"] = microseconds(make_backward)
+    return times
+
+
+def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
+    """Writes the ladder's file.
+
+    cases       {name: sizes}; those with timed=1 are made only on a GPU
+    inputs      inputs(random, **sizes) -> {name: tensor}, with "dout" where there are gradients
+    forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
+    gradients   names of the inputs whose gradients ("d" + name) are written
+    timings     timings(tensors) -> {pass and description: us}; by default forward and backward in bf16
+    """
+    folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    on_gpu = torch.cuda.is_available()
+    path = folder / f"{stem}.bin"
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(struct.pack("<i", MAGIC))
+        for name, sizes in cases.items():
+            if sizes.get("timed") and not on_gpu:
+                continue
+            device = "cuda" if sizes.get("timed") else "cpu"
+            only_sizes = {key: value for key, value in sizes.items() if key != "timed"}
+            tensors = only_sizes | inputs(Random(seed, device), **only_sizes)
+            outputs, found = gradients_of(forward, tensors, gradients)
+            everything = sizes | tensors | outputs | found
+            if sizes.get("timed"):
+                del outputs, found
+                times = timings(tensors) if timings else {
+                    f"{which}, eager, bf16, channels_last": us
+                    for which, us in time_pytorch(forward, tensors, gradients).items()}
+                everything |= {f"PyTorch {which}": us for which, us in times.items()}
+            for key, value in everything.items():
+                write_tensor(file, f"{name}/{key}", value)
+    os.replace(f"{path}.tmp", path)
+    print(f"{path}: {', '.join(case for case, sizes in cases.items() if on_gpu or not sizes.get('timed'))}")

@@ -1,0 +1,175 @@
+// GELU, forward and backward: out = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). The UNet does not use
+// it; it shows what a chain of elementwise kernels costs.
+//
+//   make gelu && ./gelu          every version: against PyTorch, then timed
+//   ./gelu 1                     version 1 alone
+//
+//   0  plain loops on the CPU
+//   1  fp32, a kernel for each operation of the formula, as an array library runs it
+//   2  fp32, all in one pass
+//   3  bf16, all in one pass, 16 bytes a thread
+//
+// What the steps change: every link of the chain reads its operands from memory and writes its result back,
+// so version 1 moves seven times (backward: a dozen times) the bytes that version 2 does, which has the
+// intermediate values in registers. Half the element halves the rest, and 16 bytes a thread ask for it with
+// few enough instructions to reach a copy's bandwidth. tanhf is hidden behind that: the GPU's approximate
+// instruction for it made no difference.
+#include "common.h"
+
+static const float GELU_ROOT = 0.7978845608f, GELU_CUBE = 0.044715f;
+
+// ---- 0 ----------------------------------------------------------------------------------------------------
+
+static void gelu_forward0(Problem& p) {
+    size_t n = p.find("x").values.size();
+    float* out = p.out<float>("out");
+    const float* x = p.in<float>("x");
+    for (size_t i = 0; i < n; i++)
+        out[i] = 0.5f * x[i] * (1 + tanhf(GELU_ROOT * (x[i] + GELU_CUBE * x[i] * x[i] * x[i])));
+}
+static HOST_DEVICE float gelu_gradient(float x) {
+    float t = tanhf(GELU_ROOT * (x + GELU_CUBE * x * x * x));
+    return 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * GELU_ROOT * (1 + 3 * GELU_CUBE * x * x);
+}
+static void gelu_backward0(Problem& p) {
+    size_t n = p.find("x").values.size();
+    float* dx = p.out<float>("dx");
+    const float *x = p.in<float>("x"), *dout = p.in<float>("dout");
+    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * gelu_gradient(x[i]);
+}
+
+#ifdef __CUDACC__
+// ---- 1: a kernel an operation -----------------------------------------------------------------------------
+
+enum GeluLink { GELU_PRODUCT, GELU_SCALED_SUM, GELU_TANH, GELU_AFFINE };
+// out = a b, a + scale b, tanh(a), or scale a + shift
+__global__ void gelu_link_kernel1(float* out, const float* a, const float* b, GeluLink link, float scale,
+                                  float shift, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    if (link == GELU_PRODUCT) out[i] = a[i] * b[i];
+    if (link == GELU_SCALED_SUM) out[i] = a[i] + scale * b[i];
+    if (link == GELU_TANH) out[i] = tanhf(a[i]);
+    if (link == GELU_AFFINE) out[i] = scale * a[i] + shift;
+}
+struct GeluChain {
+    size_t n;
+    void operator()(GeluLink link, float* out, const float* a, const float* b, float scale = 1,
+                    float shift = 0) {
+        launch(gelu_link_kernel1, blocks_of(n, 256), 256, 0, out, a, b, link, scale, shift, n);
+    }
+    void tangent(float* t, const float* x) {  // tanh(sqrt(2 / pi) (x + 0.044715 x^3))
+        (*this)(GELU_PRODUCT, t, x, x);
+        (*this)(GELU_PRODUCT, t, t, x);
+        (*this)(GELU_SCALED_SUM, t, x, t, GELU_CUBE);
+        (*this)(GELU_AFFINE, t, t, nullptr, GELU_ROOT);
+        (*this)(GELU_TANH, t, t, nullptr);
+    }
+};
+static void gelu_forward1(Problem& p) {
+    GeluChain chain = {p.find("x").values.size()};
+    const float* x = p.in<float>("x");
+    float* t = p.scratch<float>("t", chain.n);
+    chain.tangent(t, x);
+    chain(GELU_AFFINE, t, t, nullptr, 0.5f, 0.5f);
+    chain(GELU_PRODUCT, p.out<float>("out"), t, x);
+}
+static void gelu_backward1(Problem& p) {
+    GeluChain chain = {p.find("x").values.size()};
+    const float* x = p.in<float>("x");
+    float *t = p.scratch<float>("t", chain.n), *slope = p.scratch<float>("slope", chain.n),
+          *u = p.scratch<float>("u", chain.n);
+    chain.tangent(t, x);
+    chain(GELU_PRODUCT, slope, t, t);
+    chain(GELU_AFFINE, slope, slope, nullptr, -0.5f * GELU_ROOT,
+          0.5f * GELU_ROOT);  // sqrt(2 / pi) / 2 (1 - t^2)
+    chain(GELU_PRODUCT, slope, slope, x);
+    chain(GELU_PRODUCT, u, x, x);
+    chain(GELU_AFFINE, u, u, nullptr, 3 * GELU_CUBE, 1);
+    chain(GELU_PRODUCT, slope, slope, u);
+    chain(GELU_AFFINE, t, t, nullptr, 0.5f, 0.5f);
+    chain(GELU_SCALED_SUM, t, t, slope);
+    chain(GELU_PRODUCT, p.out<float>("dx"), t, p.in<float>("dout"));
+}
+
+// ---- 2: one pass ------------------------------------------------------------------------------------------
+
+__global__ void gelu_forward_kernel2(float* out, const float* x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float v = x[i];
+    out[i] = 0.5f * v * (1 + tanhf(GELU_ROOT * (v + GELU_CUBE * v * v * v)));
+}
+static void gelu_forward2(Problem& p) {
+    size_t n = p.find("x").values.size();
+    launch(gelu_forward_kernel2, blocks_of(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n);
+}
+__global__ void gelu_backward_kernel2(float* dx, const float* dout, const float* x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) dx[i] = dout[i] * gelu_gradient(x[i]);
+}
+static void gelu_backward2(Problem& p) {
+    size_t n = p.find("x").values.size();
+    launch(gelu_backward_kernel2, blocks_of(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"),
+           p.in<float>("x"), n);
+}
+
+// ---- 3: 16 bytes a thread ---------------------------------------------------------------------------------
+
+// n: a multiple of VEC
+__global__ void gelu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
+    if (i >= n) return;
+    float v[VEC];
+    unpack(v, *(const uint4*)(x + i));
+    for (int k = 0; k < VEC; k++)
+        v[k] = 0.5f * v[k] * (1 + tanhf(GELU_ROOT * (v[k] + GELU_CUBE * v[k] * v[k] * v[k])));
+    *(uint4*)(out + i) = pack(v);
+}
+static void gelu_forward3(Problem& p) {
+    size_t n = p.find("x").values.size();
+    ASSERT(n % VEC == 0);
+    launch(gelu_forward_kernel3, blocks_of(n, 256 * VEC), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n);
+}
+__global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
+    if (i >= n) return;
+    float v[VEC], upstream[VEC];
+    unpack(v, *(const uint4*)(x + i));
+    unpack(upstream, *(const uint4*)(dout + i));
+    for (int k = 0; k < VEC; k++) {
+        float t = tanhf(GELU_ROOT * (v[k] + GELU_CUBE * v[k] * v[k] * v[k]));
+        float slope = GELU_ROOT * (1 + 3 * GELU_CUBE * v[k] * v[k]);
+        upstream[k] *= 0.5f * (1 + t) + 0.5f * v[k] * (1 - t * t) * slope;
+    }
+    *(uint4*)(dx + i) = pack(upstream);
+}
+static void gelu_backward3(Problem& p) {
+    size_t n = p.find("x").values.size();
+    ASSERT(n % VEC == 0);
+    launch(gelu_backward_kernel3, blocks_of(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
+           p.in<floatX>("x"), n);
+}
+#endif
+
+static Work gelu_work(const Problem& p, int tensors) {
+    return {0, (double)tensors * sizeof(floatX) * (double)p.find("x").values.size()};
+}
+
+static const Ladder gelu_ladder = {
+    "gelu",
+    {{"forward", {"out"}, [](const Problem& p) { return gelu_work(p, 2); }},
+     {"backward", {"dx"}, [](const Problem& p) { return gelu_work(p, 3); }}},
+    {
+        {0, "forward", NCHW, CPU_FP32, "plain loops", gelu_forward0},
+        {0, "backward", NCHW, CPU_FP32, "plain loops", gelu_backward0},
+#ifdef __CUDACC__
+        {1, "forward", NCHW, FP32, "a kernel an operation", gelu_forward1},
+        {1, "backward", NCHW, FP32, "a kernel an operation", gelu_backward1},
+        {2, "forward", NCHW, FP32, "one pass", gelu_forward2},
+        {2, "backward", NCHW, FP32, "one pass", gelu_backward2},
+        {3, "forward", NHWC, FLOATX, "one pass, 16 bytes a thread", gelu_forward3},
+        {3, "backward", NHWC, FLOATX, "one pass, 16 bytes a thread", gelu_backward3},
+#endif
+    }};
+LADDER_MAIN(gelu_ladder)

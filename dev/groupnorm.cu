@@ -1,0 +1,589 @@
+// Group norm and SiLU, forward and backward: out = F.silu(F.group_norm(x, 32, w, bias)).
+//
+//   make groupnorm && ./groupnorm        every version: against PyTorch, then timed
+//   ./groupnorm 3                        version 3 alone
+//
+//   0  the program's CPU function: the specification
+//   1  fp32, NCHW, a thread a group
+//   2  fp32, NCHW, a block a group
+//   3  bf16, NCHW, a block a group, 16-byte loads
+//   4  bf16, NHWC, a block a tile of 64 pixels: partial sums, then the groups' sums, then the result
+//   5  forward only: version 4 with the partial sums from the epilogue of whatever wrote x
+//   6  the program's: everything in one launch where an image fits the chip
+//   7  forward only: the program's with its statistics given, as in the backward pass of the network
+//
+// What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
+// are all there are on a machine for 270,000, and neighbours read addresses far apart. A block a group gives
+// every multiprocessor work and reads whole lines; bf16 and 16-byte loads halve the traffic and leave an
+// eighth of the instructions. As a kernel by itself that is nearly as good as any: its second and third look
+// at the group find it in the cache. But NCHW suits nothing else here. NHWC, which the convolutions want,
+// tears a group into pieces of a few bytes a pixel; version 4 therefore sums by channel over a tile of pixels
+// and adds tiles and channels up afterwards, in three launches. That split is what lets the sums come from
+// elsewhere: the convolution before has every value in registers (version 5), and what remains is a read and
+// a write. Where nobody can give the sums, the program holds an image on the chip, in a cluster of blocks,
+// and reads it once.
+#include "common.h"
+
+enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
+
+struct GroupnormShape {
+    int B, C, T, G;
+};
+static GroupnormShape groupnorm_shape(const Problem& p) {
+    return {p.dim("B"), p.dim("C"), p.dim("H") * p.dim("W"), GROUPNORM_GROUPS};
+}
+
+// ---- 0 ----------------------------------------------------------------------------------------------------
+
+static void groupnorm_forward0(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    groupnorm_forward_cpu(p.out<float>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"),
+                          nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true);
+}
+static void groupnorm_backward0(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    groupnorm_backward_cpu(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
+                           p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<float>("dout"), nullptr,
+                           p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), nullptr,
+                           p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
+}
+
+#ifdef __CUDACC__
+
+// The sum of a block's values, in all its threads.
+__device__ static inline float block_total(float value) {
+    __shared__ float total;
+    value = block_sum(value);
+    if (threadIdx.x == 0) total = value;
+    __syncthreads();
+    value = total;
+    __syncthreads();
+    return value;
+}
+
+// ---- 1: a thread a group ----------------------------------------------------------------------------------
+
+// x, out (B, C, T): group g of image b is the run of T C / G floats that begins at (b G + g) T C / G.
+__global__ void groupnorm_forward_kernel1(float* out, float* mean, float* rstd, const float* x,
+                                          const float* w, const float* bias, int groups, int T, int C,
+                                          int G) {
+    int group = blockIdx.x * blockDim.x + threadIdx.x, n = C / G * T;
+    if (group >= groups) return;
+    const float* row = x + (size_t)group * n;
+    float sum = 0, squares = 0;
+    for (int i = 0; i < n; i++) sum += row[i];
+    float m = sum / n;
+    for (int i = 0; i < n; i++) squares += (row[i] - m) * (row[i] - m);
+    float r = 1 / sqrtf(squares / n + NORM_EPS);
+    for (int i = 0; i < n; i++) {
+        int c = group % G * (C / G) + i / T;
+        float y = (row[i] - m) * r * w[c] + bias[c];
+        out[(size_t)group * n + i] = y / (1 + expf(-y));
+    }
+    mean[group] = m, rstd[group] = r;
+}
+static void groupnorm_forward1(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    launch(groupnorm_forward_kernel1, blocks_of(s.B * s.G, 32), 32, 0, p.out<float>("out"),
+           p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
+           p.in<float>("bias"), s.B * s.G, s.T, s.C, s.G);
+}
+
+// The gradient at the norm's output before the SiLU.
+__device__ static inline float groupnorm_dy(float dout, float normed, float w, float bias) {
+    float y = normed * w + bias, s = 1 / (1 + expf(-y));
+    return dout * s * (1 + y * (1 - s));
+}
+
+__global__ void groupnorm_backward_kernel1(float* dx, const float* dout, const float* mean, const float* rstd,
+                                           const float* x, const float* w, const float* bias, int groups,
+                                           int T, int C, int G) {
+    int group = blockIdx.x * blockDim.x + threadIdx.x, n = C / G * T, c0 = group % G * (C / G);
+    if (group >= groups) return;
+    const float *row = x + (size_t)group * n, *upstream = dout + (size_t)group * n;
+    float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0;
+    for (int i = 0; i < n; i++) {
+        int c = c0 + i / T;
+        float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
+        sum += w[c] * dy, sum_normed += w[c] * dy * normed;
+    }
+    for (int i = 0; i < n; i++) {
+        int c = c0 + i / T;
+        float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
+        dx[(size_t)group * n + i] = r * (w[c] * dy - (sum + normed * sum_normed) / n);
+    }
+}
+// dw, dbias (C) +=: a thread a channel
+__global__ void groupnorm_weights_kernel1(float* dw, float* dbias, const float* dout, const float* mean,
+                                          const float* rstd, const float* x, const float* w,
+                                          const float* bias, int B, int T, int C, int G) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= C) return;
+    float sum = 0, sum_normed = 0;
+    for (int b = 0; b < B; b++)
+        for (int t = 0; t < T; t++) {
+            size_t i = ((size_t)b * C + c) * T + t;
+            int group = b * G + c / (C / G);
+            float normed = (x[i] - mean[group]) * rstd[group],
+                  dy = groupnorm_dy(dout[i], normed, w[c], bias[c]);
+            sum += dy, sum_normed += dy * normed;
+        }
+    dw[c] += sum_normed, dbias[c] += sum;
+}
+static void groupnorm_backward1(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    launch(groupnorm_backward_kernel1, blocks_of(s.B * s.G, 32), 32, 0, p.out<float>("dx"),
+           p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
+           p.in<float>("bias"), s.B * s.G, s.T, s.C, s.G);
+    launch(groupnorm_weights_kernel1, blocks_of(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
+           p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
+           p.in<float>("bias"), s.B, s.T, s.C, s.G);
+}
+
+// ---- 2: a block a group -----------------------------------------------------------------------------------
+
+__global__ void groupnorm_forward_kernel2(float* out, float* mean, float* rstd, const float* x,
+                                          const float* w, const float* bias, int T, int C, int G) {
+    int group = blockIdx.x, n = C / G * T;
+    const float* row = x + (size_t)group * n;
+    float sum = 0, squares = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) sum += row[i];
+    float m = block_total(sum) / n;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) squares += (row[i] - m) * (row[i] - m);
+    float r = 1 / sqrtf(block_total(squares) / n + NORM_EPS);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        int c = group % G * (C / G) + i / T;
+        float y = (row[i] - m) * r * w[c] + bias[c];
+        out[(size_t)group * n + i] = y / (1 + expf(-y));
+    }
+    if (threadIdx.x == 0) mean[group] = m, rstd[group] = r;
+}
+static void groupnorm_forward2(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    launch(groupnorm_forward_kernel2, s.B * s.G, 512, 0, p.out<float>("out"), p.out<float>("mean"),
+           p.out<float>("rstd"), p.in<float>("x"), p.in<float>("w"), p.in<float>("bias"), s.T, s.C, s.G);
+}
+
+__global__ void groupnorm_backward_kernel2(float* dx, const float* dout, const float* mean, const float* rstd,
+                                           const float* x, const float* w, const float* bias, int T, int C,
+                                           int G) {
+    int group = blockIdx.x, n = C / G * T, c0 = group % G * (C / G);
+    const float *row = x + (size_t)group * n, *upstream = dout + (size_t)group * n;
+    float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        int c = c0 + i / T;
+        float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
+        sum += w[c] * dy, sum_normed += w[c] * dy * normed;
+    }
+    sum = block_total(sum), sum_normed = block_total(sum_normed);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        int c = c0 + i / T;
+        float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
+        dx[(size_t)group * n + i] = r * (w[c] * dy - (sum + normed * sum_normed) / n);
+    }
+}
+// a block a channel
+__global__ void groupnorm_weights_kernel2(float* dw, float* dbias, const float* dout, const float* mean,
+                                          const float* rstd, const float* x, const float* w,
+                                          const float* bias, int B, int T, int C, int G) {
+    int c = blockIdx.x;
+    float sum = 0, sum_normed = 0;
+    for (int b = 0; b < B; b++)
+        for (int t = threadIdx.x; t < T; t += blockDim.x) {
+            size_t i = ((size_t)b * C + c) * T + t;
+            int group = b * G + c / (C / G);
+            float normed = (x[i] - mean[group]) * rstd[group],
+                  dy = groupnorm_dy(dout[i], normed, w[c], bias[c]);
+            sum += dy, sum_normed += dy * normed;
+        }
+    sum = block_total(sum), sum_normed = block_total(sum_normed);
+    if (threadIdx.x == 0) dw[c] += sum_normed, dbias[c] += sum;
+}
+static void groupnorm_backward2(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    launch(groupnorm_backward_kernel2, s.B * s.G, 512, 0, p.out<float>("dx"), p.in<float>("dout"),
+           p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"), p.in<float>("bias"),
+           s.T, s.C, s.G);
+    launch(groupnorm_weights_kernel2, s.C, 512, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
+           p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
+           p.in<float>("bias"), s.B, s.T, s.C, s.G);
+}
+
+// ---- 3: 16-byte loads -------------------------------------------------------------------------------------
+
+// T: a multiple of VEC, so that 16 bytes belong to one channel
+__global__ void groupnorm_forward_kernel3(floatX* out, float* mean, float* rstd, const floatX* x,
+                                          const floatX* w, const floatX* bias, int T, int C, int G) {
+    int group = blockIdx.x, n = C / G * T;
+    const uint4* row = (const uint4*)(x + (size_t)group * n);
+    uint4* target = (uint4*)(out + (size_t)group * n);
+    float sum = 0, squares = 0, value[VEC];
+    for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
+        unpack(value, row[i]);
+        for (int k = 0; k < VEC; k++) sum += value[k];
+    }
+    float m = block_total(sum) / n;
+    for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
+        unpack(value, row[i]);
+        for (int k = 0; k < VEC; k++) squares += (value[k] - m) * (value[k] - m);
+    }
+    float r = 1 / sqrtf(block_total(squares) / n + NORM_EPS);
+    for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
+        int c = group % G * (C / G) + i * VEC / T;
+        float scale = r * (float)w[c], shift = (float)bias[c] - m * scale;
+        unpack(value, row[i]);
+        for (int k = 0; k < VEC; k++) {
+            float y = value[k] * scale + shift;
+            value[k] = y * sigmoid(y);
+        }
+        target[i] = pack(value);
+    }
+    if (threadIdx.x == 0) mean[group] = m, rstd[group] = r;
+}
+static void groupnorm_forward3(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    ASSERT(s.T % VEC == 0);
+    launch(groupnorm_forward_kernel3, s.B * s.G, 512, 0, p.out<floatX>("out"), p.out<float>("mean"),
+           p.out<float>("rstd"), p.in<floatX>("x"), p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
+}
+
+// normed and dy of 16 bytes of x and dout
+__device__ static inline void groupnorm_dy3(float normed[VEC], float dy[VEC], uint4 x, uint4 dout, float m,
+                                            float r, float w, float bias) {
+    unpack(normed, x);
+    unpack(dy, dout);
+    for (int k = 0; k < VEC; k++) {
+        normed[k] = (normed[k] - m) * r;
+        dy[k] *= silu_gradient(normed[k] * w + bias);
+    }
+}
+__global__ void groupnorm_backward_kernel3(floatX* dx, const floatX* dout, const float* mean,
+                                           const float* rstd, const floatX* x, const floatX* w,
+                                           const floatX* bias, int T, int C, int G) {
+    int group = blockIdx.x, n = C / G * T, c0 = group % G * (C / G);
+    const uint4 *row = (const uint4*)(x + (size_t)group * n),
+                *upstream = (const uint4*)(dout + (size_t)group * n);
+    uint4* target = (uint4*)(dx + (size_t)group * n);
+    float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0, normed[VEC], dy[VEC];
+    for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
+        int c = c0 + i * VEC / T;
+        groupnorm_dy3(normed, dy, row[i], upstream[i], m, r, (float)w[c], (float)bias[c]);
+        for (int k = 0; k < VEC; k++)
+            sum += (float)w[c] * dy[k], sum_normed += (float)w[c] * dy[k] * normed[k];
+    }
+    sum = block_total(sum) / n, sum_normed = block_total(sum_normed) / n;
+    for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
+        int c = c0 + i * VEC / T;
+        groupnorm_dy3(normed, dy, row[i], upstream[i], m, r, (float)w[c], (float)bias[c]);
+        for (int k = 0; k < VEC; k++) dy[k] = r * ((float)w[c] * dy[k] - (sum + normed[k] * sum_normed));
+        target[i] = pack(dy);
+    }
+}
+__global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX* dout, const float* mean,
+                                          const float* rstd, const floatX* x, const floatX* w,
+                                          const floatX* bias, int B, int T, int C, int G) {
+    int c = blockIdx.x;
+    float sum = 0, sum_normed = 0, normed[VEC], dy[VEC];
+    for (int b = 0; b < B; b++)
+        for (int t = threadIdx.x * VEC; t < T; t += blockDim.x * VEC) {
+            size_t i = ((size_t)b * C + c) * T + t;
+            int group = b * G + c / (C / G);
+            groupnorm_dy3(normed, dy, *(const uint4*)(x + i), *(const uint4*)(dout + i), mean[group],
+                          rstd[group], (float)w[c], (float)bias[c]);
+            for (int k = 0; k < VEC; k++) sum += dy[k], sum_normed += dy[k] * normed[k];
+        }
+    sum = block_total(sum), sum_normed = block_total(sum_normed);
+    if (threadIdx.x == 0) dw[c] += sum_normed, dbias[c] += sum;
+}
+static void groupnorm_backward3(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    ASSERT(s.T % VEC == 0);
+    launch(groupnorm_backward_kernel3, s.B * s.G, 512, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
+           p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), p.in<floatX>("w"),
+           p.in<floatX>("bias"), s.T, s.C, s.G);
+    launch(groupnorm_weights_kernel3, s.C, 512, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
+           p.in<floatX>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
+           p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, s.G);
+}
+
+// ---- 4: NHWC, tiles of pixels -----------------------------------------------------------------------------
+
+enum { GROUPNORM_THREADS = 256, GROUPNORM_FLOATS = GROUPNORM_THREADS * VEC };
+
+// A block owns pixels [first, end) of image blockIdx.y; a thread always the same 16 bytes of a pixel, of
+// every rows-th pixel. Threads that would begin a row they can't complete are idle.
+struct GroupnormTile {
+    int vectors, rows, v, row, first, end;
+    __device__ GroupnormTile(int T, int C)
+        : vectors(C / VEC),
+          rows(GROUPNORM_THREADS / vectors),
+          v(threadIdx.x % vectors),
+          row(threadIdx.x / vectors),
+          first(blockIdx.x * GROUPNORM_TILE),
+          end(min(first + GROUPNORM_TILE, T)) {}
+    __device__ bool idle() const { return row >= rows; }
+    __device__ size_t at(int t, int T) const {
+        return ((size_t)blockIdx.y * T + t) * vectors + v;
+    }  // in 16 bytes
+    // Adds up the threads' sums: total (C), in a fixed order. room (rows, C).
+    __device__ void add_up(float* total, float* room, const float sum[VEC], int C) const {
+        if (!idle())
+            for (int k = 0; k < VEC; k++) room[row * C + v * VEC + k] = sum[k];
+        __syncthreads();
+        for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) {
+            float all = 0;
+            for (int r = 0; r < rows; r++) all += room[r * C + c];
+            total[c] = all;
+        }
+        __syncthreads();
+    }
+};
+
+// tile_mean, tile_m2 (B, tiles, C): of a tile's pixels the mean and the squares about it.
+__global__ void groupnorm_partials_kernel4(float* tile_mean, float* tile_m2, const floatX* x, int T, int C) {
+    __shared__ float room[GROUPNORM_FLOATS], total[GROUPNORM_FLOATS];
+    GroupnormTile tile(T, C);
+    float sum[VEC] = {}, squares[VEC] = {}, value[VEC];
+    float n = (float)(tile.end - tile.first);
+    if (!tile.idle())
+        for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
+            unpack(value, ((const uint4*)x)[tile.at(t, T)]);
+            for (int k = 0; k < VEC; k++) sum[k] += value[k];
+        }
+    tile.add_up(total, room, sum, C);
+    if (!tile.idle())
+        for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {  // from the cache
+            unpack(value, ((const uint4*)x)[tile.at(t, T)]);
+            for (int k = 0; k < VEC; k++) {
+                float d = value[k] - total[tile.v * VEC + k] / n;
+                squares[k] += d * d;
+            }
+        }
+    size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * C;
+    for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) tile_mean[at + c] = total[c] / n;
+    __syncthreads();
+    tile.add_up(total, room, squares, C);
+    for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) tile_m2[at + c] = total[c];
+}
+
+// Count, mean and squares about it of some numbers; those of two sets together: Chan, Golub and LeVeque
+// (1983).
+struct GroupnormMoments {
+    float n, mean, m2;
+};
+__device__ static inline GroupnormMoments groupnorm_merge(GroupnormMoments a, GroupnormMoments b) {
+    float n = a.n + b.n, d = b.mean - a.mean;
+    if (b.n == 0) return a;
+    return {n, a.mean + d * b.n / n, a.m2 + b.m2 + d * d * a.n * b.n / n};
+}
+// mean, rstd (B, G) from the tiles'. A warp a group.
+__global__ void groupnorm_combine_kernel4(float* mean, float* rstd, const float* tile_mean,
+                                          const float* tile_m2, int tiles, int T, int C, int G) {
+    int g = blockIdx.x, b = blockIdx.y, size = C / G;
+    GroupnormMoments all = {0, 0, 0};
+    for (int i = threadIdx.x; i < tiles * size; i += 32) {
+        int tile = i / size;
+        size_t at = ((size_t)b * tiles + tile) * C + g * size + i % size;
+        float n = (float)min((int)GROUPNORM_TILE, T - tile * GROUPNORM_TILE);
+        all = groupnorm_merge(all, {n, tile_mean[at], tile_m2[at]});
+    }
+    for (int step = 16; step; step /= 2) {
+        GroupnormMoments other = {__shfl_down_sync(~0u, all.n, step), __shfl_down_sync(~0u, all.mean, step),
+                                  __shfl_down_sync(~0u, all.m2, step)};
+        all = groupnorm_merge(all, other);
+    }
+    if (threadIdx.x == 0) mean[b * G + g] = all.mean, rstd[b * G + g] = 1 / sqrtf(all.m2 / all.n + NORM_EPS);
+}
+__global__ void groupnorm_forward_kernel4(floatX* out, const float* mean, const float* rstd, const floatX* x,
+                                          const floatX* w, const floatX* bias, int T, int C, int G) {
+    GroupnormTile tile(T, C);
+    if (tile.idle()) return;
+    float scale[VEC], shift[VEC], value[VEC];
+    for (int k = 0; k < VEC; k++) {
+        int c = tile.v * VEC + k, group = blockIdx.y * G + c / (C / G);
+        scale[k] = rstd[group] * (float)w[c], shift[k] = (float)bias[c] - mean[group] * scale[k];
+    }
+    for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
+        unpack(value, ((const uint4*)x)[tile.at(t, T)]);
+        for (int k = 0; k < VEC; k++) {
+            float y = value[k] * scale[k] + shift[k];
+            value[k] = y * sigmoid(y);
+        }
+        ((uint4*)out)[tile.at(t, T)] = pack(value);
+    }
+}
+// From the tiles' means and squares on.
+static void groupnorm_finish4(Problem& p, const float* tile_mean, const float* tile_m2) {
+    GroupnormShape s = groupnorm_shape(p);
+    int tiles = ceil_div(s.T, GROUPNORM_TILE);
+    float *mean = p.out<float>("mean"), *rstd = p.out<float>("rstd");
+    launch(groupnorm_combine_kernel4, dim3(s.G, s.B), 32, 0, mean, rstd, tile_mean, tile_m2, tiles, s.T, s.C,
+           s.G);
+    launch(groupnorm_forward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("out"), mean,
+           rstd, p.in<floatX>("x"), p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
+}
+static void groupnorm_forward4(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    ASSERT(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
+    int tiles = ceil_div(s.T, GROUPNORM_TILE);
+    float *tile_mean = p.scratch<float>("mean of tiles", (size_t)s.B * tiles * s.C),
+          *tile_m2 = p.scratch<float>("m2 of tiles", (size_t)s.B * tiles * s.C);
+    launch(groupnorm_partials_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, tile_mean, tile_m2,
+           p.in<floatX>("x"), s.T, s.C);
+    groupnorm_finish4(p, tile_mean, tile_m2);
+}
+
+// ---- 5: the tiles' sums come with x -----------------------------------------------------------------------
+
+static void groupnorm_forward5(Problem& p) {
+    groupnorm_finish4(p, p.in<float>("tile_mean"), p.in<float>("tile_m2"));
+}
+
+// ---- 4, backward ------------------------------------------------------------------------------------------
+
+// A thread's channels: statistics of their groups, weight and bias.
+struct GroupnormChannels {
+    float mean[VEC], rstd[VEC], w[VEC], bias[VEC];
+    __device__ GroupnormChannels(const GroupnormTile& tile, const float* means, const float* rstds,
+                                 const floatX* ws, const floatX* biases, int C, int G) {
+        for (int k = 0; k < VEC; k++) {
+            int c = tile.v * VEC + k, group = blockIdx.y * G + c / (C / G);
+            mean[k] = means[group], rstd[k] = rstds[group], w[k] = (float)ws[c], bias[k] = (float)biases[c];
+        }
+    }
+    __device__ void gradients(float normed[VEC], float dy[VEC], uint4 x, uint4 dout) const {
+        unpack(normed, x);
+        unpack(dy, dout);
+        for (int k = 0; k < VEC; k++) {
+            normed[k] = (normed[k] - mean[k]) * rstd[k];
+            dy[k] *= silu_gradient(normed[k] * w[k] + bias[k]);
+        }
+    }
+};
+
+// partials (2, B, tiles, C): the sums over a tile's pixels of dy and of dy normed.
+__global__ void groupnorm_backward_partials_kernel4(float* partials, const floatX* dout, const float* mean,
+                                                    const float* rstd, const floatX* x, const floatX* w,
+                                                    const floatX* bias, int T, int C, int G) {
+    __shared__ float room[GROUPNORM_FLOATS], total[GROUPNORM_FLOATS];
+    GroupnormTile tile(T, C);
+    float sum[VEC] = {}, sum_normed[VEC] = {}, normed[VEC], dy[VEC];
+    if (!tile.idle()) {
+        GroupnormChannels channels(tile, mean, rstd, w, bias, C, G);
+        for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
+            channels.gradients(normed, dy, ((const uint4*)x)[tile.at(t, T)],
+                               ((const uint4*)dout)[tile.at(t, T)]);
+            for (int k = 0; k < VEC; k++) sum[k] += dy[k], sum_normed[k] += dy[k] * normed[k];
+        }
+    }
+    size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * C, half = (size_t)gridDim.y * gridDim.x * C;
+    tile.add_up(total, room, sum, C);
+    for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) partials[at + c] = total[c];
+    __syncthreads();
+    tile.add_up(total, room, sum_normed, C);
+    for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) partials[half + at + c] = total[c];
+}
+// sums (2, B, C) over the tiles. A block an image.
+__global__ void groupnorm_sums_kernel4(float* sums, const float* partials, int B, int tiles, int C) {
+    for (int i = threadIdx.x; i < 2 * C; i += blockDim.x) {
+        size_t image = (size_t)(i / C) * B + blockIdx.x;
+        float sum = 0;
+        for (int tile = 0; tile < tiles; tile++) sum += partials[(image * tiles + tile) * C + i % C];
+        sums[image * C + i % C] = sum;
+    }
+}
+__global__ void groupnorm_backward_kernel4(floatX* dx, const float* sums, const floatX* dout,
+                                           const float* mean, const float* rstd, const floatX* x,
+                                           const floatX* w, const floatX* bias, int B, int T, int C, int G) {
+    GroupnormTile tile(T, C);
+    if (tile.idle()) return;
+    GroupnormChannels channels(tile, mean, rstd, w, bias, C, G);
+    float a[VEC] = {}, q[VEC] = {}, normed[VEC], dy[VEC];  // the group's means of w dy and of w dy normed
+    int size = C / G;
+    for (int k = 0; k < VEC; k++)
+        for (int c = (tile.v * VEC + k) / size * size, last = c + size; c < last; c++) {
+            a[k] += (float)w[c] * sums[(size_t)blockIdx.y * C + c] / (float)(size * T);
+            q[k] += (float)w[c] * sums[(size_t)(B + blockIdx.y) * C + c] / (float)(size * T);
+        }
+    for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
+        channels.gradients(normed, dy, ((const uint4*)x)[tile.at(t, T)], ((const uint4*)dout)[tile.at(t, T)]);
+        for (int k = 0; k < VEC; k++)
+            dy[k] = channels.rstd[k] * (channels.w[k] * dy[k] - (a[k] + normed[k] * q[k]));
+        ((uint4*)dx)[tile.at(t, T)] = pack(dy);
+    }
+}
+__global__ void groupnorm_weights_kernel4(float* dw, float* dbias, const float* sums, int B, int C) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= C) return;
+    float sum = 0, sum_normed = 0;
+    for (int b = 0; b < B; b++) sum += sums[(size_t)b * C + c], sum_normed += sums[(size_t)(B + b) * C + c];
+    dw[c] += sum_normed, dbias[c] += sum;
+}
+static void groupnorm_backward4(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    ASSERT(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
+    int tiles = ceil_div(s.T, GROUPNORM_TILE);
+    float *partials = p.scratch<float>("partials", (size_t)2 * s.B * tiles * s.C),
+          *sums = p.scratch<float>("sums", (size_t)2 * s.B * s.C);
+    const float *mean = p.in<float>("mean"), *rstd = p.in<float>("rstd");
+    const floatX *x = p.in<floatX>("x"), *dout = p.in<floatX>("dout"), *w = p.in<floatX>("w"),
+                 *bias = p.in<floatX>("bias");
+    launch(groupnorm_backward_partials_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, partials, dout, mean,
+           rstd, x, w, bias, s.T, s.C, s.G);
+    launch(groupnorm_sums_kernel4, s.B, 512, 0, sums, partials, s.B, tiles, s.C);
+    launch(groupnorm_backward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("dx"), sums,
+           dout, mean, rstd, x, w, bias, s.B, s.T, s.C, s.G);
+    launch(groupnorm_weights_kernel4, blocks_of(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
+           sums, s.B, s.C);
+}
+
+// ---- 6, 7: the program's ----------------------------------------------------------------------------------
+
+static void groupnorm_forward6(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    groupnorm_forward(p.out<floatX>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<floatX>("x"),
+                      nullptr, p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, 0, s.G, true);
+}
+static void groupnorm_forward7(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    groupnorm_apply(p.out<floatX>("out"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
+                    nullptr, p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, 0, s.G, true);
+}
+static void groupnorm_backward6(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
+                       p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<floatX>("dout"), nullptr,
+                       p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
+                       p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
+}
+#endif
+
+static Work groupnorm_work(const Problem& p, int tensors) {
+    return {0, (double)tensors * sizeof(floatX) * (double)p.find("x").values.size()};
+}
+
+static const Ladder groupnorm_ladder = {
+    "groupnorm",
+    {{"forward", {"out", "mean", "rstd"}, [](const Problem& p) { return groupnorm_work(p, 2); }},
+     {"apply", {"out"}, [](const Problem& p) { return groupnorm_work(p, 2); }},
+     {"backward", {"dx", "dw", "dbias"}, [](const Problem& p) { return groupnorm_work(p, 3); }}},
+    {
+        {0, "forward", NHWC, CPU_FP32, "the specification", groupnorm_forward0},
+        {0, "backward", NHWC, CPU_FP32, "the specification", groupnorm_backward0},
+#ifdef __CUDACC__
+        {1, "forward", NCHW, FP32, "a thread a group", groupnorm_forward1,
+         1e-4},  // one float sums 16384 numbers
+        {1, "backward", NCHW, FP32, "a thread a group, a thread a channel", groupnorm_backward1, 1e-3},
+        {2, "forward", NCHW, FP32, "a block a group", groupnorm_forward2},
+        {2, "backward", NCHW, FP32, "a block a group, a block a channel", groupnorm_backward2},
+        {3, "forward", NCHW, FLOATX, "16-byte loads", groupnorm_forward3},
+        {3, "backward", NCHW, FLOATX, "16-byte loads", groupnorm_backward3},
+        {4, "forward", NHWC, FLOATX, "NHWC: sums of tiles, then of groups", groupnorm_forward4},
+        {4, "backward", NHWC, FLOATX, "NHWC: sums of tiles, then of groups", groupnorm_backward4},
+        {5, "forward", NHWC, FLOATX, "the tiles' sums come from the producer", groupnorm_forward5},
+        {6, "forward", NHWC, FLOATX, "the program's", groupnorm_forward6},
+        {6, "backward", NHWC, FLOATX, "the program's", groupnorm_backward6},
+        {7, "apply", NHWC, FLOATX, "the program's, statistics given", groupnorm_forward7},
+#endif
+    }};
+LADDER_MAIN(groupnorm_ladder)
