@@ -286,7 +286,7 @@ static void conv1x1_forward5(Problem&, floatX* out, const floatX* x, const float
     linear_forward(out, x, nullptr, w, bias, nullptr, s.B * s.T, s.C, 0, s.O);
 }
 static void conv1x1_input_gradient5(Problem&, floatX* dx, const floatX* dout, const floatX* w, Shape s) {
-    linear_input_gradient(dx, nullptr, dout, w, s.B * s.T, s.C, 0, s.O, false);
+    linear_input_gradient(dx, nullptr, dout, w, s.B * s.T, s.C, 0, s.O, false, Normed(), 1);
 }
 static void conv1x1_weight_gradient5(Problem&, float* dw, const floatX* dout, const floatX* x, Shape s) {
     linear_weight_gradient(dw, nullptr, dout, x, nullptr, s.B * s.T, s.C, 0, s.O);

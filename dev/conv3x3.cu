@@ -733,7 +733,7 @@ static void conv3x3_input_gradient_by(Problem& p, Forward<T> forward) {
 }
 // 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
 static void conv3x3_input_gradient9(Problem&, floatX* dx, const floatX* dout, const floatX* w, Shape s) {
-    conv3x3_input_gradient(dx, dout, w, s.B, s.H, s.W, s.C, s.O);
+    conv3x3_input_gradient(dx, dout, w, s.B, s.H, s.W, s.C, s.O, Normed());
 }
 
 #endif  // __CUDACC__

@@ -38,13 +38,14 @@ static GroupnormShape groupnorm_shape(const Problem& p) {
 static void groupnorm_forward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     groupnorm_forward_cpu(p.out<float>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"),
-                          nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true);
+                          nullptr, nullptr, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0,
+                          s.G, true);
 }
 static void groupnorm_backward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     groupnorm_backward_cpu(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
-                           p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<float>("dout"), nullptr,
-                           p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), nullptr,
+                           (float2*)p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<float>("dout"),
+                           nullptr, p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), nullptr,
                            p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
 }
 
@@ -539,22 +540,32 @@ static void groupnorm_backward4(Problem& p) {
 
 // ---- 6, 7: the program's ----------------------------------------------------------------------------------
 
+// Alone, the program's norm measures its input first; in the network the product before it has done so.
 static void groupnorm_forward6(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
+    float2* moments = (float2*)p.scratch<float>("moments", (size_t)2 * s.B * norm_parts(s.T) * s.C);
+    channel_moments(moments, p.in<floatX>("x"), s.B, s.T, s.C);
     groupnorm_forward(p.out<floatX>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<floatX>("x"),
-                      nullptr, p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, 0, s.G, true);
+                      nullptr, moments, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G,
+                      true);
 }
 static void groupnorm_forward7(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     groupnorm_apply(p.out<floatX>("out"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
-                    nullptr, p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, 0, s.G, true);
+                    nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true);
 }
+// Likewise the gradient through the SiLU and its sums, which the input gradient behind the norm leaves behind.
 static void groupnorm_backward6(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
-                       p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<floatX>("dout"), nullptr,
-                       p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
-                       p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
+    const floatX* x = p.in<floatX>("x");
+    const float *mean = p.in<float>("mean"), *rstd = p.in<float>("rstd"), *w = p.in<float>("w"),
+                *bias = p.in<float>("bias");
+    floatX* dy = p.scratch<floatX>("dy", (size_t)s.B * s.T * s.C);
+    float2* sums = (float2*)p.scratch<float>("sums", (size_t)2 * s.B * norm_parts(s.T) * s.C);
+    Normed norm = {x, nullptr, w, bias, mean, rstd, s.C, 0, s.G, true, sums};
+    groupnorm_gradient(dy, p.in<floatX>("dout"), norm, s.B, s.T);
+    groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"), sums, dy,
+                       nullptr, mean, rstd, x, nullptr, w, bias, s.B, s.T, s.C, 0, s.G, true, false);
 }
 #endif
 

@@ -99,8 +99,8 @@ static void silu_backward3(Problem& p) {
 // The program's group norm, its statistics given, with or without the SiLU.
 static void silu_normalise(Problem& p, floatX* out, bool silu) {
     groupnorm_apply(out, p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
-                    p.in<floatX>("w"), p.in<floatX>("bias"), p.dim("B"), p.dim("H") * p.dim("W"), p.dim("C"),
-                    0, SILU_GROUPS, silu);
+                    p.in<float>("w"), p.in<float>("bias"), p.dim("B"), p.dim("H") * p.dim("W"), p.dim("C"), 0,
+                    SILU_GROUPS, silu);
 }
 static void silu_forward4(Problem& p) {
     size_t n = p.find("x").values.size();
