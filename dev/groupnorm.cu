@@ -9,7 +9,7 @@
 //   3  bf16, NCHW, a block a group, 16-byte loads
 //   4  bf16, NHWC, a block a tile of 64 pixels: partial sums, then the groups' sums, then the result
 //   5  forward only: version 4 with the partial sums from the epilogue of whatever wrote x
-//   6  the program's: everything in one launch where an image fits the chip
+//   6  the program's: version 5's idea forward and backward; here, alone, with a launch for the sums before it
 //   7  forward only: the program's with its statistics given, as in the backward pass of the network
 //
 // What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
@@ -20,8 +20,8 @@
 // tears a group into pieces of a few bytes a pixel; version 4 therefore sums by channel over a tile of pixels
 // and adds tiles and channels up afterwards, in three launches. That split is what lets the sums come from
 // elsewhere: the convolution before has every value in registers (version 5), and what remains is a read and
-// a write. Where nobody can give the sums, the program holds an image on the chip, in a cluster of blocks,
-// and reads it once.
+// a write. The program does the same with the sums of the backward pass, in the epilogue of the input gradient;
+// where nobody gives the sums, as in this ladder, it takes them in a pass of their own.
 #include "common.h"
 
 enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
