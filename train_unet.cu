@@ -5572,6 +5572,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
     m->master = (float*)place(P * sizeof(float));
     m->weights = (floatX*)m->master;
+    m->exact = m->master;
     if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)place(P * sizeof(floatX));
     if (m->config.ema_rate > 0) m->ema = (float*)place(P * sizeof(float));
     if (plan.training) {
