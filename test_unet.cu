@@ -59,6 +59,46 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+// ---- reports, of both builds ------------------------------------------------------------------------------
+
+static int passed, failed;
+
+__attribute__((format(printf, 3, 4))) static bool report(bool ok, const std::string& name, const char* format,
+                                                         ...) {
+    char detail[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(detail, sizeof detail, format, args);
+    va_end(args);
+    printf("%s %s: %s\n", ok ? "ok" : "FAIL", name.c_str(), detail);
+    fflush(stdout);
+    ok ? passed++ : failed++;
+    return ok;
+}
+static int summary() {
+    printf("%d passed, %d failed\n", passed, failed);
+    fflush(stdout);
+    return failed ? 1 : 0;
+}
+
+// The error of a tensor: the larger of ||a - r|| / ||r|| and max|a - r| / max|r|. NaN where either holds one,
+// infinite where r is all zeros and a is not.
+template <typename A>
+static double error_of(const A* a, const double* r, size_t n) {
+    double difference = 0, size = 0, worst = 0, largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        double d = fabs((double)a[i] - r[i]);
+        if (std::isnan(d)) return NAN;
+        difference += d * d, size += r[i] * r[i];
+        worst = std::max(worst, d), largest = std::max(largest, fabs(r[i]));
+    }
+    return worst == 0 ? 0 : std::max(sqrt(difference / size), worst / largest);
+}
+template <typename A>
+static double error_of(const std::vector<A>& a, const std::vector<double>& r) {
+    return a.size() == r.size() ? error_of(a.data(), r.data(), a.size()) : NAN;
+}
+
 #ifdef __CUDACC__
 #define TESTING
 #include "train_unet.cu"
@@ -81,40 +121,6 @@
 #include <map>
 #include <type_traits>
 #include <utility>
-
-// ---- reports ----------------------------------------------------------------------------------------------
-
-static int passed, failed;
-
-__attribute__((format(printf, 3, 4))) static bool report(bool ok, const std::string& name, const char* format,
-                                                         ...) {
-    char detail[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(detail, sizeof detail, format, args);
-    va_end(args);
-    printf("%s %s: %s\n", ok ? "ok" : "FAIL", name.c_str(), detail);
-    fflush(stdout);
-    ok ? passed++ : failed++;
-    return ok;
-}
-static int summary() {
-    printf("%d passed, %d failed\n", passed, failed);
-    fflush(stdout);
-    return failed ? 1 : 0;
-}
-
-// The larger of ||a - r|| / ||r|| and max|a - r| / max|r|; NaN where either holds one.
-static double error_of(const std::vector<double>& a, const std::vector<double>& r) {
-    double difference = 0, size = 0, worst = 0, largest = 0;
-    for (size_t i = 0; i < r.size(); i++) {
-        double d = fabs(a[i] - r[i]);
-        if (!(d < 1e30)) return NAN;
-        difference += d * d, size += r[i] * r[i];
-        worst = std::max(worst, d), largest = std::max(largest, fabs(r[i]));
-    }
-    return worst == 0 ? 0 : std::max(sqrt(difference / size), worst / largest);
-}
 
 // What the checks of one layer and pass came to.
 struct Line {
@@ -448,8 +454,9 @@ static void test_norm(int B, int T, int C, int C2, int G, bool silu, bool accumu
     });
 }
 
-// A norm between two products, 3x3 or 1x1: the first leaves its output's moments behind, the input gradient of
-// the second the sums of the norm's gradient. The norm's input is split into C and C2 channels on the way back.
+// A norm between two products, 3x3 or 1x1: the first leaves its output's moments behind, the input gradient
+// of the second the sums of the norm's gradient. The norm's input is split into C and C2 channels on the way
+// back.
 static void test_normed_product(int B, int H, int W, int C, int C2, int O, int G, bool silu,
                                 bool neighbours) {
     std::string shape =
@@ -651,7 +658,7 @@ static void test_philox(int n) {
     Pair<uint32_t> ours(std::vector<uint32_t>(4 * n)), curand(std::vector<uint32_t>(4 * n));
     Floats normals(4 * n);
     auto gpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
-        philox_kernel<<<blocks_of(n, 128), 128, 0, main_stream>>>(ours, curand, normals, n);
+        philox_kernel<<<ceil_div(n, 128), 128, 0, main_stream>>>(ours, curand, normals, n);
         LAUNCH_CHECK();
     };
     auto cpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
@@ -963,27 +970,7 @@ void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
 // 1  HARNESS
 // ===========================================================================================================
 
-static int passed, failed;
 static std::string running = "start";  // the group of tests under way, for the last words of a crash
-
-__attribute__((format(printf, 3, 4))) static bool report(bool ok, const std::string& name, const char* format,
-                                                         ...) {
-    char detail[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(detail, sizeof detail, format, args);
-    va_end(args);
-    printf("%s %s: %s\n", ok ? "ok" : "FAIL", name.c_str(), detail);
-    fflush(stdout);
-    ok ? passed++ : failed++;
-    return ok;
-}
-
-static int summary() {
-    printf("%d passed, %d failed\n", passed, failed);
-    fflush(stdout);
-    return failed ? 1 : 0;
-}
 
 static void last_words(int signal_number) {
     report(false, running, "%s",
@@ -994,22 +981,6 @@ static void last_words(int signal_number) {
     _exit(1);
 }
 
-// The error of a tensor: the larger of ||a - r|| / ||r|| and max|a - r| / max|r|. NaN where either holds one,
-// infinite where r is all zeros and a is not.
-static double error_of(const float* a, const double* r, size_t n) {
-    double difference = 0, size = 0, worst = 0, largest = 0;
-    for (size_t i = 0; i < n; i++) {
-        double d = fabs((double)a[i] - r[i]);
-        if (std::isnan(d)) return NAN;
-        difference += d * d, size += r[i] * r[i];
-        worst = std::max(worst, d), largest = std::max(largest, fabs(r[i]));
-    }
-    if (worst == 0) return 0;
-    return std::max(sqrt(difference / size), worst / largest);
-}
-static double error_of(const std::vector<float>& a, const std::vector<double>& r) {
-    return a.size() == r.size() ? error_of(a.data(), r.data(), a.size()) : NAN;
-}
 static double error_of(const std::vector<float>& a, const std::vector<float>& r) {
     return error_of(a, std::vector<double>(r.begin(), r.end()));
 }

@@ -673,8 +673,9 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 static cudaStream_t main_stream, side_stream;
 static cudaStream_t launch_stream;  // the one of them that kernels go to
 static cudaEvent_t side_begins, side_ended;
-// Partial sums of split reductions. A launcher splits no further than fits; uses follow each other on main_stream.
-static float* gpu_workspace;  // the main stream's, or its half for the side stream while that is launched to
+// Partial sums of split reductions, a half for each stream: this is the one of launch_stream. A launcher
+// splits no further than fits; uses follow each other on the stream.
+static float* gpu_workspace;
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[8];
@@ -765,8 +766,8 @@ static void backend_join() {
     CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended, 0));
 }
 
-// A sequence of launches that is the same every time: run as it is the first time (which also sets up what a launch
-// sets up once), recorded as a graph the second, replayed from then on.
+// A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
+// launch sets up once), recorded as a graph the second, replayed from then on.
 struct Recording {
     cudaGraphExec_t graph = nullptr;
     int runs = 0;
@@ -1029,13 +1030,15 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 // 3  LAYERS
 // ===========================================================================================================
 
+HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
+
 // ---- what layers tell each other --------------------------------------------------------------------------
 
 // A group norm's sums go by parts of an image of NORM_PART pixels, the last perhaps of fewer, and by channel:
 // in the CUDA build whatever writes a tensor that is normalised next leaves its moments (B, parts, C) behind,
 // mean and sum of squares about it. On the CPU the norm measures its input itself.
 enum { NORM_PART = 128 };
-HOST_DEVICE static inline int norm_parts(int T) { return (T + NORM_PART - 1) / NORM_PART; }
+HOST_DEVICE static inline int norm_parts(int T) { return ceil_div(T, NORM_PART); }
 
 // What a norm read and knew, for the input gradient of the product behind it, whose launcher then does the
 // first half of the norm's gradient: dx is taken through the SiLU, and its sums and those of dx x^ over each
@@ -1283,18 +1286,6 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
 }
 #endif
 
-// A cluster's barrier in its two halves.
-__device__ static inline void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive;" ::: "memory");
-#endif
-}
-__device__ static inline void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
-
 // 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
 // a rounding.
 __device__ static inline float exp2_fast(float x) {
@@ -1311,8 +1302,8 @@ __device__ static inline float sigmoid(float x) {
     return y;
 #endif
 }
-// In bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction instead of two: an error of 2^-12, below a
-// rounding of what it multiplies.
+// In bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction instead of two: an error of 2^-12,
+// below a rounding of what it multiplies.
 __device__ static inline float silu_gradient(float x) {
 #ifdef PRECISION_FP32
     float s = sigmoid(x);
@@ -1324,18 +1315,7 @@ __device__ static inline float silu_gradient(float x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-static int device_attribute(cudaDeviceAttr attribute) {
-    int value = 0, device = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-// Bytes of shared memory that one block may ask for.
-static int shared_limit() {
-    static int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    return bytes;
-}
-// kernel<<<grid, threads, shared>>>(args...) on main_stream, in clusters of `cluster` blocks along x.
+// kernel<<<grid, threads, shared>>>(args...) on launch_stream, in clusters of `cluster` blocks along x.
 template <typename... Parameters, typename... Arguments>
 static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
                             int cluster, Arguments... arguments) {
@@ -1353,7 +1333,6 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
                    Arguments... arguments) {
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
-static unsigned blocks_of(size_t n, size_t each) { return (unsigned)((n + each - 1) / each); }
 
 // Sum of a block's values in a fixed order, in thread 0. At most 1024 threads, whole warps.
 __device__ static inline float block_sum(float value) {
@@ -1373,7 +1352,7 @@ __global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
     if (i < n) to[i] = (floatX)from[i];
 }
 static void round_weights(floatX* to, const float* from, size_t n) {
-    launch(round_weights_kernel, blocks_of(n, 256), 256, 0, to, from, n);
+    launch(round_weights_kernel, ceil_div(n, 256), 256, 0, to, from, n);
 }
 #endif  // __CUDACC__
 
@@ -1406,7 +1385,7 @@ __global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int
 }
 static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
     PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
-    launch(timestep_embedding_forward_kernel, blocks_of((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
+    launch(timestep_embedding_forward_kernel, ceil_div((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
            max_period);
 }
 #else
@@ -1440,7 +1419,7 @@ __global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
 }
 static void silu_forward(floatX* out, const floatX* x, size_t n) {
     PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
-    launch(silu_forward_kernel, blocks_of(n, 256), 256, 0, out, x, n);
+    launch(silu_forward_kernel, ceil_div(n, 256), 256, 0, out, x, n);
 }
 __global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -1448,7 +1427,7 @@ __global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const float
 }
 static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
     PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
-    launch(silu_backward_kernel, blocks_of(n, 256), 256, 0, dx, dout, x, n);
+    launch(silu_backward_kernel, ceil_div(n, 256), 256, 0, dx, dout, x, n);
 }
 #else
 #define silu_forward silu_forward_cpu
@@ -1492,16 +1471,15 @@ static void bias_backward_cpu(float* dbias, float* per_image, const float* dout,
 
 // ---- linear and 1x1 convolution ---------------------------------------------------------------------------
 
-// out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
-// embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
-// (O), residual (M, O) or null.
-
 // What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one.
 static Work convolution_work(double M, int taps, int C, int O, size_t weight = sizeof(floatX)) {
     double weights = (double)taps * C * O;
     return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
 }
 
+// out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
+// embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
+// (O), residual (M, O) or null.
 #ifdef CPU_LAYERS
 static void linear_forward_cpu(float* out, const float* x, const float* x2, const float* w, const float* bias,
                                const float* residual, int M, int C, int C2, int O, float2* = nullptr,
@@ -1678,8 +1656,6 @@ enum {
     BK = 8 * VEC,      // channels of a 128-byte row: the depth of a step of gemm_kernel
     REDUCE_GROUPS = 8  // threads that share one output of a reduction over splits
 };
-
-static HOST_DEVICE inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
 
 // ---- vectors and instructions
 
@@ -2155,17 +2131,15 @@ static void launch_gemm_tile(Gemm g) {
     int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
     int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) {
-        launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
-    }
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
 }
 
 #ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
 // ---- Hopper: tensor copies and warpgroup products
 
-// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows of 64
-// channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion counts down the
-// bytes that a barrier in shared memory expects.
+// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows
+// of 64 channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion
+// counts down the bytes that a barrier in shared memory expects.
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -2198,10 +2172,10 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
         : "memory");
 }
 
-// What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride` bytes apart.
-// MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the next 64 m or n lie
-// `next` bytes further. The swizzle follows the address, so that a start may be any row: a tap of a 3x3 convolution is
-// a shift of the start address.
+// What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
+// bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the
+// next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a start may be any row: a
+// tap of a 3x3 convolution is a shift of the start address.
 __device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint32_t next = 16) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(stride >> 4) << 32 | 1ull << 62;
@@ -2222,8 +2196,8 @@ __device__ inline void wgmma_wait() {
 #define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
 #define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
 #define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
-// c (64, N) += a (64, 16) b (16, N); c[4 j + e] of thread t: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column 8 j +
-// t % 4 * 2 + e % 2.
+// c (64, N) += a (64, 16) b (16, N); c[4 j + e] of thread t: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
+// 8 j + t % 4 * 2 + e % 2.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
     static_assert(N == 64 || N == 128 || N == 192, "");
@@ -2281,8 +2255,8 @@ struct HopperGemm {
     int B, H, W, T, tiles_x, tiles_y;
 };
 
-// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS, for images
-// no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
+// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS,
+// for images no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
 template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int BLOCKS_, int STAGES_, int RESIDENT_>
 struct HopperTile {
     static constexpr int TAPS = TAPS_, BLOCKS = BLOCKS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
@@ -2425,7 +2399,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     }
     wgmma_wait<0>();
 
-    // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device memory.
+    // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
+    // memory.
     const int row = o + warp % 4 * 16 + lane / 4,
               p = g.chunks % PATCHES;  // this thread's channels: row, row + 8
     const int block_x = TAPS == 1 ? x0 + 128 * group : PAIRS ? 0 : x0 + 8 * group;
@@ -3089,6 +3064,9 @@ struct HopperWeightTile {
     static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
 };
 
+// A cluster's barrier in its two halves.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 // From the shared memory of block `rank` of the cluster.
 __device__ inline float4 load_cluster(uint32_t address, int rank) {
     float4 v;
@@ -3986,7 +3964,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
 }
 static void channel_moments(float2* moments, const floatX* x, int B, int T, int C) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * B * T * C});
-    launch(channel_moments_kernel, dim3(norm_parts(T), blocks_of(C, 8 * VEC), B), NORM_PART_THREADS, 0,
+    launch(channel_moments_kernel, dim3(norm_parts(T), ceil_div(C, 8 * VEC), B), NORM_PART_THREADS, 0,
            moments, x, T, C);
 }
 
@@ -3998,8 +3976,8 @@ struct NormGrid {
 static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
     NormGrid s;
     const int line = 128 / sizeof(floatX);
-    s.slabs = blocks_of(K * sizeof(floatX), NORM_SLAB), s.channels = blocks_of(K, s.slabs * line) * line;
-    int most = blocks_of((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
+    s.slabs = ceil_div(K * sizeof(floatX), NORM_SLAB), s.channels = ceil_div(K, s.slabs * line) * line;
+    int most = ceil_div((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
     s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (B * s.slabs);
     s.ranks = std::max(1, std::min(s.ranks, most));
     return s;
@@ -4191,7 +4169,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
 static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T) {
     int K = norm.C + norm.C2;
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * B * T * K});
-    launch(groupnorm_gradient_kernel, dim3(norm_parts(T), blocks_of(K, 8 * VEC), B), NORM_PART_THREADS, 0,
+    launch(groupnorm_gradient_kernel, dim3(norm_parts(T), ceil_div(K, 8 * VEC), B), NORM_PART_THREADS, 0,
            norm.sums, dy, dnormed, norm.x, norm.x2, norm.mean, norm.rstd, norm.w, norm.bias, T, norm.C,
            norm.C2, norm.G, norm.silu);
 }
@@ -4637,14 +4615,14 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
 
 template <int D>
 static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
-    launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
+    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
            sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 template <int D>
 static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
                                       const bf16* qkv, int B, int T, int C, int heads) {
     const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
-    launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * blocks_of(T, ATTENTION_ROWS), heads, B),
+    launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B),
            ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
            C / heads, 1 / sqrtf((float)(C / heads)));
 }
@@ -4766,13 +4744,13 @@ __global__ void __launch_bounds__(ATTENTION_ROWS)
 template <int D>
 static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
                                      int heads) {
-    launch(attention_forward_kernel<D>, dim3(blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
+    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
            lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 template <int D>
 static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
                                       const float* qkv, int B, int T, int C, int heads) {
-    launch(attention_backward_kernel<D>, dim3(2 * blocks_of(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
+    launch(attention_backward_kernel<D>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
            dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 
@@ -4956,7 +4934,7 @@ __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const
 }
 static void mse(float* losses, floatX* dout, const floatX* out, const float* target, size_t n) {
     PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * n});
-    launch(mse_kernel, blocks_of(n, LOSS_CHUNK), 1024, 0, losses, dout, out, target, n,
+    launch(mse_kernel, ceil_div(n, LOSS_CHUNK), 1024, 0, losses, dout, out, target, n,
            (float)(2.0 / (double)n));
 }
 #else
@@ -5031,8 +5009,7 @@ enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLO
 struct Model {
     Config config;
     Plan plan;
-    floatX*
-        weights;  // what the layers read: `master`, or the EMA while sampling; a copy where floatX is no float
+    floatX* weights;     // what the layers read: master, or the EMA while drawing; a rounded copy in bf16
     float* master;       // (num_parameters)
     const float* exact;  // what `weights` were rounded from: master, or the EMA
     float* gradients;    // (num_parameters)
@@ -5825,7 +5802,7 @@ struct PixelQuad {
     }
 };
 enum { QUAD_THREADS = 64 };
-static dim3 quad_blocks(int B, int pixels) { return dim3(blocks_of(pixels, 4 * QUAD_THREADS), B); }
+static dim3 quad_blocks(int B, int pixels) { return dim3(ceil_div(pixels, 4 * QUAD_THREADS), B); }
 
 // x_t = signal x0 + noise eps; target = eps, or signal eps - noise x0. Device memory: images in, x_t, target
 // out.
@@ -6014,9 +5991,9 @@ static void squared_norm_cpu(float* parts, const float* x, size_t n) {
 #define squared_norm squared_norm_cpu
 #endif
 
-// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW; then
-// the EMA. All (n); ema may be null; working: the layers' copy of the weights where floatX is no float, otherwise
-// null. The state says how, and a step that is not finite changes nothing.
+// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW;
+// then the EMA. All (n); ema may be null; working: the layers' copy of the weights where floatX is no float,
+// otherwise null. The state says how, and a step that is not finite changes nothing.
 #ifdef CPU_LAYERS
 static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const float* gradient, size_t n,
                       const StepState* state) {
@@ -6053,7 +6030,7 @@ __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
 }
 static void squared_norm(float* parts, const float* x, size_t n) {
     PROFILE("gradient norm", {0, (double)sizeof(float) * n});
-    launch(squared_norm_kernel, blocks_of(n, NORM_CHUNK), 512, 0, parts, x, n);
+    launch(squared_norm_kernel, ceil_div(n, NORM_CHUNK), 512, 0, parts, x, n);
 }
 
 __device__ static inline void adamw_element(float& w, float& ema, float& m, float& v, float g, const AdamW& a,
@@ -6099,7 +6076,7 @@ __global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, fl
 static void adamw(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient, size_t n,
                   const StepState* state) {
     PROFILE("AdamW", {0, (7.0 * sizeof(float) + (ema ? 8 : 0) + (sizeof(floatX) == 2 ? 2 : 0)) * n});
-    launch(adamw_kernel, blocks_of(n, 4 * 256), 256, 0, w, ema, working, m, v, gradient, n, state);
+    launch(adamw_kernel, ceil_div(n, 4 * 256), 256, 0, w, ema, working, m, v, gradient, n, state);
 }
 #else
 #define adamw adamw_cpu
@@ -6140,11 +6117,11 @@ HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s) {
             (float)(1 - decay)};
 }
 
-// ---- the first and the last launch of a step -----------------------------------------------------------------------
+// ---- the first and the last launch of a step --------------------------------------------------------------
 
-// All images, (count, 3, size, size), as bytes or as floats (the other is null), where the device can read them, and what
-// decides which of them a step takes: sample n = step * batch + b of the run is image order[n mod count] of epoch
-// n / count, whose order lies in row (n / count) mod slots.
+// All images, (count, 3, size, size), as bytes or as floats (the other is null), where the device can read
+// them, and what decides which of them a step takes: sample n = step * batch + b of the run is image order[n
+// mod count] of epoch n / count, whose order lies in row (n / count) mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
@@ -6171,9 +6148,9 @@ HOST_DEVICE static inline float pixel_of(const BatchSource& s, int source, int e
     return s.bytes ? (float)s.bytes[at] / 127.5f - 1.0f : s.floats[at];
 }
 
-// begin_step: the state's update, and each sample's timestep and source. load_images: images (batch, 3, size, size).
-// finish_step: loss and gradient norm from their parts; where both are finite the step counts; state[1 + slot] keeps
-// what the host will read.
+// begin_step: the state's update, and each sample's timestep and source. load_images: images (batch, 3, size,
+// size). finish_step: loss and gradient norm from their parts; where both are finite the step counts; state[1
+// + slot] keeps what the host will read.
 #ifdef CPU_LAYERS
 static void begin_step_cpu(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
     state->update = adamw_at(hyper, state->step);
@@ -6220,7 +6197,7 @@ __global__ void load_images_kernel(float* images, const int* sources, BatchSourc
 static void load_images(float* images, const int* sources, BatchSource source) {
     PROFILE("begin, images, end", {0, 5.0 * source.batch * IMAGE_CHANNELS * source.size * source.size});
     int elements = IMAGE_CHANNELS * source.size * source.size;
-    launch(load_images_kernel, dim3(blocks_of(elements, 256), source.batch), 256, 0, images, sources, source,
+    launch(load_images_kernel, dim3(ceil_div(elements, 256), source.batch), 256, 0, images, sources, source,
            elements);
 }
 
@@ -6242,8 +6219,8 @@ __global__ void finish_step_kernel(StepState* state, const float* losses, int lo
 static void finish_step(StepState* state, const float* losses, size_t elements, const float* norm_parts,
                         size_t parameters) {
     PROFILE("begin, images, end", {0, 0});
-    launch(finish_step_kernel, 1, 256, 0, state, losses, (int)blocks_of(elements, LOSS_CHUNK),
-           (double)elements, norm_parts, (int)blocks_of(parameters, NORM_CHUNK));
+    launch(finish_step_kernel, 1, 256, 0, state, losses, (int)ceil_div(elements, LOSS_CHUNK),
+           (double)elements, norm_parts, (int)ceil_div(parameters, NORM_CHUNK));
 }
 
 __global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
@@ -6894,8 +6871,8 @@ static void upload_schedule(Model* m) {
     backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
 }
 
-// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the device's
-// memory where they fit, otherwise in host memory that the device reads.
+// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
+// device's memory where they fit, otherwise in host memory that the device reads.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -7011,7 +6988,8 @@ static StepResult train_step(Trainer* t) {
 }
 #endif
 
-// Loss over the validation images with noise and timesteps that never change, of the weights that sampling would use.
+// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
+// would use.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;

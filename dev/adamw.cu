@@ -54,7 +54,7 @@ static void adamw_step1(Problem& p) {
     const std::vector<float>& h = p.find("hyper").values;
     AdamW a = {h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]};
     size_t n = p.find("w").values.size();
-    unsigned blocks = blocks_of(n, 256);
+    unsigned blocks = ceil_div(n, 256);
     float *w = p.update<float>("w"), *m = p.update<float>("m"), *v = p.update<float>("v"),
           *ema = p.update<float>("ema");
     const float* gradient = p.in<float>("gradient");
@@ -82,7 +82,7 @@ __global__ void adamw_kernel2(float* w, float* ema, floatX* working, float* m, f
 }
 static void adamw_step2(Problem& p) {
     size_t n = p.find("w").values.size();
-    launch(adamw_kernel2, blocks_of(n, 256), 256, 0, p.update<float>("w"), p.update<float>("ema"),
+    launch(adamw_kernel2, ceil_div(n, 256), 256, 0, p.update<float>("w"), p.update<float>("ema"),
            p.out<floatX>("working"), p.update<float>("m"), p.update<float>("v"), p.in<float>("gradient"), n,
            adamw_state(p));
 }

@@ -91,7 +91,7 @@ __global__ void attention_softmax_backward_kernel1(float* dp, const float* p, in
 static void attention_permute1(float* head, float* x, const AttentionShape& s, int part, int parts,
                                bool back) {
     int n = s.B * s.T * s.C;
-    launch(attention_permute_kernel1, blocks_of(n, 256), 256, 0, head, x, n, s.T, s.heads, s.d, part, parts,
+    launch(attention_permute_kernel1, ceil_div(n, 256), 256, 0, head, x, n, s.T, s.heads, s.d, part, parts,
            back);
 }
 static void attention_forward1(Problem& p) {
@@ -104,7 +104,7 @@ static void attention_forward1(Problem& p) {
     for (int part = 0; part < 3; part++)
         attention_permute1(heads + part * n, (float*)p.in<float>("qkv"), s, part, 3, false);
     attention_product1(scores, q, k, batch, s.T, s.T, s.d, false, true);
-    launch(attention_softmax_kernel1, blocks_of((size_t)batch * s.T, 8), 256, 0, scores, p.out<float>("lse"),
+    launch(attention_softmax_kernel1, ceil_div((size_t)batch * s.T, 8), 256, 0, scores, p.out<float>("lse"),
            batch * s.T, s.T, 1 / sqrtf((float)s.d));
     attention_product1(out, scores, v, batch, s.T, s.d, s.T, false, false);
     attention_permute1(out, p.out<float>("out"), s, 0, 1, true);
@@ -123,7 +123,7 @@ static void attention_backward1(Problem& p) {
     attention_permute1(dout, (float*)p.in<float>("dout"), s, 0, 1, false);
     attention_product1(dv, probabilities, dout, batch, s.T, s.d, s.T, true, false);
     attention_product1(dp, dout, v, batch, s.T, s.T, s.d, false, true);
-    launch(attention_softmax_backward_kernel1, blocks_of((size_t)batch * s.T, 8), 256, 0, dp, probabilities,
+    launch(attention_softmax_backward_kernel1, ceil_div((size_t)batch * s.T, 8), 256, 0, dp, probabilities,
            batch * s.T, s.T, 1 / sqrtf((float)s.d));
     attention_product1(dq, dp, k, batch, s.T, s.d, s.T, false, false);
     attention_product1(dk, dp, q, batch, s.T, s.d, s.T, true, false);
@@ -312,7 +312,7 @@ static void attention_backward2(Problem& p) {
           *ds = p.scratch<float>("ds", (size_t)rows * s.T), *dots = p.scratch<float>("dots", rows);
     const float *qkv = p.in<float>("qkv"), *dout = p.in<float>("dout");
     float* dqkv = p.out<float>("dqkv");
-    launch(attention_dots_kernel2, blocks_of(rows, 128), 128, 0, dots, dout, p.in<float>("out"), s.T, s.C,
+    launch(attention_dots_kernel2, ceil_div(rows, 128), 128, 0, dots, dout, p.in<float>("out"), s.T, s.C,
            s.heads, rows);
     launch(attention_gradients_kernel2, dim3(tiles, tiles, batch), 256, 0, probabilities, ds, qkv, dout,
            p.in<float>("lse"), dots, s.T, s.C, s.heads, 1 / sqrtf((float)s.d));
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
 static void attention_forward3(Problem& p) {
     AttentionShape s = attention_shape(p);
     ASSERT(s.d <= ATTENTION_WIDTH);
-    launch(attention_forward_kernel3, dim3(blocks_of(s.T, ATTENTION_THREADS3), s.heads, s.B),
+    launch(attention_forward_kernel3, dim3(ceil_div(s.T, ATTENTION_THREADS3), s.heads, s.B),
            ATTENTION_THREADS3, 0, p.out<floatX>("out"), p.out<float>("lse"), p.in<floatX>("qkv"), s.T, s.C,
            s.heads, 1 / sqrtf((float)s.d));
 }
@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
 static void attention_backward3(Problem& p) {
     AttentionShape s = attention_shape(p);
     ASSERT(s.d <= ATTENTION_WIDTH);
-    launch(attention_backward_kernel3, dim3(2 * blocks_of(s.T, ATTENTION_THREADS3), s.heads, s.B),
+    launch(attention_backward_kernel3, dim3(2 * ceil_div(s.T, ATTENTION_THREADS3), s.heads, s.B),
            ATTENTION_THREADS3, 0, p.out<floatX>("dqkv"), p.in<floatX>("dout"), p.in<floatX>("out"),
            p.in<float>("lse"), p.in<floatX>("qkv"), s.T, s.C, s.heads, 1 / sqrtf((float)s.d));
 }

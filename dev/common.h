@@ -36,6 +36,13 @@
 enum Layout { NCHW, NHWC };
 
 #ifdef __CUDACC__
+static int device_attribute(cudaDeviceAttr attribute) {
+    int value = 0, device = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
 // sum (4, 4) += a (4) times b (4), both 16-byte aligned: the core of a product whose tiles are in shared
 // memory.
 __device__ static inline void add_outer_product(float sum[4][4], const float* a, const float* b) {

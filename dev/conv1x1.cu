@@ -26,7 +26,7 @@
 // leaves fp32: in bf16 half the bytes move, tensor cores make the arithmetic nearly free, and in NHWC the
 // pixels are rows already. Forward then runs at 82% of the floor; the input gradient, 192 columns wide, at
 // 53%, where cuDNN has 79%.
-#include "common.h"
+#include "convolution.h"
 #ifdef __CUDACC__
 #include "cublas.h"
 #endif
@@ -35,31 +35,10 @@ namespace conv1x1 {
 
 struct Shape {
     int B, C, O, T;  // T: pixels of an image
+    static Shape of(const Problem& p) {
+        return {p.dim("B"), p.dim("C"), p.dim("O"), p.dim("H") * p.dim("W")};
+    }
 };
-static Shape shape_of(const Problem& p) {
-    return {p.dim("B"), p.dim("C"), p.dim("O"), p.dim("H") * p.dim("W")};
-}
-
-// What a version is given; the harness allocates, and converts, what its layout and type say.
-template <typename T>
-using Forward = void (*)(Problem&, T* out, const T* x, const T* w, const T* bias, Shape);
-template <typename T>
-using InputGradient = void (*)(Problem&, T* dx, const T* dout, const T* w, Shape);
-template <typename T>
-using WeightGradientOf = void (*)(Problem&, float* dw, const T* dout, const T* x, Shape);
-template <typename T>
-static std::function<void(Problem&)> forward(Forward<T> f) {
-    return
-        [f](Problem& p) { f(p, p.out<T>("out"), p.in<T>("x"), p.in<T>("w"), p.in<T>("bias"), shape_of(p)); };
-}
-template <typename T>
-static std::function<void(Problem&)> input_gradient(InputGradient<T> f) {
-    return [f](Problem& p) { f(p, p.out<T>("dx"), p.in<T>("dout"), p.in<T>("w"), shape_of(p)); };
-}
-template <typename T>
-static std::function<void(Problem&)> weight_gradient(WeightGradientOf<T> f) {
-    return [f](Problem& p) { f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), shape_of(p)); };
-}
 
 // ---- 1: the definition. The innermost loop runs along the image, so that a CPU can vectorise it -----------
 
@@ -112,7 +91,7 @@ __global__ void conv1x1_add_kernel(float* to, const float* from, int parts, size
     to[i] += sum;
 }
 static void add(float* to, const float* from, int parts, size_t n) {
-    launch(conv1x1_add_kernel, blocks_of(n, 128), 128, 0, to, from, parts, n);
+    launch(conv1x1_add_kernel, ceil_div(n, 128), 128, 0, to, from, parts, n);
 }
 
 // ---- 2: pixels as the rows of one product, transposes around it -------------------------------------------
@@ -155,7 +134,7 @@ static void conv1x1_forward3(Problem&, float* out, const float* x, const float* 
                              Shape s) {
     size_t n = (size_t)s.B * s.O * s.T;
     cublas_product(out, w, x, s.O, s.T, s.C, false, false, s.B, 0, (size_t)s.C * s.T);
-    launch(conv1x1_bias_kernel3, blocks_of(n, 256), 256, 0, out, bias, s.O, s.T, n);
+    launch(conv1x1_bias_kernel3, ceil_div(n, 256), 256, 0, out, bias, s.O, s.T, n);
 }
 static void conv1x1_input_gradient3(Problem&, float* dx, const float* dout, const float* w, Shape s) {
     cublas_product(dx, w, dout, s.C, s.T, s.O, true, false, s.B, 0, (size_t)s.O * s.T);
@@ -294,7 +273,7 @@ static void conv1x1_weight_gradient5(Problem&, float* dw, const floatX* dout, co
 #endif  // __CUDACC__
 
 static Work work_of(const Problem& p, bool weight_gradient) {
-    Shape s = shape_of(p);
+    Shape s = Shape::of(p);
     return convolution_work((double)s.B * s.T, 1, s.C, s.O, weight_gradient ? sizeof(float) : sizeof(floatX));
 }
 #ifdef __CUDACC__

@@ -1,7 +1,6 @@
 """The 1x1 convolution in PyTorch. `python conv1x1.py all` adds every shape of the default model."""
 import sys
 
-import torch
 import torch.nn.functional as F
 
 import common
@@ -27,34 +26,7 @@ def forward(t):
 
 
 def timings(t):
-    torch.backends.cudnn.benchmark = True  # cuDNN's fastest algorithm, not its first
-
-    def of(function, names, dtype, layout):
-        def make():
-            copy = {name: t[name].to(dtype) for name in names}
-            copy = {name: value.contiguous(memory_format=layout) if value.ndim == 4 else value
-                    for name, value in copy.items()}
-            copy["w"] = copy["w"][:, :, None, None]
-            return lambda: function(copy), common.bytes_of(copy)
-        return common.microseconds(make)
-
-    def gradient(*mask):
-        return lambda c: torch.ops.aten.convolution_backward(c["dout"], c["x"], c["w"], None, [1, 1], [0, 0],
-                                                             [1, 1], False, [0, 0], 1, [*mask, False])
-
-    all_gradients = ("dout", "x", "w")
-    passes = {"forward": (lambda c: F.conv2d(c["x"], c["w"], c["bias"]), ("x", "w", "bias")),
-              "input gradient": (gradient(True, False), all_gradients),
-              "weight gradient": (gradient(False, True), all_gradients)}
-    times = {}
-    for name, (function, names) in passes.items():
-        times[f"{name}, cuDNN, bf16, channels_last"] = of(function, names, torch.bfloat16,
-                                                          torch.channels_last)
-        times[f"{name}, cuDNN, fp32"] = of(function, names, torch.float32, torch.contiguous_format)
-    # PyTorch adds the bias in a kernel of its own; this is cuDNN's alone.
-    times["forward, cuDNN, bf16, channels_last, no bias"] = of(
-        lambda c: F.conv2d(c["x"], c["w"]), ("x", "w"), torch.bfloat16, torch.channels_last)
-    return times
+    return common.time_convolution(t, 0)
 
 
 if __name__ == "__main__":

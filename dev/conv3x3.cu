@@ -60,7 +60,7 @@
 // sums a thread and so one block a multiprocessor, one split of the pixels for both, and beyond 64 output
 // channels a launch for each 64. Two kernels, each with the tile, the split and the instructions that suit
 // it, take 118 us. The idea doesn't pay.
-#include "common.h"
+#include "convolution.h"
 #ifdef __CUDACC__
 #include "cublas.h"
 #endif
@@ -69,31 +69,8 @@ namespace conv3x3 {
 
 struct Shape {
     int B, C, O, H, W;
+    static Shape of(const Problem& p) { return {p.dim("B"), p.dim("C"), p.dim("O"), p.dim("H"), p.dim("W")}; }
 };
-static Shape shape_of(const Problem& p) {
-    return {p.dim("B"), p.dim("C"), p.dim("O"), p.dim("H"), p.dim("W")};
-}
-
-// What a version is given; the harness allocates, and converts, what its layout and type say.
-template <typename T>
-using Forward = void (*)(Problem&, T* out, const T* x, const T* w, const T* bias, Shape);
-template <typename T>
-using InputGradient = void (*)(Problem&, T* dx, const T* dout, const T* w, Shape);
-template <typename T>
-using WeightGradientOf = void (*)(Problem&, float* dw, const T* dout, const T* x, Shape);
-template <typename T>
-static std::function<void(Problem&)> forward(Forward<T> f) {
-    return
-        [f](Problem& p) { f(p, p.out<T>("out"), p.in<T>("x"), p.in<T>("w"), p.in<T>("bias"), shape_of(p)); };
-}
-template <typename T>
-static std::function<void(Problem&)> input_gradient(InputGradient<T> f) {
-    return [f](Problem& p) { f(p, p.out<T>("dx"), p.in<T>("dout"), p.in<T>("w"), shape_of(p)); };
-}
-template <typename T>
-static std::function<void(Problem&)> weight_gradient(WeightGradientOf<T> f) {
-    return [f](Problem& p) { f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), shape_of(p)); };
-}
 
 // ---- forward ----------------------------------------------------------------------------------------------
 
@@ -139,7 +116,7 @@ __global__ void conv3x3_forward_thread_kernel1(float* out, const float* x, const
 }
 static void conv3x3_forward1(Problem&, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
-    launch(conv3x3_forward_thread_kernel1, blocks_of((size_t)s.B * s.O * s.H * s.W, 256), 256, 0, out, x, w,
+    launch(conv3x3_forward_thread_kernel1, ceil_div((size_t)s.B * s.O * s.H * s.W, 256), 256, 0, out, x, w,
            bias, s);
 }
 
@@ -193,7 +170,7 @@ static void conv3x3_forward2(Problem& p, float* out, const float* x, const float
     float* columns = im2col(p, x, s);                         // (M, 9, C)
     float* weights = p.scratch<float>("weights", n);          // (O, 9, C)
     float* rows = p.scratch<float>("rows", (size_t)M * s.O);  // (B, H*W, O)
-    launch(conv3x3_taps_kernel2, blocks_of(n, 256), 256, 0, weights, w, s.C, n, false);
+    launch(conv3x3_taps_kernel2, ceil_div(n, 256), 256, 0, weights, w, s.C, n, false);
     cublas_product(rows, columns, weights, M, s.O, K, false, true);
     transpose(out, rows, bias, s.B, s.H * s.W, s.O);
 }
@@ -209,7 +186,7 @@ __global__ void conv3x3_fill_kernel3(float* out, const float* bias, int O, int T
 }
 static void fill(float* out, const float* bias, Shape s) {
     size_t n = (size_t)s.B * s.O * s.H * s.W;
-    launch(conv3x3_fill_kernel3, blocks_of(n, 256), 256, 0, out, bias, s.O, s.H * s.W, n);
+    launch(conv3x3_fill_kernel3, ceil_div(n, 256), 256, 0, out, bias, s.O, s.H * s.W, n);
 }
 
 // What a thread of the scattering kernels owns.
@@ -444,7 +421,7 @@ static void conv3x3_forward6(Problem& p, float* out, const float* x, const float
     size_t planes = (size_t)s.B * s.O;
     float* parts = p.scratch<float>("parts", planes * ceil_div(s.H, 8) * ceil_div(s.W, 8) * 16 * 16);
     launch(conv3x3_forward_kernel6, scatter_grid(s), 256, 0, (float4*)parts, x, w, s);
-    launch(conv3x3_forward_reduce_kernel6, blocks_of(planes * s.H * s.W, 256), 256, 0, out, parts, bias, s);
+    launch(conv3x3_forward_reduce_kernel6, ceil_div(planes * s.H * s.W, 256), 256, 0, out, parts, bias, s);
 }
 
 // 7: Winograd's algorithm (Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural Networks"), F(M x
@@ -724,11 +701,11 @@ __global__ void conv3x3_flip_kernel(T* flipped, const T* w, int O, int C) {
 }
 // 1 to 8: the forward version of flipped weights.
 template <typename T, bool NHWC>
-static void conv3x3_input_gradient_by(Problem& p, Forward<T> forward) {
-    Shape s = shape_of(p);
+static void conv3x3_input_gradient_by(Problem& p, Forward<T, Shape> forward) {
+    Shape s = Shape::of(p);
     size_t n = (size_t)s.O * s.C * 9;
     T* flipped = p.scratch<T>("flipped", n);
-    launch(conv3x3_flip_kernel<T, NHWC>, blocks_of(n, 256), 256, 0, flipped, p.in<T>("w"), s.O, s.C);
+    launch(conv3x3_flip_kernel<T, NHWC>, ceil_div(n, 256), 256, 0, flipped, p.in<T>("w"), s.O, s.C);
     forward(p, p.out<T>("dx"), p.in<T>("dout"), flipped, nullptr, swapped(s));
 }
 // 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
@@ -802,7 +779,7 @@ static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, c
     float* sums = p.scratch<float>("sums", n);                // (O, 9, C)
     transpose(rows, dout, nullptr, s.B, s.O, s.H * s.W);
     cublas_product(sums, rows, columns, s.O, K, M, true, false);
-    launch(conv3x3_taps_kernel2, blocks_of(n, 256), 256, 0, dw, sums, s.C, n, true);
+    launch(conv3x3_taps_kernel2, ceil_div(n, 256), 256, 0, dw, sums, s.C, n, true);
 }
 
 // 3: direct. A block owns 8 x 8 pixels, 64 output and 32 input channels, a thread 8 of the outputs, one input
@@ -979,7 +956,7 @@ static void conv3x3_weight_gradient6(Problem& p, float* dw, const float* dout, c
     int splits = std::min(tiles, std::max(1, 2 * gpu_multiprocessors / weight_slabs(s)));  // two blocks fit
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, C, 9)
     launch(conv3x3_weight_gradient_kernel6, dim3(weight_slabs(s), splits), 256, 0, parts, dout, x, tiles, s);
-    launch(conv3x3_weight_gradient_reduce_kernel6, blocks_of(n, 128), 128, 0, dw, parts, splits, n);
+    launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, dw, parts, splits, n);
 }
 
 #ifndef PRECISION_FP32
@@ -1071,7 +1048,7 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
     int splits = std::min(steps, std::max(1, 4 * gpu_multiprocessors / tiles));  // four blocks fit
     float* parts = p.scratch<float>("parts", splits * n);                        // (splits, O, 9, C)
     launch(conv3x3_weight_gradient_kernel8, dim3(tiles, splits), 128, 0, parts, dout, x, s);
-    launch(conv3x3_weight_gradient_reduce_kernel6, blocks_of(n, 128), 128, 0, dw, parts, splits, n);
+    launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, dw, parts, splits, n);
 }
 #endif
 
@@ -1190,8 +1167,8 @@ __global__ void __launch_bounds__(256, 1)
     });
 }
 static void conv3x3_backward8(Problem& p) {
-    Shape s = shape_of(p);
-    if (JOINT_SHARED > shared_limit()) {
+    Shape s = Shape::of(p);
+    if (JOINT_SHARED > device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) {
         static bool said = false;
         if (!said)
             printf("backward version 8 as two kernels: one needs %d KB of shared memory\n",
@@ -1208,25 +1185,25 @@ static void conv3x3_backward8(Problem& p) {
     for (int o0 = 0; o0 < s.O; o0 += 64)
         launch(conv3x3_backward_kernel8, dim3(slabs, splits), 256, JOINT_SHARED, p.out<floatX>("dx"), parts,
                p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), o0, patch, s);
-    launch(conv3x3_weight_gradient_reduce_kernel6, blocks_of(n, 128), 128, 0, p.sum<float>("dw"), parts,
+    launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, p.sum<float>("dw"), parts,
            splits, n);
 }
 #endif
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
-    Shape s = shape_of(p);
+    Shape s = Shape::of(p);
     conv3x3_backward(p.out<floatX>("dx"), p.sum<float>("dw"), nullptr, nullptr, p.in<floatX>("dout"),
                      p.in<floatX>("x"), p.in<floatX>("w"), s.B, s.H, s.W, s.C, s.O);
 }
 #endif  // __CUDACC__
 
 static Work work_of(const Problem& p, bool weight_gradient) {
-    Shape s = shape_of(p);
+    Shape s = Shape::of(p);
     return convolution_work((double)s.B * s.H * s.W, 9, s.C, s.O,
                             weight_gradient ? sizeof(float) : sizeof(floatX));
 }
 static Work work_of_both(const Problem& p) {  // dout, x and w read, dx and dw written
-    Shape s = shape_of(p);
+    Shape s = Shape::of(p);
     double M = (double)s.B * s.H * s.W, weights = 9.0 * s.C * s.O;
     return {4 * M * weights, sizeof(floatX) * (M * (2 * s.C + s.O) + weights) + sizeof(float) * weights};
 }
@@ -1252,7 +1229,7 @@ static const Ladder conv3x3_ladder = {
         struct Idea {
             int number;
             const char* idea;
-            Forward<float> function;
+            Forward<float, Shape> function;
             double limit;
         };
         const Idea ideas[] = {
@@ -1277,7 +1254,7 @@ static const Ladder conv3x3_ladder = {
         struct WeightIdea {
             int number;
             const char* idea;
-            WeightGradientOf<float> function;
+            WeightGradientOf<float, Shape> function;
         };
         for (const WeightIdea& i : {WeightIdea{1, "a block a filter", conv3x3_weight_gradient1},
                                     {2, "im2col buffer + cuBLAS", conv3x3_weight_gradient2},

@@ -36,7 +36,7 @@ __global__ void downsample_forward_kernel1(float* out, const float* x, size_t n,
 }
 static void downsample_forward1(Problem& p) {
     size_t n = p.find("out").values.size();
-    launch(downsample_forward_kernel1, blocks_of(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n,
+    launch(downsample_forward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n,
            p.dim("W") / 2);
 }
 // out (B C, 2 H, 2 W) = a quarter of x (B C, H, W), each pixel four times.
@@ -48,7 +48,7 @@ __global__ void downsample_backward_kernel1(float* out, const float* x, size_t n
 }
 static void downsample_backward1(Problem& p) {
     size_t n = p.find("dx").values.size();
-    launch(downsample_backward_kernel1, blocks_of(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"), n,
+    launch(downsample_backward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"), n,
            p.dim("H") / 2, p.dim("W") / 2);
 }
 
@@ -65,7 +65,7 @@ __global__ void downsample_forward_kernel2(floatX* out, const floatX* x, size_t 
 }
 static void downsample_forward2(Problem& p) {
     size_t n = p.find("out").values.size();
-    launch(downsample_forward_kernel2, blocks_of(n, 256), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n,
+    launch(downsample_forward_kernel2, ceil_div(n, 256), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n,
            p.dim("W") / 2, p.dim("C"));
 }
 // out (B, 2 H, 2 W, C) = a quarter of x (B, H, W, C), each pixel four times.
@@ -77,7 +77,7 @@ __global__ void downsample_backward_kernel2(floatX* out, const floatX* x, size_t
 }
 static void downsample_backward2(Problem& p) {
     size_t n = p.find("dx").values.size();
-    launch(downsample_backward_kernel2, blocks_of(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
+    launch(downsample_backward_kernel2, ceil_div(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
            n, p.dim("W") / 2, p.dim("C"));
 }
 

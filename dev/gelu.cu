@@ -56,7 +56,7 @@ struct GeluChain {
     size_t n;
     void operator()(GeluLink link, float* out, const float* a, const float* b, float scale = 1,
                     float shift = 0) {
-        launch(gelu_link_kernel1, blocks_of(n, 256), 256, 0, out, a, b, link, scale, shift, n);
+        launch(gelu_link_kernel1, ceil_div(n, 256), 256, 0, out, a, b, link, scale, shift, n);
     }
     void tangent(float* t, const float* x) {  // tanh(sqrt(2 / pi) (x + 0.044715 x^3))
         (*this)(GELU_PRODUCT, t, x, x);
@@ -102,7 +102,7 @@ __global__ void gelu_forward_kernel2(float* out, const float* x, size_t n) {
 }
 static void gelu_forward2(Problem& p) {
     size_t n = p.find("x").values.size();
-    launch(gelu_forward_kernel2, blocks_of(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n);
+    launch(gelu_forward_kernel2, ceil_div(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n);
 }
 __global__ void gelu_backward_kernel2(float* dx, const float* dout, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -110,7 +110,7 @@ __global__ void gelu_backward_kernel2(float* dx, const float* dout, const float*
 }
 static void gelu_backward2(Problem& p) {
     size_t n = p.find("x").values.size();
-    launch(gelu_backward_kernel2, blocks_of(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"),
+    launch(gelu_backward_kernel2, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"),
            p.in<float>("x"), n);
 }
 
@@ -129,7 +129,7 @@ __global__ void gelu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
 static void gelu_forward3(Problem& p) {
     size_t n = p.find("x").values.size();
     ASSERT(n % VEC == 0);
-    launch(gelu_forward_kernel3, blocks_of(n, 256 * VEC), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n);
+    launch(gelu_forward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n);
 }
 __global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
@@ -147,7 +147,7 @@ __global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floa
 static void gelu_backward3(Problem& p) {
     size_t n = p.find("x").values.size();
     ASSERT(n % VEC == 0);
-    launch(gelu_backward_kernel3, blocks_of(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
+    launch(gelu_backward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
            p.in<floatX>("x"), n);
 }
 #endif

@@ -9,7 +9,7 @@
 //   3  bf16, NCHW, a block a group, 16-byte loads
 //   4  bf16, NHWC, a block a tile of 64 pixels: partial sums, then the groups' sums, then the result
 //   5  forward only: version 4 with the partial sums from the epilogue of whatever wrote x
-//   6  the program's: version 5's idea forward and backward; here, alone, with a launch for the sums before it
+//   6  the program's: version 5's idea forward and backward; alone as here, a launch before it sums
 //   7  forward only: the program's with its statistics given, as in the backward pass of the network
 //
 // What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
@@ -20,8 +20,8 @@
 // tears a group into pieces of a few bytes a pixel; version 4 therefore sums by channel over a tile of pixels
 // and adds tiles and channels up afterwards, in three launches. That split is what lets the sums come from
 // elsewhere: the convolution before has every value in registers (version 5), and what remains is a read and
-// a write. The program does the same with the sums of the backward pass, in the epilogue of the input gradient;
-// where nobody gives the sums, as in this ladder, it takes them in a pass of their own.
+// a write. The program does the same with the sums of the backward pass, in the epilogue of the input
+// gradient; where nobody gives the sums, as in this ladder, it takes them in a pass of their own.
 #include "common.h"
 
 enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
@@ -85,7 +85,7 @@ __global__ void groupnorm_forward_kernel1(float* out, float* mean, float* rstd, 
 }
 static void groupnorm_forward1(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    launch(groupnorm_forward_kernel1, blocks_of(s.B * s.G, 32), 32, 0, p.out<float>("out"),
+    launch(groupnorm_forward_kernel1, ceil_div(s.B * s.G, 32), 32, 0, p.out<float>("out"),
            p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
            p.in<float>("bias"), s.B * s.G, s.T, s.C, s.G);
 }
@@ -133,10 +133,10 @@ __global__ void groupnorm_weights_kernel1(float* dw, float* dbias, const float* 
 }
 static void groupnorm_backward1(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    launch(groupnorm_backward_kernel1, blocks_of(s.B * s.G, 32), 32, 0, p.out<float>("dx"),
+    launch(groupnorm_backward_kernel1, ceil_div(s.B * s.G, 32), 32, 0, p.out<float>("dx"),
            p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
            p.in<float>("bias"), s.B * s.G, s.T, s.C, s.G);
-    launch(groupnorm_weights_kernel1, blocks_of(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
+    launch(groupnorm_weights_kernel1, ceil_div(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
            p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
            p.in<float>("bias"), s.B, s.T, s.C, s.G);
 }
@@ -534,7 +534,7 @@ static void groupnorm_backward4(Problem& p) {
     launch(groupnorm_sums_kernel4, s.B, 512, 0, sums, partials, s.B, tiles, s.C);
     launch(groupnorm_backward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("dx"), sums,
            dout, mean, rstd, x, w, bias, s.B, s.T, s.C, s.G);
-    launch(groupnorm_weights_kernel4, blocks_of(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
+    launch(groupnorm_weights_kernel4, ceil_div(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
            sums, s.B, s.C);
 }
 
@@ -554,7 +554,8 @@ static void groupnorm_forward7(Problem& p) {
     groupnorm_apply(p.out<floatX>("out"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
                     nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true);
 }
-// Likewise the gradient through the SiLU and its sums, which the input gradient behind the norm leaves behind.
+// Likewise the gradient through the SiLU and its sums, which the input gradient behind the norm leaves
+// behind.
 static void groupnorm_backward6(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     const floatX* x = p.in<floatX>("x");

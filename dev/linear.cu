@@ -49,8 +49,8 @@ __global__ void linear_forward_kernel1(float* out, const float* x, const float* 
 }
 static void linear_forward1(Problem& p) {
     LinearShape s = linear_shape(p);
-    launch(linear_forward_kernel1, dim3(blocks_of(s.O, 64), s.M), 64, 0, p.out<float>("out"),
-           p.in<float>("x"), p.in<float>("w"), p.in<float>("bias"), s.M, s.C, s.O);
+    launch(linear_forward_kernel1, dim3(ceil_div(s.O, 64), s.M), 64, 0, p.out<float>("out"), p.in<float>("x"),
+           p.in<float>("w"), p.in<float>("bias"), s.M, s.C, s.O);
 }
 // dx = dout w
 __global__ void linear_input_gradient_kernel1(float* dx, const float* dout, const float* w, int M, int C,
@@ -76,9 +76,9 @@ __global__ void linear_weight_gradient_kernel1(float* dw, float* dbias, const fl
 }
 static void linear_backward1(Problem& p) {
     LinearShape s = linear_shape(p);
-    launch(linear_input_gradient_kernel1, dim3(blocks_of(s.C, 64), s.M), 64, 0, p.out<float>("dx"),
+    launch(linear_input_gradient_kernel1, dim3(ceil_div(s.C, 64), s.M), 64, 0, p.out<float>("dx"),
            p.in<float>("dout"), p.in<float>("w"), s.M, s.C, s.O);
-    launch(linear_weight_gradient_kernel1, dim3(blocks_of(s.C, 64), s.O), 64, 0, p.sum<float>("dw"),
+    launch(linear_weight_gradient_kernel1, dim3(ceil_div(s.C, 64), s.O), 64, 0, p.sum<float>("dw"),
            p.sum<float>("dbias"), p.in<float>("dout"), p.in<float>("x"), s.M, s.C, s.O);
 }
 
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(256)
 }
 static void linear_product2(float* c, LinearMatrix a, LinearMatrix b, const float* bias, int M, int N, int K,
                             bool add) {
-    launch(linear_product_kernel2, dim3(blocks_of(N, LINEAR_TILE), blocks_of(M, LINEAR_TILE)), 256, 0, c, a,
-           b, bias, M, N, K, add);
+    launch(linear_product_kernel2, dim3(ceil_div(N, LINEAR_TILE), ceil_div(M, LINEAR_TILE)), 256, 0, c, a, b,
+           bias, M, N, K, add);
 }
 static void linear_forward2(Problem& p) {
     LinearShape s = linear_shape(p);

@@ -37,9 +37,9 @@ __global__ void mse_gradient_kernel1(T* dx, const T* x, const float* target, siz
 static void mse_step1(Problem& p) {
     size_t n = (size_t)p.dim("n");
     float* losses = p.out<float>("losses");
-    CUDA_CHECK(cudaMemsetAsync(losses, 0, blocks_of(n, LOSS_CHUNK) * sizeof(float), main_stream));
-    launch(mse_losses_kernel1, blocks_of(n, 256), 256, 0, losses, p.in<float>("x"), p.in<float>("target"), n);
-    launch(mse_gradient_kernel1<float>, blocks_of(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("x"),
+    CUDA_CHECK(cudaMemsetAsync(losses, 0, ceil_div(n, LOSS_CHUNK) * sizeof(float), main_stream));
+    launch(mse_losses_kernel1, ceil_div(n, 256), 256, 0, losses, p.in<float>("x"), p.in<float>("target"), n);
+    launch(mse_gradient_kernel1<float>, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("x"),
            p.in<float>("target"), n);
 }
 
@@ -55,9 +55,9 @@ __global__ void mse_losses_kernel2(float* losses, const floatX* x, const float* 
 }
 static void mse_step2(Problem& p) {
     size_t n = (size_t)p.dim("n");
-    launch(mse_losses_kernel2, blocks_of(n, LOSS_CHUNK), 256, 0, p.out<float>("losses"), p.in<floatX>("x"),
+    launch(mse_losses_kernel2, ceil_div(n, LOSS_CHUNK), 256, 0, p.out<float>("losses"), p.in<floatX>("x"),
            p.in<float>("target"), n);
-    launch(mse_gradient_kernel1<floatX>, blocks_of(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("x"),
+    launch(mse_gradient_kernel1<floatX>, ceil_div(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("x"),
            p.in<float>("target"), n);
 }
 

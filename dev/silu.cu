@@ -37,7 +37,7 @@ __global__ void silu_forward_kernel1(float* out, const float* x, size_t n) {
 }
 static void silu_forward1(Problem& p) {
     size_t n = p.find("x").values.size();
-    launch(silu_forward_kernel1, blocks_of(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n);
+    launch(silu_forward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n);
 }
 __global__ void silu_backward_kernel1(float* dx, const float* dout, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -47,7 +47,7 @@ __global__ void silu_backward_kernel1(float* dx, const float* dout, const float*
 }
 static void silu_backward1(Problem& p) {
     size_t n = p.find("x").values.size();
-    launch(silu_backward_kernel1, blocks_of(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"),
+    launch(silu_backward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"),
            p.in<float>("x"), n);
 }
 
@@ -73,7 +73,7 @@ __global__ void silu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
 }
 static void launch_silu_forward3(floatX* out, const floatX* x, size_t n) {
     ASSERT(n % VEC == 0);
-    launch(silu_forward_kernel3, blocks_of(n, 256 * VEC), 256, 0, out, x, n);
+    launch(silu_forward_kernel3, ceil_div(n, 256 * VEC), 256, 0, out, x, n);
 }
 static void silu_forward3(Problem& p) {
     launch_silu_forward3(p.out<floatX>("out"), p.in<floatX>("x"), p.find("x").values.size());
@@ -90,7 +90,7 @@ __global__ void silu_backward_kernel3(floatX* dx, const floatX* dout, const floa
 static void silu_backward3(Problem& p) {
     size_t n = p.find("x").values.size();
     ASSERT(n % VEC == 0);
-    launch(silu_backward_kernel3, blocks_of(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
+    launch(silu_backward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
            p.in<floatX>("x"), n);
 }
 

@@ -37,7 +37,7 @@ __global__ void timestep_embedding_forward_kernel1(float* out, const int* t, int
 template <typename Angle>
 static void timestep_embedding_forward1(Problem& p) {
     int B = p.dim("B"), C = p.dim("C");
-    launch(timestep_embedding_forward_kernel1<Angle>, blocks_of(B * C, 64), 64, 0, p.out<float>("out"),
+    launch(timestep_embedding_forward_kernel1<Angle>, ceil_div(B * C, 64), 64, 0, p.out<float>("out"),
            p.in<int>("t"), B, C);
 }
 

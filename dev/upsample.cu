@@ -38,7 +38,7 @@ __global__ void upsample_forward_kernel1(float* out, const float* x, size_t n, i
 }
 static void upsample_forward1(Problem& p) {
     size_t n = p.find("out").values.size();
-    launch(upsample_forward_kernel1, blocks_of(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n,
+    launch(upsample_forward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n,
            p.dim("H"), p.dim("W"));
 }
 // out (B C, H, W) = the sum of 2 x 2 pixels of x (B C, 2 H, 2 W).
@@ -50,7 +50,7 @@ __global__ void upsample_backward_kernel1(float* out, const float* x, size_t n, 
 }
 static void upsample_backward1(Problem& p) {
     size_t n = p.find("dx").values.size();
-    launch(upsample_backward_kernel1, blocks_of(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"), n,
+    launch(upsample_backward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"), n,
            p.dim("W"));
 }
 
@@ -65,7 +65,7 @@ __global__ void upsample_forward_kernel2(floatX* out, const floatX* x, size_t n,
 }
 static void upsample_forward2(Problem& p) {
     size_t n = p.find("out").values.size();
-    launch(upsample_forward_kernel2, blocks_of(n, 256), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n,
+    launch(upsample_forward_kernel2, ceil_div(n, 256), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n,
            p.dim("W"), p.dim("C"));
 }
 // out (B, H, W, C) = the sum of 2 x 2 pixels of x (B, 2 H, 2 W, C).
@@ -79,7 +79,7 @@ __global__ void upsample_backward_kernel2(floatX* out, const floatX* x, size_t n
 }
 static void upsample_backward2(Problem& p) {
     size_t n = p.find("dx").values.size();
-    launch(upsample_backward_kernel2, blocks_of(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"), n,
+    launch(upsample_backward_kernel2, ceil_div(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"), n,
            p.dim("W"), p.dim("C"));
 }
 

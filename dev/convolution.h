@@ -1,0 +1,24 @@
+// What the ladders of the 3x3 and the 1x1 convolution share: how a version is called. The harness allocates,
+// and converts, what its layout and type say. Shape is the ladder's own; Shape::of(problem) makes one.
+#pragma once
+#include "common.h"
+
+template <typename T, typename Shape>
+using Forward = void (*)(Problem&, T* out, const T* x, const T* w, const T* bias, Shape);
+template <typename T, typename Shape>
+using InputGradient = void (*)(Problem&, T* dx, const T* dout, const T* w, Shape);
+template <typename T, typename Shape>
+using WeightGradientOf = void (*)(Problem&, float* dw, const T* dout, const T* x, Shape);
+template <typename T, typename Shape>
+static std::function<void(Problem&)> forward(Forward<T, Shape> f) {
+    return
+        [f](Problem& p) { f(p, p.out<T>("out"), p.in<T>("x"), p.in<T>("w"), p.in<T>("bias"), Shape::of(p)); };
+}
+template <typename T, typename Shape>
+static std::function<void(Problem&)> input_gradient(InputGradient<T, Shape> f) {
+    return [f](Problem& p) { f(p, p.out<T>("dx"), p.in<T>("dout"), p.in<T>("w"), Shape::of(p)); };
+}
+template <typename T, typename Shape>
+static std::function<void(Problem&)> weight_gradient(WeightGradientOf<T, Shape> f) {
+    return [f](Problem& p) { f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), Shape::of(p)); };
+}
