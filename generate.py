@@ -45,8 +45,8 @@ def main():
     add("--sample_steps", type=int, metavar="N",
         help="calls of the network (default: ddim 50, ddpm all timesteps)")
     add("--batch_size", type=int, default=16, metavar="N", help="pictures at a time (default: 16)")
-    add("--use_ema", type=unet_io.parse_bool, default=True, metavar="X",
-        help="the averaged weights where the file has them (default: True)")
+    add("--use_ema", type=int, choices=range(5), default=1, metavar="N",
+        help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
     add("--output_name", default="samples.png", metavar="FILE",
         help="all pictures in a grid (default: samples.png)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")

@@ -184,20 +184,29 @@ enum {
     EPS,
     CORRECTION1,
     CORRECTION2,
-    EMA_WEIGHT,
+    EMA_WEIGHTS,
+    CLIP = EMA_WEIGHTS + MAX_EMAS,
     FINITE,
+    ACCEPTED,
     LOSS,
     NORM,
-    FIELDS
+    SKIPPED,
+    SEEN,
+    HISTORY,
+    FIELDS = HISTORY + 2 * WINDOW
 };
 static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
-    numbers->insert(numbers->end(),
-                    {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps, a.correction1,
-                     a.correction2, a.ema_weight, (double)s.finite, s.loss, s.norm});
+    numbers->insert(numbers->end(), {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps,
+                                     a.correction1, a.correction2});
+    numbers->insert(numbers->end(), a.ema_weight, a.ema_weight + MAX_EMAS);
+    numbers->insert(numbers->end(), {a.clip, (double)s.finite, (double)s.accepted, s.loss, s.norm,
+                                     (double)s.history.skipped, (double)s.history.seen});
+    numbers->insert(numbers->end(), s.history.losses, s.history.losses + WINDOW);
+    numbers->insert(numbers->end(), s.history.norms, s.history.norms + WINDOW);
 }
 
 // A tensor on both sides: T on the device, float here where T is floatX. The device's is no larger than it
@@ -687,19 +696,22 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     Pair<int> order(shuffled), timesteps(some_timesteps(batch)), sources(some_timesteps(batch));
     Pair<uint8_t> byte_pixels(values);
     Floats pixels(values.size(), 0.5f), images((size_t)batch * elements);
-    Pair<StepState> state(std::vector<StepState>(1, StepState{step, {}, 1, 0, 0}));
+    StepState before = StepState();
+    before.step = step, before.history.skipped = 2;
+    Pair<StepState> state(std::vector<StepState>(1, before));
     auto source = [&](auto on) {
         return BatchSource{
             on(byte_pixels, bytes), on(pixels, !bytes), on(order), count, slots, batch, size, 1, 1000, 99};
     };
     Config config = default_config();
     config.lr_schedule = lr_schedule, config.warmup_steps = 100, config.lr_steps = 5000;
-    config.weight_decay = 0.01f;
+    config.weight_decay = 0.01f, config.final_lr_fraction = 0.1f, config.ema_rate[1] = 0.9999f;
     std::vector<Output> outputs = {{&timesteps, WRITTEN, "timesteps", EXACT},
                                    {&sources, WRITTEN, "sources", EXACT}};
-    static const char* const NAMES[] = {"step", "lr",          "weight decay", "beta1",     "beta2",
-                                        "eps",  "correction1", "correction2",  "EMA weight"};
-    for (int field = STEP; field <= EMA_WEIGHT; field++)  // each on its own: they differ in size
+    static const char* const NAMES[] = {
+        "step", "lr",          "weight decay", "beta1",      "beta2",
+        "eps",  "correction1", "correction2",  "EMA weight", "2nd EMA weight"};
+    for (int field = STEP; field <= EMA_WEIGHTS + 1; field++)  // each on its own: they differ in size
         outputs.push_back({&state, KEPT, NAMES[field], field == STEP ? EXACT : ROUNDINGS, field, FIELDS});
     check("begin step", shape, outputs, begin_step, begin_step_cpu,
           [&](auto f, auto on) { f(on(state), on(timesteps), on(sources), source(on), hyper_of(config)); });
@@ -708,52 +720,94 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
           load_images, load_images_cpu, [&](auto f, auto on) { f(on(images), on(sources), source(on)); });
 }
 
-// `broken`: a loss (1) or a gradient norm (2) that is not finite; the step must not count.
+// `broken`: a loss (1) or a gradient norm (2) that is not finite, the step must not count; a loss (3) or a norm
+// (4) that is an outlier, it counts as skipped; one (5) that would be, but for too short a history.
 static void test_finish(size_t elements, size_t parameters, int broken) {
-    static const char* const WHAT[] = {"", ", loss NaN", ", gradient infinite"};
+    static const char* const WHAT[] = {"",
+                                       ", loss NaN",
+                                       ", gradient infinite",
+                                       ", loss an outlier",
+                                       ", gradient an outlier",
+                                       ", the history short"};
     std::string shape = text("%zu elements, %zu parameters%s", elements, parameters, WHAT[broken]);
     Floats losses((elements + LOSS_CHUNK - 1) / LOSS_CHUNK, 500, 4000),
         norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
     if (broken == 1) losses.host.back() = NAN;
     if (broken == 2) norms.host[0] = INFINITY;
     losses.upload(), norms.upload();
-    StepState before = {1234567, {0.25f, 0.01f, 0.9f, 0.99f, 1e-8f, 0.5f, 0.6f, 0.7f}, 0, 0, 0};
+    StepState before = StepState();
+    before.step = 1234567, before.update = {0.25f, 0.01f, 0.9f, 0.99f, 1e-8f, 0.5f, 0.6f, {0.7f}, 1.0f};
+    before.history.seen = broken == 5 ? WINDOW_LEAST - 1 : 1000;
+    double loss = 0, norm = 0;
+    for (float part : losses.host) loss += part / (double)elements;
+    for (float part : norms.host) norm += part;
+    for (int i = 0; i < WINDOW; i++) {  // its standard deviation is a tenth of what is to come
+        float by = i % 2 ? 0.1f : -0.1f;
+        before.history.losses[i] = (float)(broken == 3 || broken == 5 ? loss / 3 : loss) * (1 + by);
+        before.history.norms[i] = (float)(sqrt(norm) / (broken == 4 ? 3 : 1)) * (1 + by);
+    }
+    Config config = default_config();
+    config.skip_outliers = 6, config.grad_clip = (float)sqrt(norm) / 2;
+    if (!(config.grad_clip < FLT_MAX)) config.grad_clip = 1;
     Pair<StepState> state(std::vector<StepState>(1 + RESULT_SLOTS, before));
-    std::vector<Output> outputs = {{&state, KEPT, "step", EXACT, STEP, FIELDS},
-                                   {&state, KEPT, "lr", EXACT, LR, FIELDS},
-                                   {&state, KEPT, "finite", EXACT, FINITE, FIELDS}};
+    std::vector<Output> outputs;
+    static const std::pair<int, const char*> EXACTLY[] = {{STEP, "step"},       {LR, "lr"},
+                                                          {FINITE, "finite"},   {ACCEPTED, "accepted"},
+                                                          {SKIPPED, "skipped"}, {SEEN, "seen"}};
+    for (auto [field, name] : EXACTLY) outputs.push_back({&state, KEPT, name, EXACT, field, FIELDS});
     if (broken != 1) outputs.push_back({&state, KEPT, "loss", FLOAT_LIMIT, LOSS, FIELDS});
     if (broken != 2) outputs.push_back({&state, KEPT, "norm", FLOAT_LIMIT, NORM, FIELDS});
-    check("finish step", shape, outputs, finish_step, finish_step_cpu,
-          [&](auto f, auto on) { f(on(state), on(losses), elements, on(norms), parameters); });
+    if (broken != 2) outputs.push_back({&state, KEPT, "clip", FLOAT_LIMIT, CLIP, FIELDS});
+    outputs.push_back({&state, KEPT, "window", FLOAT_LIMIT, HISTORY + 1000 % WINDOW, FIELDS});
+    check("finish step", shape, outputs, finish_step, finish_step_cpu, [&](auto f, auto on) {
+        f(on(state), on(losses), elements, on(norms), parameters, hyper_of(config));
+    });
+    const StepState &after = state.host[0], &result = state.host[1 + before.step % RESULT_SLOTS];
+    bool counts = broken != 1 && broken != 2, skipped = broken == 3 || broken == 4;
+    if (after.step != before.step + counts || after.accepted != (counts && !skipped) ||
+        after.history.skipped != skipped ||
+        after.history.seen != before.history.seen + (counts && !skipped) ||
+        result.accepted != after.accepted || (counts && fabs(after.update.clip - 0.5f) > 1e-3f))
+        fault("finish step", shape + ": the specification errs");
 }
 
-static void test_optimiser(size_t n, bool with_ema, bool finite) {
-    std::string shape = text("%zu parameters%s%s", n, with_ema ? " EMA" : "", finite ? "" : ", not finite");
-    Floats w(n), ema(n), m(n, 0.1f), v(n, 0.01f), gradient(n, 0.1f), parts((n + NORM_CHUNK - 1) / NORM_CHUNK);
+static void test_optimiser(size_t n, int emas, bool accepted) {
+    std::string shape = text("%zu parameters, %d EMAs%s", n, emas, accepted ? "" : ", skipped");
+    Floats w(n), m(n, 0.1f), v(n, 0.01f), gradient(n, 0.1f), parts((n + NORM_CHUNK - 1) / NORM_CHUNK);
+    Floats ema[MAX_EMAS] = {Floats(n), Floats(n), Floats(n), Floats(n)};
     Layer working(n);
     for (float& value : v.host) value = fabsf(value);
-    StepState update = {7, {1e-3f, 0.1f, 0.9f, 0.999f, 1e-8f, 0.5f, 0.3f, 0.01f}, finite, 0, 0};
-    Pair<StepState> state(std::vector<StepState>(1, update));
-    double limit = finite ? ROUNDINGS : EXACT;
-    auto cpu = [](float* w, float* ema, float* working, float* m, float* v, const float* gradient, size_t n,
-                  const StepState* state) {
-        adamw_cpu(w, ema, nullptr, m, v, gradient, n, state);
-        if (state->finite) std::copy(w, w + n, working);
+    std::vector<uint8_t> some((n + DECAY_CHUNK - 1) / DECAY_CHUNK);
+    for (size_t i = 0; i < some.size(); i++) some[i] = i % 3 == 0;
+    Pair<uint8_t> decays(some);
+    StepState before = StepState();
+    before.update = {1e-3f, 100, 0.9f, 0.999f, 1e-8f, 0.5f, 0.3f, {0.01f, 0.001f, 0.5f, 1}, 0.5f};
+    before.accepted = accepted;
+    Pair<StepState> state(std::vector<StepState>(1, before));
+    double limit = accepted ? ROUNDINGS : EXACT;
+    auto cpu = [](float* w, Emas emas, float* working, float* m, float* v, const float* gradient,
+                  const uint8_t* decays, size_t n, const StepState* state) {
+        adamw_cpu(w, emas, nullptr, m, v, gradient, decays, n, state);
+        if (state->accepted) std::copy(w, w + n, working);
     };
     check("AdamW", shape,
           {{&w, KEPT, "w", limit},
-           {&ema, KEPT, "EMA", limit},
+           {&ema[0], KEPT, "EMA", limit},
+           {&ema[1], KEPT, "2nd EMA", limit},
+           {&ema[2], KEPT, "3rd EMA", limit},
+           {&ema[3], KEPT, "4th EMA", limit},
            {&m, KEPT, "m", limit},
            {&v, KEPT, "v", limit},
-           {&working, KEPT, "working copy", finite ? LIMIT : EXACT}},
+           {&working, KEPT, "working copy", accepted ? LIMIT : EXACT}},
           adamw, cpu, [&](auto f, auto on) {
-              f(on(w), on(ema, with_ema), on(working), on(m), on(v), on(gradient), n, on(state));
+              Emas means = {
+                  {on(ema[0], emas > 0), on(ema[1], emas > 1), on(ema[2], emas > 2), on(ema[3], emas > 3)}};
+              f(on(w), means, on(working), on(m), on(v), on(gradient), on(decays), n, on(state));
           });
     std::vector<float> device_w = w.download();
     std::vector<floatX> device_working = working.download();
     bool same = true;
-    for (size_t i = 0; finite && i < n; i++) same &= (float)device_working[i] == rounded(device_w[i]);
+    for (size_t i = 0; accepted && i < n; i++) same &= (float)device_working[i] == rounded(device_w[i]);
     if (!same) fault("AdamW", shape + ": the working copy is not w, rounded");
     check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}}, squared_norm, squared_norm_cpu,
           [&](auto f, auto on) { f(on(parts), on(gradient), n); });
@@ -786,8 +840,8 @@ static void check_tiny() {
     test_embedding(3, 32);
     test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, false);
     test_step(5, 7, 6, 3, LR_COSINE, true);
-    test_finish(10000, 200000, 0);
-    test_optimiser(70003, true, true), test_optimiser(3, false, true);
+    test_finish(10000, 200000, 0), test_finish(10000, 200000, 3);
+    test_optimiser(70003, 2, true), test_optimiser(3, 0, true);
     test_philox(1000);
     report_lines();
 }
@@ -893,12 +947,15 @@ static void check_all(const Plan& plan) {
     report_lines();
 
     test_step(5, 7, 6, 3, LR_COSINE, true), test_step(5, 7, 6, 2500, LR_COSINE, false);
+    test_step(5, 7, 6, 2500, LR_LINEAR, false);
     test_step(300, 32, 17, 70, LR_CONSTANT, true),
         test_step(100, 300, 8, (int64_t)1 << 33, LR_CONSTANT, false);
-    for (int broken : {0, 1, 2})
+    for (int broken = 0; broken < 6; broken++)
         test_finish(10000, 200000, broken), test_finish(32 * 12288, 20494211, broken);
-    test_optimiser(3000003, true, true), test_optimiser(65536 + 7, false, true);
-    test_optimiser(3, true, true), test_optimiser(70001, true, false);
+    test_optimiser(3000003, 1, true), test_optimiser(65536 + 7, 0, true);
+    for (int emas = 0; emas <= MAX_EMAS; emas++)
+        test_optimiser(3, emas, true), test_optimiser(70001, emas, true);
+    test_optimiser(70001, 2, false);
     test_philox(2000000);
     report_lines();
 }
@@ -1675,6 +1732,14 @@ static void test_refusals() {
         {{{"predict", "x0"}}, "eps|v"},
         {{{"noise_schedule", ""}}, "linear|cosine"},
         {{{"flip", "maybe"}}, "0 or 1"},
+        {{{"ema_rate", "0.9,fast"}}, "a number"},
+        {{{"ema_rate", "1"}}, "between"},
+        {{{"ema_rate", "0.9,0,0.99"}}, "0 before 0.99"},
+        {{{"ema_rate", "0.9,0.9,0.9,0.9,0.9"}}, "at most 4"},
+        {{{"ema_rate", "0.9,0.99"}, {"use_ema", "3"}}, "none of the 2"},
+        {{{"use_ema", "5"}}, "between"},
+        {{{"final_lr_fraction", "1.5"}}, "between"},
+        {{{"skip_outliers", "-1"}}, "between"},
         {{{"out_dir", std::string(5000, 'a')}}, "longer"},
         {{{"preset", std::string(40, 'a')}}, "longer"},
     };
@@ -1694,6 +1759,7 @@ static void test_refusals() {
     bool good = true;  // and nothing that works is refused
     for (const Flags& flags : {Flags(), toy_flags(), Flags{{"num_channels", "32"}, {"norm_groups", "16"}},
                                Flags{{"attention_resolutions", "0"}}, Flags{{"channel_mult", "1"}},
+                               Flags{{"ema_rate", "0"}}, Flags{{"ema_rate", "0.9,0.99"}, {"use_ema", "2"}},
                                Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
         good &= refusal([&] { check_config(config_of(flags)); }).empty();
     for (const Preset& preset : PRESETS) {
@@ -1794,7 +1860,7 @@ static void test_threads() {
         }
         losses.push_back(sum);
         weights.push_back(downloaded(t.model.master, t.model.plan.num_parameters));
-        std::vector<float> ema = downloaded(t.model.ema, t.model.plan.num_parameters);
+        std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_parameters);
         weights.back().insert(weights.back().end(), ema.begin(), ema.end());
         finish_steps(&t);
         free_model(&t.model);
@@ -1983,7 +2049,16 @@ static Config smallest_config() {
     strcpy(config.data_file, "some/images.bin");
     config.lr_steps = 123, config.seed = 4000000000u, config.predict = PREDICT_V, config.flip = 1;
     config.lr = 0.00123f, config.warmup_steps = 7, config.noise_schedule = SCHEDULE_COSINE;
+    config.ema_rate[1] = 0.9999f, config.use_ema = 2, config.grad_clip = 1.5f, config.skip_outliers = 6;
+    config.lr_schedule = LR_LINEAR, config.final_lr_fraction = 0.1f;
     return config;
+}
+
+// After 40 steps of which 3 were skipped.
+static History some_history() {
+    History history = {3, 37, {}, {}};
+    for (int i = 0; i < 37; i++) history.losses[i] = 1 / (1.0f + i), history.norms[i] = 0.5f + i;
+    return history;
 }
 
 // A file of every kind: checkpoints by the program's own writer, the others by hand.
@@ -2011,8 +2086,8 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
         perturbed_weights(&m, 5);
         for (size_t i = 0; kind == CHECKPOINT && i < m.plan.num_parameters; i++)
             m.adam_m[i] = (float)i, m.adam_v[i] = 2 * (float)i;
-        if (kind == WEIGHTS) m.ema = nullptr;
-        write_checkpoint(v.path, m, 40, 0.25f);
+        if (kind == WEIGHTS) m.ema[0] = m.ema[1] = nullptr;
+        write_checkpoint(v.path, m, 40, 0.25f, some_history());
         free_model(&m);
         std::string written = file_text(v.path);
         content.assign(written.begin(), written.end());
@@ -2052,7 +2127,7 @@ static std::string use_file(const Victim& v, bool read_data) {
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
     if (!file.find("weights") || file.step < 0) return "no weights or a negative step";
-    for (const char* section : {"weights", "ema", "adam_m", "adam_v"}) {
+    for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"}) {
         const Section* s = file.find(section);
         if (!s) continue;
         if (s->bytes != plan.num_parameters * sizeof(float) || s->offset < HEADER_BYTES)
@@ -2141,11 +2216,13 @@ static void test_valid_files(std::vector<Victim>* victims) {
     read_parameters(m.master, file, "weights", m.plan);
     read_parameters(m.adam_m, file, "adam_m", m.plan);
     std::vector<float> stored = downloaded(m.master, m.plan.num_parameters);
+    History history = some_history();
     perturbed_weights(&m, 5);
     bool same = downloaded(m.master, m.plan.num_parameters) == stored && m.adam_m[77] == 77.0f &&
                 file.step == 40 && file.smoothed == 0.25f && file.config.lr_steps == 123 &&
-                !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file;
-    write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f);
+                !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file &&
+                same_bits(&file.history, &history, sizeof history);
+    write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f, history);
     free_model(&m);
     report(same && differing.empty(), "checkpoint, written and read", "weights, moments and every flag%s",
            differing.c_str());
@@ -2211,7 +2288,7 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
             int tried = 0;
             for (int32_t changed : values) {
                 // three values will do for a field of a long file that means nothing
-                if (v.kind >= WEIGHTS && v.kind != OLD_WEIGHTS && !value && field > 70 && ++tried > 3) break;
+                if (v.kind >= WEIGHTS && v.kind != OLD_WEIGHTS && !value && field > 80 && ++tried > 3) break;
                 if (changed == value) continue;
                 std::string what = text("field %d = %d", field, changed);
                 for (bool sealed : {false, true}) {
@@ -2310,7 +2387,7 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
                 case 0:
                 case 1:
                 case 2: {  // a field that means something
-                    int field = dice.below(v.kind <= OLD_IMAGES ? 10 : 72);
+                    int field = dice.below(v.kind <= OLD_IMAGES ? 10 : 82);
                     header[field] = odd_value(&dice, header[field]);
                     break;
                 }
@@ -2385,7 +2462,7 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
     const Victim& v = victims[CHECKPOINT];
     int32_t header[HEADER_INTS];
     uint64_t whole = make_plan(smallest_config(), 1, false).num_parameters * sizeof(float),
-             rest = v.size - HEADER_BYTES, text_bytes = rest - 4 * whole;
+             rest = v.size - HEADER_BYTES, text_bytes = rest - 5 * whole - sizeof(History);
     typedef std::vector<std::pair<std::string, uint64_t>> Table;
     const Table tables[] = {
         // lengths that sum up to the file's only because 64 bits overflow
@@ -2402,6 +2479,8 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
         {{"ema", whole}, {"adam_m", whole}, {"more", rest - 2 * whole}},
         {{"weights", whole}, {"data_file", rest - whole}},
         {{"weights", whole}, {"more", rest - whole - 4}},
+        {{"weights", whole}, {"ema_4", whole + 4}, {"more", rest - 2 * whole - 4}},
+        {{"weights", whole}, {"state", rest - whole}},
     };
     int refused = 0, count = 0;
     std::string bad;
@@ -2427,6 +2506,19 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
         expect_refusal(v);
     }
     put(v, 0, v.content.data(), HEADER_BYTES);
+    // counts and a loss that can't be, in the section `state`
+    const std::pair<size_t, int32_t> damages[] = {
+        {0, -1}, {0, 4}, {4, -1}, {4, 38}, {8, 0x7FC00000 /* NaN */}, {sizeof(History) - 4, 0x7F800000}};
+    for (auto [offset, value] : damages) {
+        std::vector<char> changed = v.content;
+        size_t at = HEADER_BYTES + 5 * whole + offset;
+        memcpy(&changed[at], &value, sizeof value);
+        memcpy(header, changed.data(), sizeof header);
+        seal_header(v, header, crc32(changed.data() + HEADER_BYTES, changed.size() - HEADER_BYTES));
+        put(v, at, &value, sizeof value), put(v, 0, header, sizeof header);
+        expect_refusal(v);
+        put(v, at, &v.content[at], sizeof value), put(v, 0, v.content.data(), HEADER_BYTES);
+    }
     bool sound = text_bytes == strlen("some/images.bin");  // the tables above were made for this file
     const Victim& images = victims[OLD_IMAGES];
     for (float pixel : {NAN, INFINITY, -INFINITY, 2.0f, -1.5f, 1e-3f}) {
@@ -2724,14 +2816,18 @@ static void twin_case(const Case& c, Verdict* v) {
                 v->note(text("step %zu, number %d", i, k),
                         fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
         }
-    } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps; reals: lr, ema_rate; at; values (n, 2)
+    } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped; reals: lr, last fraction, rates
+        const std::vector<double>& reals = c.at("reals");  // at: steps; values (n, 3)
         Config config = default_config();
         config.lr_schedule = c.arg(0), config.warmup_steps = c.arg(1), config.lr_steps = c.arg(2);
-        config.lr = (float)c.at("reals")[0], config.ema_rate = (float)c.at("reals")[1];
+        config.lr = (float)reals[0], config.final_lr_fraction = (float)reals[1];
+        config.ema_rate[0] = (float)reals[2], config.ema_rate[1] = (float)reals[3];
         for (size_t i = 0; i < c.at("at").size(); i++) {
-            AdamW a = adamw_at(config, (long)c.at("at")[i]);
-            v->note(text("lr at %g", c.at("at")[i]), fabs(a.lr - values[2 * i]) / (double)config.lr);
-            v->note(text("ema at %g", c.at("at")[i]), fabs(a.ema_weight / values[2 * i + 1] - 1));
+            double s = c.at("at")[i];
+            AdamW a = adamw_at(config, (long)s, (long)s - c.arg(3));
+            v->note(text("lr at %g", s), fabs(a.lr - values[3 * i]) / (double)config.lr);
+            for (int k = 0; k < 2; k++)
+                v->note(text("ema %d at %g", k + 1, s), fabs(a.ema_weight[k] / values[3 * i + 1 + k] - 1));
         }
     } else {
         wrong = 1;

@@ -466,6 +466,11 @@ TRAINING = {
                                        seed=4000000000, predict="v", noise_schedule="cosine", flip=True,
                                        lr_schedule="cosine", warmup_steps=5, ema_rate=0.7, lr_steps=20,
                                        weight_decay=0.1, beta1=0.85, beta2=0.99, diffusion_steps=500),
+    "clipping, linear, averages": Config(image_size=16, num_channels=32, channel_mult=(1, 2), num_res_blocks=1,
+                                         norm_groups=8, attention_resolutions=(8,), batch_size=3, lr=3e-4,
+                                         seed=3, lr_schedule="linear", warmup_steps=3, lr_steps=20,
+                                         final_lr_fraction=0.2, grad_clip=1.0, adam_eps=1e-3, weight_decay=2.0,
+                                         ema_rate=(0.5, 0.9, 0.8, 0.7)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
@@ -492,14 +497,110 @@ def test_training(tmp_path, name):
     # Adam moves an element whose gradient is rounding noise by a full step in a random direction, so the
     # weights are compared by how far they went together, not one by one
     file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", steps)))
-    sections = {"weights": trainer.parameters} | ({"ema": trainer.ema} if config.ema_rate else {})
-    assert ("ema" in file.sections) == (config.ema_rate > 0)
+    sections = {"weights": trainer.parameters} | dict(zip(unet_io.EMA_SECTIONS, trainer.emas))
+    assert set(file.sections) == {*sections, "adam_m", "adam_v", "state", "data_file"}
     for section, tensors in sections.items():
         flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(tensors)])
         away = np.linalg.norm(file.sections[section] - flat) / np.linalg.norm(flat - start)
         print(f"{section}: {away:.2g} of the way apart")
         assert away < 2e-3
     assert file.step == steps and file.config.seed == config.seed
+
+
+def one_step(folder, model, config, images):
+    """The checkpoint of one step from these weights, and the line of metrics.jsonl."""
+    run(TRAIN, *start_flags(config, images, folder, 1, model_weights=model))
+    return (unet_io.read_checkpoint(str(checkpoint_in(folder, 1))),
+            json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
+
+
+def test_decay_of_matrices_only(tmp_path, images8):
+    """A step with and without decay differs by lr * decay * w in matrices and convolutions, by no bit elsewhere."""
+    config = Config(**TOY | dict(lr=1e-3, weight_decay=100.0))
+    model = perturbed_file(tmp_path / "w.bin", config)
+    decayed, _ = one_step(tmp_path / "a", tmp_path / "w.bin", config, images8)
+    plain, _ = one_step(tmp_path / "b", tmp_path / "w.bin", dataclasses.replace(config, weight_decay=0.0), images8)
+    at, kinds = 0, {True: 0, False: 0}
+    for name, parameter in model.named_parameters():
+        a, b = (file.sections["weights"][at:at + parameter.numel()] for file in (decayed, plain))
+        at += parameter.numel()
+        kinds[parameter.ndim > 1] += 1
+        if parameter.ndim > 1:
+            assert error_of(b - a, 0.1 * parameter.detach().numpy().ravel()) < 1e-4, name
+        else:
+            assert same_bits(a, b), name
+    assert at == len(decayed.sections["weights"]) and min(kinds.values()) > 10
+
+
+def test_clipping(tmp_path, images8):
+    """A gradient longer than --grad_clip is scaled to it; the logged norm is that before."""
+    config = Config(**TOY | dict(lr=1e-3))
+    perturbed_file(tmp_path / "w.bin", config)
+    moments, norms = {}, {}
+    free, line = one_step(tmp_path / "free", tmp_path / "w.bin", config, images8)
+    for part in (0.5, 2):
+        clipped = dataclasses.replace(config, grad_clip=part * line["grad_norm"])
+        file, logged = one_step(tmp_path / f"clip{part}", tmp_path / "w.bin", clipped, images8)
+        moments[part], norms[part] = file.sections["adam_m"], logged["grad_norm"]
+    assert norms[0.5] == norms[2] == line["grad_norm"] and same_bits(moments[2], free.sections["adam_m"])
+    assert error_of(moments[0.5], 0.5 * free.sections["adam_m"]) < 1e-5
+    assert abs(np.linalg.norm(free.sections["adam_m"].astype(float)) / 0.1 / line["grad_norm"] - 1) < 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_schedules(schedule, warmup):
+    """The learning rates are those of torch.optim.lr_scheduler."""
+    config = Config(lr=3e-4, lr_schedule=schedule, warmup_steps=warmup, lr_steps=40, final_lr_fraction=0.1)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+    schedulers, span = torch.optim.lr_scheduler, 40 - warmup
+    after = {"constant": schedulers.ConstantLR(optimizer, 1.0),
+             "cosine": schedulers.CosineAnnealingLR(optimizer, span, eta_min=0.1 * config.lr),
+             "linear": schedulers.LinearLR(optimizer, 1.0, 0.1, span)}[schedule]
+    if warmup:
+        rising = schedulers.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+        after = schedulers.SequentialLR(optimizer, [rising, after], [warmup])
+    for step in range(41):
+        assert abs(unet_io.learning_rate(config, step) / optimizer.param_groups[0]["lr"] - 1) < 1e-9, step
+        optimizer.step()
+        after.step()
+    end = config.lr * (1 if schedule == "constant" else 0.1)
+    assert abs(unet_io.learning_rate(config, 1000) / end - 1) < 1e-9
+
+
+SKIPPING = Config(**TOY | dict(lr=1e-4, batch_size=2, seed=7, skip_outliers=1.5, ema_rate=(0.9, 0.99)))
+
+
+def test_skipped_outliers(tmp_path, images8):
+    """The steps whose loss or norm is an outlier are skipped, the same as in PyTorch; the others are done."""
+    steps = 48
+    model = perturbed_file(tmp_path / "w.bin", SKIPPING)
+    run(TRAIN, *start_flags(SKIPPING, images8, tmp_path / "run", steps, log_every=1, save_every=1, keep=99,
+                            sample_every=0, model_weights=tmp_path / "w.bin"))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    trainer, counts = train_unet.Trainer(model, unet_io.read_images(images8), SKIPPING), []
+    for line in lines:
+        assert abs(line["loss"] / trainer.step() - 1) < 1e-5
+        counts.append(trainer.history.skipped)
+    assert [line["skipped"] for line in lines] == counts
+    assert counts[31] == 0 and 2 <= counts[-1] <= 12, counts  # none before 32 steps have been seen
+    # and by the rule, written another way: windows of the losses and norms that were let through
+    accepted = [line for line, before, now in zip(lines, [0, *counts], counts) if now == before]
+    for line, before, now in zip(lines, [0, *counts], counts):
+        past = [other for other in accepted if other["step"] < line["step"]][-128:]
+        scores = [(line[key] - np.mean([other[key] for other in past])) / np.std([other[key] for other in past], ddof=1)
+                  for key in ("loss", "grad_norm")] if len(past) >= 32 else [0]
+        assert (max(scores) > 1.5) == (now > before), line
+    files = {n: unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", n))) for n in range(32, steps + 1)}
+    for n in range(33, steps + 1):  # nothing changes in a skipped step, all of it in another
+        for name in ("weights", "ema", "ema_2", "adam_m", "adam_v"):
+            same = same_bits(files[n].sections[name], files[n - 1].sections[name])
+            assert same == (counts[n - 1] > counts[n - 2]), (n, name)
+    # the moments' corrections and the averages' warm-up go by updates
+    for name, tensors in zip(("weights", "ema", "ema_2"), (trainer.parameters, *trainer.emas)):
+        flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(tensors)])
+        away = np.linalg.norm(files[steps].sections[name] - flat)
+        assert away < 2e-3 * np.linalg.norm(flat - files[32].sections[name]), name
 
 
 def test_validation_loss(tmp_path, images8):
@@ -597,12 +698,20 @@ def twin_cases():
             [T, schedule == "cosine", predict == "v", sampler == "ddpm", count],
             respaced_sampler(T, schedule, predict, sampler, count).reshape(-1))
     at = [0, 1, 2, 4, 5, 6, 9, 10, 50, 98, 99, 100, 101, 5000]
-    for schedule, warmup, length in (("constant", 0, 100), ("constant", 10, 100), ("cosine", 0, 100),
-                                     ("cosine", 10, 100), ("cosine", 100, 100), ("cosine", 200, 100)):
-        config = Config(lr=3e-4, lr_schedule=schedule, warmup_steps=warmup, lr_steps=length, ema_rate=0.995)
-        values = [[unet_io.learning_rate(config, s), 1 - unet_io.ema_decay(config, s)] for s in at]
-        add(f"rate {schedule} warm-up {warmup} of {length}", [schedule == "cosine", warmup, length],
-            np.array(values).reshape(-1), reals=np.array([3e-4, 0.995]), at=at)
+    kinds = ("constant", "cosine", "linear")
+    for schedule, warmup, length, last, skipped in (
+            ("constant", 0, 100, 0.5, 0), ("constant", 10, 100, 0, 0), ("cosine", 0, 100, 0, 0),
+            ("cosine", 10, 100, 0, 0), ("cosine", 100, 100, 0.25, 0), ("cosine", 200, 100, 0.25, 0),
+            ("cosine", 10, 100, 0.25, 0), ("linear", 0, 100, 0, 0), ("linear", 10, 100, 0.1, 4),
+            ("linear", 100, 100, 0.1, 0), ("linear", 200, 100, 0.1, 0)):
+        config = Config(lr=3e-4, lr_schedule=schedule, warmup_steps=warmup, lr_steps=length,
+                        final_lr_fraction=last, ema_rate=(0.995, 0.9))
+        steps = [s for s in at if s >= skipped]
+        values = [[unet_io.learning_rate(config, s), *(1 - unet_io.ema_decay(rate, s - skipped)
+                                                       for rate in config.ema_rate)] for s in steps]
+        add(f"rate {schedule} warm-up {warmup} of {length} to {last}, {skipped} skipped",
+            [kinds.index(schedule), warmup, length, skipped], np.array(values).reshape(-1),
+            reals=np.array([3e-4, last, *config.ema_rate]), at=steps)
     return tensors
 
 
@@ -683,7 +792,7 @@ def test_flags_of_both_programs(tmp_path):
         if not field.metadata["help"]:
             continue
         default = field.default
-        if field.type is tuple:
+        if isinstance(default, tuple):
             default = ",".join(map(str, default))
         if field.type is bool:
             assert not default and field.name in listed
@@ -726,6 +835,41 @@ def test_resume(tmp_path, images8):
     assert found == expected
     losses = losses_in(tmp_path / "parts")
     assert losses == {step: loss for step, loss in losses_in(tmp_path / "whole").items() if step > 10}
+
+
+def test_resume_with_everything(tmp_path, images8):
+    """With clipping, decay, averages and skipped steps before and after: the whole checkpoint, bit for bit."""
+    config = dataclasses.replace(RESUMED, lr_schedule="linear", final_lr_fraction=0.1, grad_clip=0.5, lr=1e-4,
+                                 weight_decay=1.0, skip_outliers=1.0, ema_rate=(0.9, 0.99, 0.5, 0.8))
+    flags = dict(save_every=45, sample_every=0, log_every=1)
+    run(TRAIN, *start_flags(config, images8, tmp_path / "whole", 60, **flags))
+    (tmp_path / "parts").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "whole", 45), tmp_path / "parts")
+    first = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "parts", 45)))
+    result = run(TRAIN, "--resume", tmp_path / "parts")
+    expected, found = (checkpoint_in(tmp_path / name, 60).read_bytes() for name in ("whole", "parts"))
+    assert found == expected and list(first.sections)[:7] == list(unet_io.TENSOR_SECTIONS)
+    last = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "parts", 60)))
+    assert 0 < first.sections["state"].skipped < last.sections["state"].skipped
+    assert f" | {last.sections['state'].skipped} skipped" in result.stdout
+    assert last.config == dataclasses.replace(config, lr_steps=60)
+    refused(TRAIN, "--resume", tmp_path / "parts", "--ema_rate", "0.9,0.99", says=["0.9,0.99 ", "0.9,0.99,0.5,0.8"])
+
+
+def test_resume_of_an_old_checkpoint(tmp_path, images8):
+    """Without a section `state`, and with 0 in the fields that came with it: as many updates as steps."""
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 8, save_every=4, sample_every=0))
+    checkpoint = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 4)))
+    del checkpoint.sections["state"]
+    (tmp_path / "old").mkdir()
+    unet_io.write_checkpoint(checkpoint_in(tmp_path / "old", 4), checkpoint)
+    header = np.fromfile(checkpoint_in(tmp_path / "old", 4), "<i4", 256)
+    assert not header[75:90].any()
+    run(TRAIN, "--resume", tmp_path / "old", "--steps", 8, *QUICK)
+    found, expected = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 8))) for name in ("old", "run"))
+    for name in ("weights", "ema", "adam_m", "adam_v"):
+        assert same_bits(found.sections[name], expected.sections[name]), name
+    assert found.sections["state"].seen == 4 and found.sections["state"].skipped == 0
 
 
 def test_resume_with_more_steps(tmp_path, images8):
@@ -882,13 +1026,16 @@ def test_checkpoint_round_trip(tmp_path, images8):
     assert list(second.sections) == list(first.sections) and second.config == first.config
     for name, values in first.sections.items():
         again = second.sections[name]
-        assert values == again if isinstance(values, str) else same_bits(values, again), name
+        if name == "state":
+            assert values.pack() == again.pack() and values.seen == 2
+        else:
+            assert values == again if isinstance(values, str) else same_bits(values, again), name
     (tmp_path / "other").mkdir()
     shutil.copy(tmp_path / "again.bin", checkpoint_in(tmp_path / "other", 2))
     run(TRAIN, "--resume", tmp_path / "other", "--steps", 4, *QUICK)
     found, expected = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4)))
                        for name in ("other", "run"))
-    for name in unet_io.TENSOR_SECTIONS:
+    for name in ("weights", "ema", "adam_m", "adam_v"):
         assert same_bits(found.sections[name], expected.sections[name]), name
 
 
@@ -984,7 +1131,7 @@ def mutated_files(folder):
     unet_io.write_images(folder / "images.bin", pixels, [f"c{i % 3}" for i in range(9)])
     config = Config(**SMALL)
     weights = train_unet.to_numpy(train_unet.UNet(config).parameters())
-    sections = {"weights": weights, "data_file": "x.bin"}
+    sections = {"weights": weights, "state": unet_io.History(), "data_file": "x.bin"}
     unet_io.write_checkpoint(folder / "weights.bin", Checkpoint(config, sections))
     return (folder / "images.bin", 9, unet_io.read_images), (folder / "weights.bin", 2, train_unet.load_model)
 
@@ -1008,7 +1155,7 @@ def test_damaged_files_in_python(tmp_path):
                 assert len(str(error).splitlines()) == 1
                 outcomes["refused"] += 1
 
-        for index in [*range(72), *range(128, 152)]:
+        for index in [*range(82), *range(128, 152)]:
             for value in (0, -1, 2**31 - 1, int(header[index]) + 1, int(dice.integers(-2**31, 2**31))):
                 bad = header.copy()
                 bad[index] = np.int64(value).astype(np.int32)
@@ -1074,21 +1221,31 @@ def test_pictures(tmp_path, images8, name):
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):
-    """The EMA is what is drawn with; --use_ema 0 takes the raw weights, in both programs."""
-    config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=0.99)
-    run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8))
-    drawn = {}
-    for use_ema in (0, 1):
-        path = checkpoint_in(tmp_path / "run", 8)
-        run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", use_ema, "--sample_steps", 5,
-            "--output_name", tmp_path / f"a{use_ema}.png")
+    """The first EMA is what is drawn with; --use_ema names another, or 0 the raw weights, in both programs."""
+    config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=(0.99, 0.3))
+    result = run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, val_file=images8, use_ema=2))
+    assert len(re.findall(r"^step 8 \| validation loss .* \(EMA 0\.3\)$", result.stdout, re.M)) == 1
+    assert re.search(r"^1 pictures in .* \(EMA 0\.3\): ", result.stdout, re.M)
+    drawn, names = {}, {0: "raw weights", 1: "EMA 0.99", 2: "EMA 0.3"}
+    path = checkpoint_in(tmp_path / "run", 8)
+    for use_ema in names:
+        result = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", use_ema,
+                     "--sample_steps", 5, "--output_name", tmp_path / f"a{use_ema}.png")
+        assert f"({names[use_ema]}, step 8)" in result.stdout
         assert call(generate, "--num_images", 1, "--model_filename", path, "--use_ema", use_ema,
                     "--sample_steps", 5, "--output_name", tmp_path / f"b{use_ema}.png",
                     "--device", "cpu") == ""
         ours, theirs = picture(tmp_path / f"a{use_ema}.png"), picture(tmp_path / f"b{use_ema}.png")
         assert np.abs(ours - theirs).max() <= 2
         drawn[use_ema] = ours
-    assert np.abs(drawn[0] - drawn[1]).max() > 2
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert np.abs(drawn[a] - drawn[b]).max() > 2
+    default = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--sample_steps", 5,
+                  "--output_name", tmp_path / "default.png")
+    assert "(EMA 0.99, step 8)" in default.stdout
+    assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a1.png").read_bytes()
+    refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", 3, says=["--use_ema 3", "2"])
+    assert "ema_3" in call(generate, "--model_filename", path, "--use_ema", 3, "--device", "cpu")
 
 
 # ----------------------------------------------------------------------------------------------------

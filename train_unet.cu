@@ -139,11 +139,11 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 
 // ---- configuration ----------------------------------------------------------------------------------------
 
-enum { MAX_LEVELS = 8, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
+enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V };
-enum LrSchedule { LR_CONSTANT, LR_COSINE };
+enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM };
 
 struct Config {
@@ -158,7 +158,8 @@ struct Config {
     // training
     int batch_size, steps, flip, lr_schedule, warmup_steps, lr_steps;
     unsigned seed;
-    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate;
+    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
+    float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
     int log_every, save_every, sample_every, val_every, keep, num_samples;
     // sampling
     int generate, sampler, sample_steps, use_ema;
@@ -174,6 +175,7 @@ enum FlagKind {
     FLAG_FLOAT,
     FLAG_BOOL,
     FLAG_LIST,
+    FLAG_FLOAT_LIST,
     FLAG_CHOICE,
     FLAG_PATH,
     FLAG_OPTIONAL_PATH
@@ -244,18 +246,24 @@ static const Flag FLAGS[] = {
      "optimiser steps in all"},
     {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
     {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
-     "constant|cosine",
-     "cosine falls to 0 over the --steps of the first start; a later --steps does not bend it"},
+     "constant|cosine|linear",
+     "how it falls over the --steps of the first start; a later --steps does not bend it"},
+    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(final_lr_fraction), "0", 0, 1, 0,
+     "part of --lr that cosine and linear end at"},
     {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(warmup_steps), "0", 0, 1e9, 0,
      "steps over which the learning rate rises to --lr"},
     {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(weight_decay), "0", 0, 1e3, 0,
-     "decoupled, as in AdamW"},
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
     {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
     {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
      "AdamW's second moment"},
     {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 0, 1, 0, "AdamW's epsilon"},
-    {"ema_rate", FLAG_FLOAT, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
-     "running mean of the weights, used for sampling; 0: none"},
+    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(grad_clip), "0", 0, 1e9, 0,
+     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
+    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(skip_outliers), "0", 0, 1e9, 0,
+     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
+    {"ema_rate", FLAG_FLOAT_LIST, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
+     "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
     {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
      "mirror half of the images left to right"},
     {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
@@ -278,8 +286,8 @@ static const Flag FLAGS[] = {
      "ddim (deterministic) or ddpm (ancestral)"},
     {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
      "network calls a picture; 0: 50 for ddim, all diffusion_steps for ddpm"},
-    {"use_ema", FLAG_BOOL, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 1, 0,
-     "sample with the running mean of the weights where there is one"},
+    {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, MAX_EMAS, 0,
+     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
     {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
      "print the plan and the memory it needs, and exit"},
@@ -289,8 +297,9 @@ static const Flag FLAGS[] = {
 };
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
-    FIELD_LR_STEPS = 54
-};  // the schedule's length has no flag
+    FIELD_LR_STEPS = 54,     // the schedule's length has no flag
+    FIELD_MORE_FLOATS = 75,  // a FLAG_FLOAT_LIST's second number and on, which do not fit beside its first
+};
 
 // A preset is a list of flags that come before those the user types.
 struct Preset {
@@ -356,14 +365,19 @@ static const char* nearest_flag(const std::string& name) {
 static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool whole = flag.kind == FLAG_FLOAT || number == floor(number);
+    bool real = flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST,
+         whole = real || number == floor(number);
     if (value.empty() || *end || !std::isfinite(number) || !whole)
-        fail_usage("--%s needs %s, not '%s'", flag.name,
-                   flag.kind == FLAG_FLOAT ? "a number" : "a whole number", value.c_str());
+        fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
     if (!(number >= flag.least && number <= flag.most))
         fail_usage("--%s must lie between %g and %.10g, not %s", flag.name, flag.least, flag.most,
                    value.c_str());
     return number;
+}
+
+// How many numbers of 4 bytes it has; a path aside.
+static int flag_length(const Flag& flag) {
+    return flag.kind == FLAG_LIST ? MAX_LEVELS : flag.kind == FLAG_FLOAT_LIST ? MAX_EMAS : 1;
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
@@ -380,15 +394,19 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
             else
                 fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
             break;
-        case FLAG_LIST: {
-            int* list = (int*)target;
-            int count = 0;
-            memset(list, 0, MAX_LEVELS * sizeof(int));
+        case FLAG_LIST:
+        case FLAG_FLOAT_LIST: {
+            int count = 0, most = flag_length(flag);
+            memset(target, 0, most * sizeof(int));
             for (size_t start = 0; start <= value.size();) {
                 size_t comma = std::min(value.find(',', start), value.size());
-                if (count == MAX_LEVELS)
-                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, MAX_LEVELS, value.c_str());
-                list[count++] = (int)parse_number(flag, value.substr(start, comma - start));
+                if (count == most)
+                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
+                double number = parse_number(flag, value.substr(start, comma - start));
+                if (flag.kind == FLAG_LIST)
+                    ((int*)target)[count++] = (int)number;
+                else
+                    ((float*)target)[count++] = (float)number;
                 start = comma + 1;
             }
             break;
@@ -437,6 +455,12 @@ static std::string flag_text(const Config& config, const Flag& flag) {
             std::string joined;
             for (int i = 0; i < MAX_LEVELS && ((const int*)source)[i]; i++)
                 joined += text("%s%d", i ? "," : "", ((const int*)source)[i]);
+            return joined.empty() ? "0" : joined;
+        }
+        case FLAG_FLOAT_LIST: {
+            std::string joined;
+            for (int i = 0; i < MAX_EMAS && ((const float*)source)[i] > 0; i++)
+                joined += (i ? "," : "") + float_text(((const float*)source)[i]);
             return joined.empty() ? "0" : joined;
         }
         case FLAG_CHOICE: {
@@ -550,6 +574,12 @@ static int list_length(const int* list) {
     return n;
 }
 
+static int ema_count(const Config& c) {
+    int n = 0;
+    while (n < MAX_EMAS && c.ema_rate[n] > 0) n++;
+    return n;
+}
+
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
     int levels = list_length(c.channel_mult);
@@ -590,6 +620,12 @@ static void check_config(const Config& c) {
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
     }
+    for (int i = 1; i < MAX_EMAS; i++)
+        if (c.ema_rate[i] > 0 && !(c.ema_rate[i - 1] > 0))
+            fail("--ema_rate has a 0 before %s; 0 stands alone, for no averaged weights",
+                 float_text(c.ema_rate[i]).c_str());
+    if (c.use_ema > std::max(1, ema_count(c)))
+        fail("--use_ema %d names none of the %d averaged weights of --ema_rate", c.use_ema, ema_count(c));
     if (c.sample_steps > c.diffusion_steps)
         fail("--sample_steps %d is more than the chain's --diffusion_steps %d", c.sample_steps,
              c.diffusion_steps);
@@ -4992,16 +5028,28 @@ struct Plan {
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps;
     float correction1, correction2;  // 1 - beta^n
-    float ema_weight;                // share of the new weights in the running mean
+    float ema_weight[MAX_EMAS];      // share of the new weights in each running mean
+    float clip;                      // factor of the gradient
+};
+
+// What --skip_outliers goes by; the section `state` of a checkpoint.
+enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
+struct History {
+    int32_t skipped;  // steps that updated nothing
+    int32_t seen;     // steps that were entered below: the n-th in place n mod WINDOW
+    float losses[WINDOW], norms[WINDOW];
 };
 
 // What changes from step to step. It lives on the device, so that a step takes no arguments from the host.
 struct StepState {
-    int64_t step;      // optimiser steps done
+    int64_t step;      // optimiser steps done, those that were skipped among them
     AdamW update;      // of the step under way
-    int finite;        // its loss and gradient norm are: the weights may be updated
-    float loss, norm;  // and these are they
+    int finite;        // its loss and gradient norm are
+    int accepted;      // and no outliers: the weights may be updated
+    float loss, norm;  // these are they, the norm before clipping
+    History history;
 };
+enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it divides every offset
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
 
@@ -5013,7 +5061,9 @@ struct Model {
     float* master;       // (num_parameters)
     const float* exact;  // what `weights` were rounded from: master, or the EMA
     float* gradients;    // (num_parameters)
-    float *adam_m, *adam_v, *ema;
+    float *adam_m, *adam_v;
+    float* ema[MAX_EMAS];   // null where there are fewer
+    uint8_t* decays;        // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
     char* arena;            // activations, their gradients, scratch: where the plan says
     Arena scratch;          // the part of it that the block under way may take from
     floatX* input;          // (B, H, W, 3): the noised images
@@ -5551,12 +5601,13 @@ static size_t lay_out_model(Model* m, char* memory) {
     m->weights = (floatX*)m->master;
     m->exact = m->master;
     if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)place(P * sizeof(floatX));
-    if (m->config.ema_rate > 0) m->ema = (float*)place(P * sizeof(float));
+    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)place(P * sizeof(float));
     if (plan.training) {
         m->gradients = (float*)place(P * sizeof(float));
         m->adam_m = (float*)place(P * sizeof(float));
         m->adam_v = (float*)place(P * sizeof(float));
         m->norm_parts = (float*)place((P / NORM_CHUNK + 1) * sizeof(float));
+        m->decays = (uint8_t*)place(P / DECAY_CHUNK + 1);
     }
     m->arena = place(plan.arena_bytes);
     m->input = (floatX*)place(pixels * sizeof(floatX));
@@ -5597,6 +5648,14 @@ static void build_model(Model* m, const Config& config, int batch, bool training
              human_bytes((double)needed).c_str());
     backend_zero(m->memory, m->bytes);
     lay_out_model(m, m->memory);
+    if (!training) return;
+    std::vector<uint8_t> decays(m->plan.num_parameters / DECAY_CHUNK + 1);
+    for (const Tensor& t : m->plan.tensors) {
+        ASSERT(t.offset % DECAY_CHUNK == 0);
+        for (size_t i = 0; t.ndim > 1 && i < t.count; i += DECAY_CHUNK)
+            decays[(t.offset + i) / DECAY_CHUNK] = 1;
+    }
+    backend_upload(m->decays, decays.data(), decays.size());
 }
 
 static void free_model(Model* m) {
@@ -5604,7 +5663,7 @@ static void free_model(Model* m) {
     *m = Model();
 }
 
-// Makes the layers read these parameters: master, or ema.
+// Makes the layers read these parameters: master, or an EMA.
 static void use_weights(Model* m, const float* parameters) {
     m->exact = parameters;
 #if defined(__CUDACC__) && !defined(PRECISION_FP32)
@@ -5612,6 +5671,13 @@ static void use_weights(Model* m, const float* parameters) {
 #else
     m->weights = (floatX*)parameters;
 #endif
+}
+
+// What every run starts from once `master` is filled.
+static void start_from_master(Model* m) {
+    use_weights(m, m->master);
+    for (float* ema : m->ema)
+        if (ema) backend_copy(ema, m->master, m->plan.num_parameters * sizeof(float));
 }
 
 // Fresh weights, as PyTorch's defaults draw them: uniform within 1 / sqrt(fan_in), with guided-diffusion's
@@ -5631,8 +5697,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
         reorder(reordered.data(), values.data(), t, true);
         backend_upload(m->master + t.offset, reordered.data(), t.count * sizeof(float));
     }
-    use_weights(m, m->master);
-    if (m->ema) backend_copy(m->ema, m->master, m->plan.num_parameters * sizeof(float));
+    start_from_master(m);
 }
 
 // ---- walk -------------------------------------------------------------------------------------------------
@@ -5991,23 +6056,48 @@ static void squared_norm_cpu(float* parts, const float* x, size_t n) {
 #define squared_norm squared_norm_cpu
 #endif
 
-// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW;
-// then the EMA. All (n); ema may be null; working: the layers' copy of the weights where floatX is no float,
-// otherwise null. The state says how, and a step that is not finite changes nothing.
+// The running means of the weights, (n) each; null where there are fewer than MAX_EMAS.
+struct Emas {
+    float* of[MAX_EMAS];
+    int count() const {
+        int k = 0;
+        while (k < MAX_EMAS && of[k]) k++;
+        return k;
+    }
+};
+
+// Bytes that an update moves.
+static double adamw_bytes(Emas emas, size_t n) {
+    return (7.0 * sizeof(float) + 8.0 * emas.count() + (sizeof(floatX) == 2 ? 2 : 0)) * n;
+}
+
+// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
+// of the gradient times `clip`; then the EMAs. All (n); decays (n / DECAY_CHUNK rounded up); working: the
+// layers' copy of the weights where floatX is no float, otherwise null. The state says how, and a step that
+// is not accepted changes nothing.
 #ifdef CPU_LAYERS
-static void adamw_cpu(float* w, float* ema, floatX*, float* m, float* v, const float* gradient, size_t n,
-                      const StepState* state) {
-    PROFILE("AdamW", {0, (7.0 * sizeof(float) + (ema ? 8 : 0) + (sizeof(floatX) == 2 ? 2 : 0)) * n});
+static void adamw_cpu(float* w, Emas emas, floatX*, float* m, float* v, const float* gradient,
+                      const uint8_t* decays, size_t n, const StepState* state) {
+    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
     AdamW a = state->update;
-    if (!state->finite) return;
-    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
-#pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) {
-        float g = gradient[i];
-        m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
-        v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
-        w[i] = w[i] * decay - step * m[i] / (sqrtf(v[i]) / root + a.eps);
-        if (ema) ema[i] += a.ema_weight * (w[i] - ema[i]);
+    if (!state->accepted) return;
+    float step = a.lr / a.correction1, root = sqrtf(a.correction2), keep = 1.0f - a.lr * a.weight_decay;
+#pragma omp parallel for
+    for (size_t first = 0; first < n; first += DECAY_CHUNK) {
+        size_t end = std::min(first + DECAY_CHUNK, n);
+        float decay = decays[first / DECAY_CHUNK] ? keep : 1.0f;
+#pragma omp simd
+        for (size_t i = first; i < end; i++) {
+            float g = gradient[i] * a.clip;
+            m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
+            v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
+            w[i] = w[i] * decay - step * m[i] / (sqrtf(v[i]) / root + a.eps);
+        }
+        for (int k = 0; k < emas.count(); k++) {
+            float *ema = emas.of[k], weight = a.ema_weight[k];
+#pragma omp simd
+            for (size_t i = first; i < end; i++) ema[i] += weight * (w[i] - ema[i]);
+        }
     }
 }
 #endif
@@ -6033,32 +6123,42 @@ static void squared_norm(float* parts, const float* x, size_t n) {
     launch(squared_norm_kernel, ceil_div(n, NORM_CHUNK), 512, 0, parts, x, n);
 }
 
-__device__ static inline void adamw_element(float& w, float& ema, float& m, float& v, float g, const AdamW& a,
-                                            float step, float root, float decay) {
+__device__ static inline void adamw_element(float& w, float& m, float& v, float g, const AdamW& a, float step,
+                                            float root, float decay) {
+    g *= a.clip;
     m = a.beta1 * m + (1.0f - a.beta1) * g;
     v = a.beta2 * v + (1.0f - a.beta2) * g * g;
     w = w * decay - step * m / (sqrtf(v) / root + a.eps);
-    ema += a.ema_weight * (w - ema);
 }
 
-// torch.optim.AdamW, then the running mean of the weights and the layers' copy of them, `working`: 38 bytes a
-// parameter, each once. All (n) and 16-byte aligned; ema and working may be null. A thread 4 parameters.
-__global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient,
-                             size_t n, const StepState* state) {
-    if (!state->finite) return;
+// torch.optim.AdamW, then EMAS running means of the weights and the layers' copy of them, `working`: 30 bytes
+// a parameter and 8 a mean, each once. All (n) and 16-byte aligned; working may be null. A thread 4
+// parameters.
+template <int EMAS>
+__global__ void adamw_kernel(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
+                             const uint8_t* decays, size_t n, const StepState* state) {
+    if (!state->accepted) return;
     AdamW a = state->update;
-    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f - a.lr * a.weight_decay;
     size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f;
+    if (i < n && a.weight_decay > 0 && decays[i / DECAY_CHUNK]) decay -= a.lr * a.weight_decay;
     if (i + 4 <= n) {
         float4 g4 = *(const float4*)(gradient + i), w4 = *(const float4*)(w + i),
-               m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i),
-               e4 = ema ? *(const float4*)(ema + i) : w4;
-        adamw_element(w4.x, e4.x, m4.x, v4.x, g4.x, a, step, root, decay);
-        adamw_element(w4.y, e4.y, m4.y, v4.y, g4.y, a, step, root, decay);
-        adamw_element(w4.z, e4.z, m4.z, v4.z, g4.z, a, step, root, decay);
-        adamw_element(w4.w, e4.w, m4.w, v4.w, g4.w, a, step, root, decay);
+               m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i), e4[EMAS + 1];
+#pragma unroll
+        for (int k = 0; k < EMAS; k++) e4[k] = *(const float4*)(emas.of[k] + i);
+        adamw_element(w4.x, m4.x, v4.x, g4.x, a, step, root, decay);
+        adamw_element(w4.y, m4.y, v4.y, g4.y, a, step, root, decay);
+        adamw_element(w4.z, m4.z, v4.z, g4.z, a, step, root, decay);
+        adamw_element(w4.w, m4.w, v4.w, g4.w, a, step, root, decay);
         *(float4*)(w + i) = w4, *(float4*)(m + i) = m4, *(float4*)(v + i) = v4;
-        if (ema) *(float4*)(ema + i) = e4;
+#pragma unroll
+        for (int k = 0; k < EMAS; k++) {
+            float weight = a.ema_weight[k];
+            e4[k].x += weight * (w4.x - e4[k].x), e4[k].y += weight * (w4.y - e4[k].y);
+            e4[k].z += weight * (w4.z - e4[k].z), e4[k].w += weight * (w4.w - e4[k].w);
+            *(float4*)(emas.of[k] + i) = e4[k];
+        }
 #ifdef PRECISION_FP32
         if (working) *(float4*)(working + i) = w4;
 #else
@@ -6067,16 +6167,18 @@ __global__ void adamw_kernel(float* w, float* ema, floatX* working, float* m, fl
         return;
     }
     for (; i < n; i++) {  // the last thread's
-        float mean = ema ? ema[i] : w[i];
-        adamw_element(w[i], mean, m[i], v[i], gradient[i], a, step, root, decay);
-        if (ema) ema[i] = mean;
+        adamw_element(w[i], m[i], v[i], gradient[i], a, step, root, decay);
+        for (int k = 0; k < EMAS; k++) emas.of[k][i] += a.ema_weight[k] * (w[i] - emas.of[k][i]);
         if (working) working[i] = (floatX)w[i];
     }
 }
-static void adamw(float* w, float* ema, floatX* working, float* m, float* v, const float* gradient, size_t n,
-                  const StepState* state) {
-    PROFILE("AdamW", {0, (7.0 * sizeof(float) + (ema ? 8 : 0) + (sizeof(floatX) == 2 ? 2 : 0)) * n});
-    launch(adamw_kernel, ceil_div(n, 4 * 256), 256, 0, w, ema, working, m, v, gradient, n, state);
+static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
+                  const uint8_t* decays, size_t n, const StepState* state) {
+    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
+    static decltype(&adamw_kernel<0>) const kernels[] = {adamw_kernel<0>, adamw_kernel<1>, adamw_kernel<2>,
+                                                         adamw_kernel<3>, adamw_kernel<MAX_EMAS>};
+    launch(kernels[emas.count()], ceil_div(n, 4 * 256), 256, 0, w, emas, working, m, v, gradient, decays, n,
+           state);
 }
 #else
 #define adamw adamw_cpu
@@ -6084,12 +6186,15 @@ static void adamw(float* w, float* ema, floatX* working, float* m, float* v, con
 
 // What the optimiser's settings are: the part of Config that a kernel can be handed.
 struct Hyper {
-    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate;
+    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
     int lr_schedule, warmup_steps, lr_steps;
+    float ema_rate[MAX_EMAS];
 };
 static Hyper hyper_of(const Config& c) {
-    return {c.lr,       c.weight_decay, c.beta1,        c.beta2,   c.adam_eps,
-            c.ema_rate, c.lr_schedule,  c.warmup_steps, c.lr_steps};
+    Hyper hyper = {c.lr,        c.final_lr_fraction, c.weight_decay, c.beta1,        c.beta2,    c.adam_eps,
+                   c.grad_clip, c.skip_outliers,     c.lr_schedule,  c.warmup_steps, c.lr_steps, {}};
+    std::copy(c.ema_rate, c.ema_rate + MAX_EMAS, hyper.ema_rate);
+    return hyper;
 }
 
 // The learning rate of step s, counted from 0; Settings: Config or Hyper.
@@ -6097,24 +6202,61 @@ template <typename Settings>
 HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
     double rate = c.lr;
     if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
-    if (c.lr_schedule != LR_COSINE) return rate;
+    if (c.lr_schedule == LR_CONSTANT) return rate;
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = (double)(s - c.warmup_steps) / span;
-    return rate * 0.5 * (1 + cos(M_PI * (done < 1 ? done : 1)));
+           done = (double)(s - c.warmup_steps) / span, last = c.final_lr_fraction;
+    if (done > 1) done = 1;
+    return rate *
+           (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
 }
 
+// The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
 template <typename Settings>
-HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s) {
-    double n = (double)(s + 1), decay = 1 - pow(1 + n, -0.75);
-    if (decay > (double)c.ema_rate) decay = (double)c.ema_rate;
-    return {(float)learning_rate(c, s),
-            c.weight_decay,
-            c.beta1,
-            c.beta2,
-            c.adam_eps,
-            (float)(1 - pow((double)c.beta1, n)),
-            (float)(1 - pow((double)c.beta2, n)),
-            (float)(1 - decay)};
+HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s, int64_t updates) {
+    double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
+    AdamW a = {(float)learning_rate(c, s),
+               c.weight_decay,
+               c.beta1,
+               c.beta2,
+               c.adam_eps,
+               (float)(1 - pow((double)c.beta1, n)),
+               (float)(1 - pow((double)c.beta2, n)),
+               {},
+               1.0f};
+    for (int k = 0; k < MAX_EMAS; k++) {
+        double rate = c.ema_rate[k];
+        a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
+    }
+    return a;
+}
+
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window.
+HOST_DEVICE static inline bool is_outlier(float value, const float* window, int count, float z) {
+    double mean = 0, squares = 0;
+    for (int i = 0; i < count; i++) mean += window[i];
+    mean /= count;
+    for (int i = 0; i < count; i++) squares += (window[i] - mean) * (window[i] - mean);
+    return value - mean > z * sqrt(squares / (count - 1));
+}
+
+// What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
+// (as torch.nn.utils.clip_grad_norm_). Only a finite step counts; a skipped one does, so that the data move
+// on.
+HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
+    History* h = &state->history;
+    int count = h->seen < WINDOW ? h->seen : WINDOW;
+    bool outlier = c.skip_outliers > 0 && count >= WINDOW_LEAST &&
+                   (is_outlier(loss, h->losses, count, c.skip_outliers) ||
+                    is_outlier(norm, h->norms, count, c.skip_outliers));
+    state->loss = loss, state->norm = norm;
+    state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
+    state->accepted = state->finite && !outlier;
+    state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
+    if (state->accepted)
+        h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
+    else if (state->finite)
+        h->skipped++;
+    if (state->finite) state->step++;
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -6149,11 +6291,11 @@ HOST_DEVICE static inline float pixel_of(const BatchSource& s, int source, int e
 }
 
 // begin_step: the state's update, and each sample's timestep and source. load_images: images (batch, 3, size,
-// size). finish_step: loss and gradient norm from their parts; where both are finite the step counts; state[1
-// + slot] keeps what the host will read.
+// size). finish_step: loss and gradient norm from their parts, and what they decide; state[1 + slot] keeps
+// what the host will read.
 #ifdef CPU_LAYERS
 static void begin_step_cpu(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
-    state->update = adamw_at(hyper, state->step);
+    state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
     for (int b = 0; b < source.batch; b++) choose_sample(timesteps + b, sources + b, source, b, state->step);
 }
 static void load_images_cpu(float* images, const int* sources, BatchSource source) {
@@ -6163,14 +6305,13 @@ static void load_images_cpu(float* images, const int* sources, BatchSource sourc
         for (int e = 0; e < elements; e++) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
 }
 static void finish_step_cpu(StepState* state, const float* losses, size_t elements, const float* norm_parts,
-                            size_t parameters) {
+                            size_t parameters, Hyper hyper) {
     double loss = 0, norm = 0;
     for (size_t i = 0; i < (elements + LOSS_CHUNK - 1) / LOSS_CHUNK; i++) loss += losses[i];
     for (size_t i = 0; i < (parameters + NORM_CHUNK - 1) / NORM_CHUNK; i++) norm += norm_parts[i];
-    state->loss = (float)(loss / (double)elements), state->norm = (float)sqrt(norm);
-    state->finite = std::isfinite(state->loss) && std::isfinite(state->norm);
-    state[1 + state->step % RESULT_SLOTS] = *state;
-    if (state->finite) state->step++;
+    StepState* result = state + 1 + state->step % RESULT_SLOTS;
+    conclude_step(state, (float)(loss / (double)elements), (float)sqrt(norm), hyper);
+    *result = *state;
 }
 static void fill_timesteps_cpu(int* timesteps, int B, int value) {
     for (int b = 0; b < B; b++) timesteps[b] = value;
@@ -6180,7 +6321,7 @@ static void fill_timesteps_cpu(int* timesteps, int B, int value) {
 // One block: a thread a sample.
 __global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
                                   Hyper hyper) {
-    if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step);
+    if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
     for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
         choose_sample(timesteps + b, sources + b, source, b, state->step);
 }
@@ -6201,26 +6342,26 @@ static void load_images(float* images, const int* sources, BatchSource source) {
            elements);
 }
 
-// One block adds up the parts, in an order that their number decides.
+// One block adds up the parts, in an order that their number decides, and copies the state.
 __global__ void finish_step_kernel(StepState* state, const float* losses, int loss_parts, double elements,
-                                   const float* norm_parts, int norm_parts_count) {
+                                   const float* norm_parts, int norm_parts_count, Hyper hyper) {
+    StepState* result = state + 1 + state->step % RESULT_SLOTS;
     float loss = 0, norm = 0;
     for (int i = threadIdx.x; i < loss_parts; i += blockDim.x) loss += losses[i];
     for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) norm += norm_parts[i];
     loss = block_sum(loss);
     __syncthreads();
     norm = block_sum(norm);
-    if (threadIdx.x) return;
-    state->loss = (float)((double)loss / elements), state->norm = sqrtf(norm);
-    state->finite = isfinite(state->loss) && isfinite(state->norm);
-    state[1 + state->step % RESULT_SLOTS] = *state;
-    if (state->finite) state->step++;
+    if (threadIdx.x == 0) conclude_step(state, (float)((double)loss / elements), sqrtf(norm), hyper);
+    __syncthreads();
+    for (size_t i = threadIdx.x; i < sizeof *state / sizeof(int); i += blockDim.x)
+        ((int*)result)[i] = ((const int*)state)[i];
 }
 static void finish_step(StepState* state, const float* losses, size_t elements, const float* norm_parts,
-                        size_t parameters) {
+                        size_t parameters, Hyper hyper) {
     PROFILE("begin, images, end", {0, 0});
     launch(finish_step_kernel, 1, 256, 0, state, losses, (int)ceil_div(elements, LOSS_CHUNK),
-           (double)elements, norm_parts, (int)ceil_div(parameters, NORM_CHUNK));
+           (double)elements, norm_parts, (int)ceil_div(parameters, NORM_CHUNK), hyper);
 }
 
 __global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
@@ -6507,6 +6648,7 @@ struct WeightsFile {
     Config config;  // the default one with what the file stores
     long step = 0;
     float smoothed = 0;
+    History history = History();
     std::vector<Section> sections;
     const Section* find(const char* name) const {
         for (const Section& s : sections)
@@ -6515,27 +6657,36 @@ struct WeightsFile {
     }
 };
 
+static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
+
+// The header's field of a flag's i-th number.
+static int field_of(const Flag& flag, int i) {
+    return flag.kind == FLAG_FLOAT_LIST && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+}
+
 // Flags to header fields and back. What is stored of a training flag and lies outside its range (0, from a
 // writer that does not know it) leaves the default.
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS) {
-        if (!flag.field) continue;
-        size_t bytes = flag.kind == FLAG_LIST ? MAX_LEVELS * sizeof(int) : sizeof(int);
-        memcpy(header + flag.field, (const char*)&config + flag.offset, bytes);
+        for (int i = 0; flag.field && i < flag_length(flag); i++)
+            memcpy(header + field_of(flag, i), (const int*)((const char*)&config + flag.offset) + i,
+                   sizeof(int));
     }
     header[FIELD_LR_STEPS] = config.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         if (!flag.field) continue;
-        const int32_t* field = header + flag.field;
-        int length = flag.kind == FLAG_LIST ? (int)MAX_LEVELS : 1, choices = 1;
+        int32_t field[MAX_LEVELS];
+        int length = flag_length(flag), choices = 1;
         for (const char* c = flag.choices; flag.kind == FLAG_CHOICE && *c; c++) choices += *c == '|';
         bool good = true;
         for (int i = 0; i < length; i++) {
             float real;
+            field[i] = header[field_of(flag, i)];
             memcpy(&real, field + i, sizeof real);
-            double value = flag.kind == FLAG_FLOAT  ? (double)real
+            bool is_real = flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST;
+            double value = is_real                  ? (double)real
                            : flag.kind == FLAG_UINT ? (double)(uint32_t)field[i]
                                                     : (double)field[i];
             if (flag.kind == FLAG_CHOICE)
@@ -6628,9 +6779,19 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s is damaged: it says %d parameters and step %ld; its configuration has %zu parameters",
              path.c_str(), header[FIELD_PARAMETERS], file.step, parameters);
     if (!file.find("weights")) fail("%s holds no weights", path.c_str());
-    for (const char* name : {"weights", "ema", "adam_m", "adam_v"})
+    for (const char* name : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
         if (file.find(name) && file.find(name)->bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", path.c_str(), name);
+    if (const Section* s = file.find("state")) {
+        History* h = &file.history;
+        bool sound = s->bytes == sizeof *h;
+        in.seek(s->offset);
+        if (sound) in.read(h, sizeof *h);
+        sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file.step;
+        for (int i = 0; i < WINDOW; i++)
+            sound &= fabsf(h->losses[i]) <= FLT_MAX && fabsf(h->norms[i]) <= FLT_MAX;
+        if (!sound) fail("%s is damaged: its section state makes no sense", path.c_str());
+    }
     for (const char* name : {"data_file", "val_file"})
         if (file.find(name)) {
             const Section* s = file.find(name);
@@ -6668,7 +6829,8 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
 }
 
 // Everything that sampling or resuming needs, under `path`, whole or not at all.
-static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed) {
+static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
+                             const History& history) {
     const Config& c = m.config;
     int32_t header[HEADER_INTS] = {UNET_MAGIC, UNET_VERSION};
     header[FIELD_STEP] = (int32_t)step;
@@ -6680,7 +6842,8 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     const struct {
         const char* name;
         const float* parameters;
-    } arrays[] = {{"weights", m.master}, {"ema", m.ema}, {"adam_m", m.adam_m}, {"adam_v", m.adam_v}};
+    } arrays[] = {{"weights", m.master}, {"ema", m.ema[0]},    {"ema_2", m.ema[1]}, {"ema_3", m.ema[2]},
+                  {"ema_4", m.ema[3]},   {"adam_m", m.adam_m}, {"adam_v", m.adam_v}};
     const struct {
         const char *name, *text;
     } texts[] = {{"data_file", c.data_file}, {"val_file", c.val_file}};
@@ -6691,6 +6854,7 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     };
     for (auto& a : arrays)
         if (a.parameters) declare(a.name, m.plan.num_parameters * sizeof(float));
+    if (m.adam_m) declare("state", sizeof history);
     for (auto& t : texts)
         if (*t.text) declare(t.name, strlen(t.text));
 
@@ -6698,6 +6862,7 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.rewind_to_header(header, sizeof header);
     for (auto& a : arrays)
         if (a.parameters) write_parameters(&out, a.parameters, m.plan);
+    if (m.adam_m) out.write(&history, sizeof history);
     for (auto& t : texts)
         if (*t.text) out.write(t.text, strlen(t.text));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
@@ -6860,7 +7025,8 @@ struct Trainer {
     Recording recording;
     long begun = 0;      // steps given to the device
     long step = 0;       // optimiser steps done, as far as the host knows
-    float smoothed = 0;  // running mean of the loss
+    float smoothed = 0;  // running mean of the loss, without those of skipped steps
+    History history = History();
 };
 
 static void upload_schedule(Model* m) {
@@ -6909,7 +7075,7 @@ static void prepare_steps(Trainer* t) {
                  c.diffusion_steps,
                  c.seed};
     StepState state = StepState();
-    state.step = t->begun = t->step;
+    state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
     t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
 }
@@ -6940,9 +7106,10 @@ static void enqueue_step(Trainer* t) {
     backend_zero(m->gradients, P * sizeof(float));
     unet_backward(m, B);
     squared_norm(m->norm_parts, m->gradients, P);
-    finish_step(m->state, m->losses, elements, m->norm_parts, P);
-    adamw(m->master, m->ema, sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v,
-          m->gradients, P, m->state);
+    finish_step(m->state, m->losses, elements, m->norm_parts, P, hyper_of(c));
+    adamw(m->master, {{m->ema[0], m->ema[1], m->ema[2], m->ema[3]}},
+          sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v, m->gradients,
+          m->decays, P, m->state);
 }
 
 static void send_orders(Trainer* t, long last_epoch) {
@@ -6973,10 +7140,9 @@ static StepResult await_step(Trainer* t) {
     int slot = (int)(t->step % RESULT_SLOTS);
     backend_await(slot);
     const StepState& result = t->results[slot];
-    if (result.finite) {
-        t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
-        t->step++;
-    }
+    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    t->step += result.finite;
+    t->history = result.history;
     return {result.loss, result.norm};
 }
 
@@ -6988,6 +7154,16 @@ static StepResult train_step(Trainer* t) {
 }
 #endif
 
+// The weights that sampling and validation use, and what the log calls them.
+static const float* chosen_weights(const Model* m) {
+    const float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
+    return ema ? ema : m->master;
+}
+static std::string chosen_name(const Config& c) {
+    bool raw = !c.use_ema || c.use_ema > ema_count(c);
+    return raw ? "raw weights" : "EMA " + float_text(c.ema_rate[c.use_ema - 1]);
+}
+
 // Loss over the validation images with noise and timesteps that never change, of the weights that sampling
 // would use.
 static double validation_loss(Trainer* t) {
@@ -6997,7 +7173,7 @@ static double validation_loss(Trainer* t) {
     std::vector<float> images(c.batch_size * elements);
     std::vector<int> timesteps(c.batch_size);
     double sum = 0;
-    use_weights(m, m->ema ? m->ema : m->master);
+    use_weights(m, chosen_weights(m));
     for (int first = 0; first < t->validation.count; first += c.batch_size) {
         int B = std::min(c.batch_size, t->validation.count - first);
         for (int b = 0; b < B; b++) {
@@ -7026,7 +7202,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uin
     int H = c.image_size, elements = IMAGE_CHANNELS * H * H;
     std::vector<SamplerStep> steps = make_sampler(c);
     pictures->resize((size_t)count * elements);
-    use_weights(m, c.use_ema && m->ema ? m->ema : m->master);
+    use_weights(m, chosen_weights(m));
     float* x = m->target;  // (B, H, W, 3): free while nothing is trained
     double start = seconds_now(), shown = 0;
     long calls = 0, all_calls = (long)steps.size() * ((count + m->plan.batch - 1) / m->plan.batch);
@@ -7092,8 +7268,7 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
         "and up to %s scratch take turns; %s in all\n\n",
         plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
         plan.training
-            ? text(" (%d times: gradients, AdamW%s)", c.ema_rate > 0 ? 5 : 4, c.ema_rate > 0 ? ", EMA" : "")
-                  .c_str()
+            ? text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c), ema_count(c) ? ", EMA" : "").c_str()
             : "",
         human_bytes((double)plan.arena_bytes).c_str(), human_bytes((double)activations).c_str(),
         human_bytes((double)gradients).c_str(), human_bytes((double)scratch).c_str(),
@@ -7197,11 +7372,12 @@ static int run_profile(Config config) {
     print_profile(&Profile::Entry::block, false, peak, bandwidth);
     if (profile.stray) printf("launches that no line counts: %d\n", profile.stray);
     for (const Profile::Entry& e : profile.entries) gflop += e.work.operations / B / 1e9;
-    size_t bytes = m->bytes + workspace_bytes(), ema = m->ema ? m->plan.num_parameters * sizeof(float) : 0;
+    size_t bytes = m->bytes + workspace_bytes(),
+           ema = ema_count(config) * m->plan.num_parameters * sizeof(float);
     finish_steps(&t);
     free_model(m);
 
-    config.ema_rate = 0;  // one set of weights is enough
+    config.ema_rate[0] = 0;  // one set of weights is enough
     build_model(m, config, B, false);
     initialise_weights(m, config.seed);
     sampler_start(m->target, m->input, B, H, H, config.seed);
@@ -7264,9 +7440,14 @@ static int run_generate(const std::vector<TypedFlag>& typed) {
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder);
     refuse_contradictions(typed, file, true);
     take_model_flags(&config, file.config);
+    std::copy(file.config.ema_rate, file.config.ema_rate + MAX_EMAS, config.ema_rate);
     check_config(config);
-    bool use_ema = config.use_ema && file.find("ema");
-    config.ema_rate = 0;  // one set of weights is enough
+    const char* section = config.use_ema ? EMA_SECTIONS[config.use_ema - 1] : "weights";
+    if (config.use_ema <= 1 && !file.find(section)) config.use_ema = 0, section = "weights";
+    if (!file.find(section))
+        fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
+    std::string weights = chosen_name(config);
+    memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
     config.batch_size = std::min(config.batch_size, config.generate);
     Model m = Model();
     if (config.dry_run) {
@@ -7275,12 +7456,11 @@ static int run_generate(const std::vector<TypedFlag>& typed) {
         return 0;
     }
     build_model(&m, config, config.batch_size, false);
-    read_parameters(m.master, file, use_ema ? "ema" : "weights", m.plan);
+    read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
     printf("%d pictures with %s (%s, step %ld), %s in %zu steps, seeds %u to %u\n", config.generate,
-           file.path.c_str(), use_ema ? "EMA weights" : "raw weights", file.step,
-           config.sampler == SAMPLER_DDIM ? "DDIM" : "DDPM", make_sampler(config).size(), config.seed,
-           config.seed + config.generate - 1);
+           file.path.c_str(), weights.c_str(), file.step, config.sampler == SAMPLER_DDIM ? "DDIM" : "DDPM",
+           make_sampler(config).size(), config.seed, config.seed + config.generate - 1);
     std::vector<float> pictures;
     double start = seconds_now();
     if (!draw_pictures(&m, &pictures, config.generate, config.seed, true)) {
@@ -7310,7 +7490,9 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
                 flag_text(file.config, *flag.flag) != flag_text(*config, *flag.flag))
                 printf("changed on resume: --%s %s (was %s)\n", flag.flag->name,
                        flag_text(*config, *flag.flag).c_str(), flag_text(file.config, *flag.flag).c_str());
-        for (const char* section : {"adam_m", "adam_v", config->ema_rate > 0 ? "ema" : "weights"})
+        std::vector<const char*> needed = {"adam_m", "adam_v"};
+        needed.insert(needed.end(), EMA_SECTIONS, EMA_SECTIONS + ema_count(*config));
+        for (const char* section : needed)
             if (!file.find(section))
                 fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
                      file.path.c_str(), section);
@@ -7337,14 +7519,13 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
         read_parameters(t->model.master, file, "weights", t->model.plan);
         read_parameters(t->model.adam_m, file, "adam_m", t->model.plan);
         read_parameters(t->model.adam_v, file, "adam_v", t->model.plan);
-        if (t->model.ema) read_parameters(t->model.ema, file, "ema", t->model.plan);
-        t->step = file.step, t->smoothed = file.smoothed;
+        for (int k = 0; k < ema_count(*config); k++)
+            read_parameters(t->model.ema[k], file, EMA_SECTIONS[k], t->model.plan);
+        t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
         use_weights(&t->model, t->model.master);
     } else if (*config->model_weights) {
         read_parameters(t->model.master, file, "weights", t->model.plan);
-        use_weights(&t->model, t->model.master);
-        if (t->model.ema)
-            backend_copy(t->model.ema, t->model.master, t->model.plan.num_parameters * sizeof(float));
+        start_from_master(&t->model);
     } else {
         initialise_weights(&t->model, config->seed);
     }
@@ -7353,7 +7534,7 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
 
 static void save(const Trainer& t) {
     const Config& c = t.model.config;
-    write_checkpoint(checkpoint_path(c.out_dir, t.step), t.model, t.step, t.smoothed);
+    write_checkpoint(checkpoint_path(c.out_dir, t.step), t.model, t.step, t.smoothed, t.history);
     std::vector<long> steps = list_checkpoints(c.out_dir);
     for (size_t i = 0; i < steps.size(); i++)
         if ((int)i >= c.keep && steps[i] != t.step) unlink(checkpoint_path(c.out_dir, steps[i]).c_str());
@@ -7366,7 +7547,8 @@ static void save_samples(Trainer* t) {
     if (!draw_pictures(&t->model, &pictures, c.num_samples, c.seed, false)) return;
     std::string path = text("%s/samples_%08ld.png", c.out_dir, t->step);
     write_grid(path, pictures, c.num_samples, c.image_size);
-    printf("%d pictures in %s: %s\n", c.num_samples, human_time(seconds_now() - start).c_str(), path.c_str());
+    printf("%d pictures in %s (%s): %s\n", c.num_samples, human_time(seconds_now() - start).c_str(),
+           chosen_name(c).c_str(), path.c_str());
 }
 
 // The next step after `step` that `every` divides; never where every is 0.
@@ -7403,13 +7585,15 @@ static void train(Trainer* t) {
             double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
             printf(
                 "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
-                "ETA %s\n",
+                "ETA %s%s\n",
                 terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
-                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str());
+                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str(),
+                t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
             fprintf(metrics,
                     "{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                    "\"ms\": %.3f, \"images_per_s\": %.2f}\n",
-                    t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms);
+                    "\"ms\": %.3f, \"images_per_s\": %.2f, \"skipped\": %d}\n",
+                    t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
+                    t->history.skipped);
             fflush(metrics);
             fflush(stdout);
             logged = t->step, log_start = shown = now;
@@ -7420,7 +7604,8 @@ static void train(Trainer* t) {
         }
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) {
             double loss = validation_loss(t);
-            printf("%sstep %ld | validation loss %.5f\n", terminal ? "\r\033[K" : "", t->step, loss);
+            printf("%sstep %ld | validation loss %.5f (%s)\n", terminal ? "\r\033[K" : "", t->step, loss,
+                   chosen_name(c).c_str());
             fprintf(metrics, "{\"step\": %ld, \"val_loss\": %.9g}\n", t->step, loss);
             fflush(metrics);
         }

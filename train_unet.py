@@ -249,11 +249,12 @@ def set_parameters(parameters, flat, path):
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
 
 
-def load_model(path, use_ema=True, overrides=None):
+def load_model(path, use_ema=1, overrides=None):
     """(UNet, Checkpoint) from a .bin, old or new, or a .pt with a state dict of an old model.
 
-    use_ema: take the averaged weights where the file has them. overrides: Config values that replace those of
-    the file (a .pt tells only its width: it is taken for an old model of 64x64 images, max_period 1000).
+    use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
+    overrides: Config values that replace those of the file (a .pt tells only its width: it is taken for an
+    old model of 64x64 images, max_period 1000).
     """
     checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
     overrides = dict(overrides or {})
@@ -264,7 +265,10 @@ def load_model(path, use_ema=True, overrides=None):
     with torch.device("meta"):  # no memory until the number of parameters is known to be right
         model = UNet(checkpoint.config)
     tensors = len(list(model.parameters()))
-    flat = checkpoint.sections["ema" if use_ema and "ema" in checkpoint.sections else "weights"]
+    section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
+    if use_ema > 1 and section not in checkpoint.sections:
+        raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
+    flat = checkpoint.sections.get(section, checkpoint.sections["weights"])
     if checkpoint.tensors not in (0, tensors):
         raise UserError(f"{path} has {checkpoint.tensors} tensors, the model that its header describes has"
                         f" {tensors}")
@@ -371,6 +375,13 @@ def make_batch(images, config, step):
     return x0, t, noise
 
 
+def decay_groups(parameters, config):
+    """Parameter groups of an optimiser: weight decay is for matrices and convolutions only."""
+    parameters = list(parameters)
+    return [dict(params=[p for p in parameters if p.ndim > 1], weight_decay=config.weight_decay),
+            dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0)]
+
+
 class Trainer:
     """A model with its optimiser, average and place in the run; step() does one step of training.
 
@@ -385,9 +396,10 @@ class Trainer:
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
         self.parameters = list(self.model.parameters())
         self.diffusion = Diffusion(config, device)
-        self.ema = [p.detach().clone() for p in self.parameters] if config.ema_rate > 0 else None
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=(config.beta1, config.beta2),
-                                           eps=config.adam_eps, weight_decay=config.weight_decay)
+        self.emas = [[p.detach().clone() for p in self.parameters] for _ in config.ema_rate]
+        self.history = unet_io.History()
+        self.optimizer = torch.optim.AdamW(decay_groups(self.parameters, config), lr=config.lr,
+                                           betas=(config.beta1, config.beta2), eps=config.adam_eps)
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
 
@@ -400,22 +412,28 @@ class Trainer:
         return F.mse_loss(prediction.to(self.dtype), target.to(self.dtype))
 
     def step(self):
-        """One AdamW step and the update of the average; returns the loss, a float. Skipped if not finite."""
+        """One AdamW step and the update of the averages; returns the loss, a float.
+
+        Both are left out where the loss or the gradient's norm is not finite, or an outlier.
+        """
         step = self.steps_done
         batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
         self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*batch)
         loss.backward()
-        if torch.isfinite(nn.utils.clip_grad_norm_(self.parameters, math.inf)):  # measures, clips nothing
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
+        updates = step - self.history.skipped
+        if not math.isfinite(norm):
+            print(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
+            self.history.skipped += 1
+        elif self.history.accepts(loss.item(), norm, self.config.skip_outliers):
             for group in self.optimizer.param_groups:
                 group["lr"] = unet_io.learning_rate(self.config, step)
             self.optimizer.step()
-            if self.ema:
-                keep = unet_io.ema_decay(self.config, step)
-                torch._foreach_lerp_(self.ema, [p.detach() for p in self.parameters], 1 - keep)
-        else:
-            print(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
+            for rate, ema in zip(self.config.ema_rate, self.emas):
+                keep = unet_io.ema_decay(rate, updates)
+                torch._foreach_lerp_(ema, [p.detach() for p in self.parameters], 1 - keep)
         self.steps_done += 1
         return loss.item()
 
@@ -437,19 +455,21 @@ class Trainer:
         def moments(key):
             return [self.optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in self.parameters]
 
-        tensors = {"weights": self.parameters, "ema": self.ema,
+        tensors = {"weights": self.parameters, **dict(zip(unet_io.EMA_SECTIONS, self.emas)),
                    "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
-        sections = {name: to_numpy(values) for name, values in tensors.items() if values}
+        sections = {name: to_numpy(values) for name, values in tensors.items()} | {"state": self.history}
         sections |= {name: text for name, text in texts.items() if text}
         return Checkpoint(self.config, sections, self.steps_done, smoothed_loss, run=run or {})
 
     def restore(self, checkpoint, path):
-        """Continue from a checkpoint: average, moments and step (the weights came with load_model)."""
+        """Continue from a checkpoint: averages, moments and step (the weights came with load_model)."""
         sections, self.steps_done = checkpoint.sections, checkpoint.step
-        if self.ema and "ema" in sections:
-            set_parameters(self.ema, sections["ema"], path)
+        self.history = sections.get("state", self.history)
+        for name, ema in zip(unet_io.EMA_SECTIONS, self.emas):
+            if name in sections:
+                set_parameters(ema, sections[name], path)
         for p in self.parameters:
-            self.optimizer.state[p] = dict(step=torch.tensor(float(checkpoint.step)),
+            self.optimizer.state[p] = dict(step=torch.tensor(float(checkpoint.step - self.history.skipped)),
                                            exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         for name, key in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
             set_parameters([self.optimizer.state[p][key] for p in self.parameters], sections[name], path)
@@ -512,8 +532,8 @@ class DeviceReplay:
         fast = dict(fused=True, capturable=True) if self.device.type == "cuda" else {}
         self.rate = torch.zeros((), device=device) if fast else None
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.rate if fast else config.lr, betas=(config.beta1, config.beta2),
-            eps=config.adam_eps, weight_decay=config.weight_decay, **fast)
+            decay_groups(self.model.parameters(), config), lr=self.rate if fast else config.lr,
+            betas=(config.beta1, config.beta2), eps=config.adam_eps, **fast)
 
     def batch(self):
         """make_batch of the step that step_index holds: float32 images, int64 timesteps, float32 noise."""
@@ -535,8 +555,11 @@ class DeviceReplay:
             prediction = self.forward(x, t)
         loss = F.mse_loss(prediction.float(), target)
         loss.backward()
+        if self.config.grad_clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         if self.rate is None:
-            self.optimizer.param_groups[0]["lr"] = float(self.rates[self.step_index])
+            for group in self.optimizer.param_groups:
+                group["lr"] = float(self.rates[self.step_index])
         else:
             self.rate.copy_(self.rates.index_select(0, self.step_index)[0])
         self.optimizer.step()
@@ -899,6 +922,8 @@ def smoothed(losses, rate=0.98):
 def compare_quality(config, run):
     """Write both loss curves, a step a line, and print how far apart they end. Raises UserError beyond 1%."""
     device, path, steps = pick_device(run.device), run.compare_quality, run.steps
+    if config.skip_outliers:
+        raise UserError("--compare_quality replays every step: leave out --skip_outliers")
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -964,10 +989,10 @@ RUN_FLAGS = {  # name: (default, help)
 def parse_flags(argv=None):
     """(dict of the flags that the user gave, Config, namespace of the other flags)."""
     parser = unet_io.Parser(description=__doc__, argument_default=argparse.SUPPRESS)
-    kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes}
+    kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes, unet_io.Rates: unet_io.parse_rates}
 
     def add(name, kind, default, help, choices=None):
-        shown = ",".join(map(str, default)) if kind is tuple else default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         optional = dict(nargs="?", const=True) if kind is bool else {}  # --flip is --flip True
         parser.add_argument(f"--{name}", type=kinds.get(kind, kind), choices=choices, **optional,
                             metavar=None if choices else "X", help=f"{help} (default: {shown})")
@@ -1038,9 +1063,9 @@ def start_model(config, run, given):
         for name in ("steps", "log_every", "save_every", "sample_every"):
             if name not in given and name in stored:
                 setattr(run, name, stored[name])
-        return load_model(path, use_ema=False)[0], checkpoint, path
+        return load_model(path, use_ema=0)[0], checkpoint, path
     if run.model_weights:
-        model, checkpoint = load_model(run.model_weights, use_ema=False)
+        model, checkpoint = load_model(run.model_weights, use_ema=0)
         adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION)
         return model, None, run.model_weights
     torch.manual_seed(config.seed)
@@ -1124,7 +1149,7 @@ def train(config, run, given):
                 print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {smoothed:.5f}"
                       f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}", flush=True)
                 note(step=step, loss=loss, smoothed=smoothed, ms=1000 * seconds, images_per_s=rate,
-                     lr=lr)
+                     lr=lr, skipped=trainer.history.skipped)
                 last_time, last_step = time.time(), step
             final = step == run.steps or stop
             if final or run.save_every and step % run.save_every == 0:
@@ -1147,11 +1172,11 @@ def train(config, run, given):
 
 
 def sample_average(trainer, seeds):
-    """Pictures from the averaged weights, where there are any, by DDIM."""
+    """Pictures from the first averaged weights, where there are any, by DDIM."""
     kept = [p.detach().clone() for p in trainer.parameters]
     try:
-        if trainer.ema:
-            torch._foreach_copy_([p.data for p in trainer.parameters], trainer.ema)
+        if trainer.emas:
+            torch._foreach_copy_([p.data for p in trainer.parameters], trainer.emas[0])
         return sample(trainer.model, seeds, device=trainer.device)
     finally:
         torch._foreach_copy_([p.data for p in trainer.parameters], kept)

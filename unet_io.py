@@ -97,6 +97,25 @@ def parse_sizes(text):
     return sizes
 
 
+class Rates(tuple):
+    """Up to four numbers in [0, 1), e.g. the rates of the averaged weights; from a number alone, too."""
+    def __new__(cls, values=()):
+        values = (values,) if isinstance(values, (int, float)) else values
+        return super().__new__(cls, values if any(values) else ())
+
+
+def parse_rates(text):
+    """'0.999,0.9999' as Rates; '0' is none."""
+    try:
+        rates = Rates(float(part) for part in text.split(","))
+    except ValueError:
+        rates = (2,)
+    if len(rates) > 4 or not all(0 < rate < 1 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most 4 numbers between 0 and 1 such"
+                                         f" as 0.999,0.9999")
+    return rates
+
+
 def progress(items, total, label, out=None):
     """Yield the items and show how far we are: one live line in a terminal, one line each 10% in a file."""
     out = out or sys.stderr
@@ -298,14 +317,23 @@ class Config:
     seed: int = _setting(0, 49, "seed of every random number", low=0, high=2**32 - 1)
     flip: bool = _setting(False, 50, "mirror half of the images left-right")
     lr: float = _setting(1e-4, 51, "learning rate", low=0)
-    lr_schedule: str = _setting("constant", 52, "learning rate after warm-up", choices=("constant", "cosine"))
+    lr_schedule: str = _setting("constant", 52, "learning rate after warm-up",
+                                choices=("constant", "cosine", "linear"))
+    final_lr_fraction: float = _setting(0.0, 79, "part of lr that cosine and linear end at", low=0, high=1)
     warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=2**31 - 1)
     lr_steps: int = _setting(20000, 54, low=0, high=2**31 - 1)
-    weight_decay: float = _setting(0.0, 55, "AdamW's weight decay", low=0)
+    weight_decay: float = _setting(0.0, 55, "AdamW's weight decay, of matrices and convolutions", low=0)
     beta1: float = _setting(0.9, 56, "AdamW's first moment", low=0, high=1)
     beta2: float = _setting(0.999, 57, "AdamW's second moment", low=0, high=1)
     adam_eps: float = _setting(1e-8, 58, "AdamW's epsilon", low=0)
-    ema_rate: float = _setting(0.999, 59, "rate of the weights' moving average, 0 for none", low=0, high=1)
+    grad_clip: float = _setting(0.0, 78, "longest gradient, a longer one is scaled to it; 0 for any", low=0)
+    skip_outliers: float = _setting(0.0, 80, "standard deviations from which a step is skipped, 0 for none",
+                                    low=0)
+    ema_rate: Rates = _setting(Rates((0.999,)), 59, "rates of the weights' moving averages, 0 for none",
+                               high=1)
+
+    def __post_init__(self):
+        self.ema_rate = Rates(self.ema_rate)
 
     def check(self, where=""):
         """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
@@ -316,6 +344,8 @@ class Config:
                 fine, wanted = value in rule["choices"], " or ".join(rule["choices"])
             elif field.type is tuple:
                 fine, wanted = all(1 <= v <= rule["high"] for v in value), f"numbers from 1 to {rule['high']}"
+            elif field.type is Rates:
+                fine, wanted = all(0 < v < 1 for v in value), "numbers between 0 and 1"
             else:
                 low, high = rule["low"] or 0, math.inf if rule["high"] is None else rule["high"]
                 fine, wanted = low <= value <= high and math.isfinite(value), f"from {low} to {high}"
@@ -348,23 +378,59 @@ def flags_of(config):
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.metadata["help"]:
-            text = ",".join(map(str, value)) or "0" if field.type is tuple else value
+            text = ",".join(map(str, value)) or "0" if isinstance(value, tuple) else value
             words += [f"--{field.name}", str(int(text) if field.type is bool else text)]
     return words
 
 
 def learning_rate(config, step):
-    """The learning rate of step (0-based): linear warm-up, then constant or half a cosine down to 0."""
+    """The learning rate of step (0-based): linear warm-up, then constant, half a cosine or a line down."""
     rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
-    if config.lr_schedule == "cosine" and step >= config.warmup_steps:
-        span = max(config.lr_steps - config.warmup_steps, 1)
-        rate *= 0.5 * (1 + math.cos(math.pi * min((step - config.warmup_steps) / span, 1.0)))
+    if config.lr_schedule != "constant" and step >= config.warmup_steps:
+        done = min((step - config.warmup_steps) / max(config.lr_steps - config.warmup_steps, 1), 1.0)
+        falling = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1 - done
+        rate *= config.final_lr_fraction + (1 - config.final_lr_fraction) * falling
     return rate
 
 
-def ema_decay(config, step):
-    """How much of the average is kept at the update of step (0-based); less at first, so that it warms up."""
-    return min(config.ema_rate, 1 - (2 + step) ** -0.75)
+def ema_decay(rate, update):
+    """How much of the average is kept at an update (0-based); less at first, so that it warms up."""
+    return min(rate, 1 - (2 + update) ** -0.75)
+
+
+@dataclasses.dataclass
+class History:
+    """What --skip_outliers goes by: the losses and gradient norms of the last steps that were not skipped."""
+    skipped: int = 0  # steps that updated nothing
+    seen: int = 0     # steps that were entered below: the n-th in place n % 128
+    losses: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(128, "<f4"))
+    norms: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(128, "<f4"))
+
+    def accepts(self, loss, norm, deviations):
+        """Whether neither is an outlier; enters them if so, counts a skipped step if not."""
+        count = min(self.seen, 128)
+        for value, window in ((loss, self.losses), (norm, self.norms)):
+            last = window[:count].astype(np.float64)
+            if deviations > 0 and count >= 32 and value - last.mean() > deviations * last.std(ddof=1):
+                self.skipped += 1
+                return False
+        self.losses[self.seen % 128], self.norms[self.seen % 128] = loss, norm
+        self.seen += 1
+        return True
+
+    def pack(self):
+        """The bytes of a checkpoint's section `state`."""
+        counts = np.array([self.skipped, self.seen], "<i4")
+        return b"".join(array.tobytes() for array in (counts, self.losses, self.norms))
+
+    @classmethod
+    def unpack(cls, data, step, path):
+        """The History of such a section. Raises UserError."""
+        if len(data) == 8 + 2 * 4 * 128:
+            (skipped, seen), values = np.frombuffer(data[:8], "<i4").tolist(), np.frombuffer(data[8:], "<f4")
+            if skipped >= 0 and seen >= 0 and skipped + seen <= step and np.isfinite(values).all():
+                return cls(skipped, seen, values[:128].copy(), values[128:].copy())
+        raise UserError(f"{path} is damaged: its section state makes no sense")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -575,13 +641,15 @@ def write_old_images(path, pixels):
 # 6. weights and checkpoints: [UNET, version, CRC-32, sections, step, parameters, tensors, ..., the Config,
 #    ..., from field 128 on 32 bytes a section: name (24) and length (8)], then the sections
 
-TENSOR_SECTIONS = ("weights", "ema", "adam_m", "adam_v")  # float32, in named_parameters() order
+EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
+TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v")  # float32, in named_parameters() order
 TEXT_SECTIONS = ("data_file", "val_file")
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """What a .bin holds. sections: name -> float32 (parameters,) or, for TEXT_SECTIONS, str."""
+    """What a .bin holds. sections: name -> float32 (parameters,), str for TEXT_SECTIONS, History for state.
+    """
     config: Config
     sections: dict
     step: int = 0
@@ -598,12 +666,18 @@ RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 10
               "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1)}
 
 
+MORE_RATES = 75  # the field of the second of several rates; the others follow
+
+
 def _pack_config(header, config):
     floats = header.view("<f4")
     for field in dataclasses.fields(config):
         value, index = getattr(config, field.name), field.metadata["index"]
         if field.type is float:
             floats[index] = value
+        elif field.type is Rates:
+            for i, rate in enumerate(value):
+                floats[index if i == 0 else MORE_RATES + i - 1] = rate
         elif field.type is tuple:
             header[index:index + len(value)] = value
         elif field.type is str:
@@ -618,7 +692,10 @@ def _unpack_config(header, path):
         index, choices = field.metadata["index"], field.metadata["choices"]
         value = int(header[index])
         if field.type is float:
-            value = float(np.float64(str(floats[index])))  # the shortest decimal: 1e-4, not 9.99999974e-05
+            value = float(str(floats[index]))  # the shortest decimal: 1e-4, not 9.99999974e-05
+        elif field.type is Rates:
+            value = [float(str(v)) for v in (floats[index], *floats[MORE_RATES:MORE_RATES + 3])]
+            value = Rates(value[:value.index(0)] if 0 in value else value)
         elif field.type is tuple:
             value = tuple(int(v) for v in header[index:index + 8])
             value = value[:value.index(0)] if 0 in value else value
@@ -668,6 +745,8 @@ def read_checkpoint(path):
             sections[name] = np.frombuffer(data[first:last], "<f4")
         elif name in TEXT_SECTIONS:
             sections[name] = data[first:last].tobytes().decode("utf-8", "replace")
+        elif name == "state":
+            sections[name] = History.unpack(data[first:last].tobytes(), step, path)
     run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()}
     return Checkpoint(_unpack_config(header, path), sections, step, float(header.view("<f4")[60]), tensors,
                       run=run if min(run["steps"], run["log_every"]) > 0 else {})
@@ -689,7 +768,7 @@ def _read_old_weights(path, header, data):
     parameters, rest = divmod(len(data) - HEADER_BYTES - skipped, 4 * (3 if has_adamw else 1))
     if rest or parameters < 1:
         raise UserError(f"{path} is cut short or too long: its {len(data)} bytes fit no number of parameters")
-    names = TENSOR_SECTIONS[:1] + (TENSOR_SECTIONS[2:] if has_adamw else ())
+    names = ("weights", "adam_m", "adam_v") if has_adamw else ("weights",)
     block = data[HEADER_BYTES:HEADER_BYTES + 4 * parameters * len(names)].view("<f4").reshape(len(names), -1)
     return Checkpoint(config, dict(zip(names, block)), old=True)
 
@@ -704,8 +783,10 @@ def write_checkpoint(path, checkpoint):
     blocks, sections = [], checkpoint.sections
     as_list = {name: sections[name] if isinstance(sections[name], (list, tuple)) else [sections[name]]
                for name in TENSOR_SECTIONS if name in sections}
-    for i, name in enumerate(n for n in TENSOR_SECTIONS + TEXT_SECTIONS if n in sections):
-        if name in TEXT_SECTIONS:
+    for i, name in enumerate(n for n in (*TENSOR_SECTIONS, "state", *TEXT_SECTIONS) if n in sections):
+        if name == "state":
+            parts = [sections[name].pack()]
+        elif name in TEXT_SECTIONS:
             parts = [sections[name].encode("utf-8", "surrogateescape")]
         else:
             parts = [np.ascontiguousarray(part, "<f4").ravel().view(np.uint8).data for part in as_list[name]]
