@@ -6168,6 +6168,7 @@ __global__ void adamw_kernel(float* w, Emas emas, floatX* working, float* m, flo
     }
     for (; i < n; i++) {  // the last thread's
         adamw_element(w[i], m[i], v[i], gradient[i], a, step, root, decay);
+#pragma unroll
         for (int k = 0; k < EMAS; k++) emas.of[k][i] += a.ema_weight[k] * (w[i] - emas.of[k][i]);
         if (working) working[i] = (floatX)w[i];
     }

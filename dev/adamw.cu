@@ -19,7 +19,9 @@
 static const StepState* adamw_state(Problem& p) {
     static StepState *here, *device;
     const std::vector<float>& h = p.find("hyper").values;
-    StepState state = {10, {h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]}, 1, 0, 0};
+    StepState state = StepState();
+    state.step = 10, state.accepted = 1;
+    state.update = {h[0], h[1], h[2], h[3], h[4], h[5], h[6], {h[7]}, 1.0f};
     StepState*& memory = p.on_cpu ? here : device;
     if (!memory) {
         memory = (StepState*)p.allocate(sizeof state);
@@ -28,11 +30,26 @@ static const StepState* adamw_state(Problem& p) {
     return memory;
 }
 
+// Every parameter decays, as in adamw.py.
+static const uint8_t* adamw_decays(Problem& p) {
+    static uint8_t *here, *device;
+    static size_t here_bytes, device_bytes;
+    size_t bytes = p.find("w").values.size() / DECAY_CHUNK + 1, &held = p.on_cpu ? here_bytes : device_bytes;
+    uint8_t*& memory = p.on_cpu ? here : device;
+    if (held < bytes) {
+        std::vector<char> ones(held = bytes, 1);
+        memory = (uint8_t*)p.allocate(bytes);
+        p.put((char*)memory, ones.data(), bytes);
+    }
+    return memory;
+}
+
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void adamw_step0(Problem& p) {
-    adamw_cpu(p.update<float>("w"), p.update<float>("ema"), nullptr, p.update<float>("m"),
-              p.update<float>("v"), p.in<float>("gradient"), p.find("w").values.size(), adamw_state(p));
+    adamw_cpu(p.update<float>("w"), {{p.update<float>("ema")}}, nullptr, p.update<float>("m"),
+              p.update<float>("v"), p.in<float>("gradient"), adamw_decays(p), p.find("w").values.size(),
+              adamw_state(p));
     memcpy(p.out<float>("working"), p.update<float>("w"), p.find("w").values.size() * sizeof(float));
 }
 
@@ -52,7 +69,7 @@ __global__ void adamw_weight_kernel1(float* w, const float* m, const float* v, f
 }
 static void adamw_step1(Problem& p) {
     const std::vector<float>& h = p.find("hyper").values;
-    AdamW a = {h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]};
+    AdamW a = {h[0], h[1], h[2], h[3], h[4], h[5], h[6], {h[7]}, 1.0f};
     size_t n = p.find("w").values.size();
     unsigned blocks = ceil_div(n, 256);
     float *w = p.update<float>("w"), *m = p.update<float>("m"), *v = p.update<float>("v"),
@@ -62,7 +79,7 @@ static void adamw_step1(Problem& p) {
     launch(adamw_moment_kernel1, blocks, 256, 0, v, gradient, a.beta2, 1 - a.beta2, true, n);
     launch(adamw_weight_kernel1, blocks, 256, 0, w, m, v, a.lr / a.correction1, sqrtf(a.correction2),
            1 - a.lr * a.weight_decay, a.eps, n);
-    launch(adamw_moment_kernel1, blocks, 256, 0, ema, w, 1 - a.ema_weight, a.ema_weight, false, n);
+    launch(adamw_moment_kernel1, blocks, 256, 0, ema, w, 1 - a.ema_weight[0], a.ema_weight[0], false, n);
     round_weights(p.out<floatX>("working"), w, n);
 }
 
@@ -77,7 +94,7 @@ __global__ void adamw_kernel2(float* w, float* ema, floatX* working, float* m, f
     v[i] = a.beta2 * v[i] + (1 - a.beta2) * gradient[i] * gradient[i];
     w[i] = w[i] * (1 - a.lr * a.weight_decay) -
            a.lr / a.correction1 * m[i] / (sqrtf(v[i]) / sqrtf(a.correction2) + a.eps);
-    ema[i] += a.ema_weight * (w[i] - ema[i]);
+    ema[i] += a.ema_weight[0] * (w[i] - ema[i]);
     working[i] = (floatX)w[i];
 }
 static void adamw_step2(Problem& p) {
@@ -90,8 +107,9 @@ static void adamw_step2(Problem& p) {
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void adamw_step3(Problem& p) {
-    adamw(p.update<float>("w"), p.update<float>("ema"), p.out<floatX>("working"), p.update<float>("m"),
-          p.update<float>("v"), p.in<float>("gradient"), p.find("w").values.size(), adamw_state(p));
+    adamw(p.update<float>("w"), {{p.update<float>("ema")}}, p.out<floatX>("working"), p.update<float>("m"),
+          p.update<float>("v"), p.in<float>("gradient"), adamw_decays(p), p.find("w").values.size(),
+          adamw_state(p));
 }
 #endif
 
