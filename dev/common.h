@@ -149,7 +149,7 @@ struct Problem {
         return get<T>(name, UPDATE, {});
     }
     template <typename T>
-    T* scratch(const char* name, size_t count) {
+    T* scratch(const std::string& name, size_t count) {
         return get<T>(name, SCRATCH, {}, count);
     }
 
