@@ -720,8 +720,8 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
           load_images, load_images_cpu, [&](auto f, auto on) { f(on(images), on(sources), source(on)); });
 }
 
-// `broken`: a loss (1) or a gradient norm (2) that is not finite, the step must not count; a loss (3) or a norm
-// (4) that is an outlier, it counts as skipped; one (5) that would be, but for too short a history.
+// `broken`: a loss (1) or a gradient norm (2) that is not finite, the step must not count; a loss (3) or a
+// norm (4) that is an outlier, it counts as skipped; one (5) that would be, but for too short a history.
 static void test_finish(size_t elements, size_t parameters, int broken) {
     static const char* const WHAT[] = {"",
                                        ", loss NaN",
@@ -741,6 +741,8 @@ static void test_finish(size_t elements, size_t parameters, int broken) {
     double loss = 0, norm = 0;
     for (float part : losses.host) loss += part / (double)elements;
     for (float part : norms.host) norm += part;
+    if (broken == 1) loss = 1;
+    if (broken == 2) norm = 1;
     for (int i = 0; i < WINDOW; i++) {  // its standard deviation is a tenth of what is to come
         float by = i % 2 ? 0.1f : -0.1f;
         before.history.losses[i] = (float)(broken == 3 || broken == 5 ? loss / 3 : loss) * (1 + by);
@@ -748,7 +750,6 @@ static void test_finish(size_t elements, size_t parameters, int broken) {
     }
     Config config = default_config();
     config.skip_outliers = 6, config.grad_clip = (float)sqrt(norm) / 2;
-    if (!(config.grad_clip < FLT_MAX)) config.grad_clip = 1;
     Pair<StepState> state(std::vector<StepState>(1 + RESULT_SLOTS, before));
     std::vector<Output> outputs;
     static const std::pair<int, const char*> EXACTLY[] = {{STEP, "step"},       {LR, "lr"},

@@ -1453,9 +1453,11 @@ AGAIN = {
     "bf16": [(test_resume, ()), (test_resume_with_more_steps, ()), (test_stopped, (signal.SIGINT,)),
              (test_damaged_checkpoint_is_passed_over, ()), (test_checkpoint_round_trip, ()),
              (test_initial_weights, (5,)), (test_run_folders, ()), (test_nan_keeps_the_checkpoint, ()),
-             (test_profile, ())],
+             (test_profile, ()), (test_resume_with_everything, ())],
     "fp32": [*((test_training, (name,)) for name in TRAINING), (test_validation_loss, ()),
-             (test_resume, ()), (test_resume_in_pytorch, ()), (test_pictures_from_averaged_weights, ()),
+             (test_decay_of_matrices_only, ()), (test_clipping, ()), (test_skipped_outliers, ()),
+             (test_resume_with_everything, ()), (test_resume, ()), (test_resume_in_pytorch, ()),
+             (test_pictures_from_averaged_weights, ()),
              *((test_pictures, (name,)) for name in PICTURES)],
 }
 
