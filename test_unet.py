@@ -1364,8 +1364,8 @@ def test_run_folders(tmp_path, images8):
 def test_too_little_memory(tmp_path):
     message = refused(TRAIN, "--batch_size", 65536, "--data_file", ROOT / "data/faces.bin",
                       "--out_dir", tmp_path, says="of memory")
-    fits = re.search(r"--batch_size (\d+) would fit", message)
-    assert "no batch size would fit" in message or 0 < int(fits.group(1)) < 65536
+    fits = re.search(r"--microbatch (\d+), the same batch in parts, or --batch_size (\d+) would fit", message)
+    assert "no batch size would fit" in message or 0 < int(fits[1]) == int(fits[2]) < 65536
 
 
 def test_nan_keeps_the_checkpoint(tmp_path, images8):
