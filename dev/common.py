@@ -193,4 +193,5 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
             for key, value in everything.items():
                 write_tensor(file, f"{name}/{key}", value)
     os.replace(f"{path}.tmp", path)
-    print(f"{path}: {', '.join(case for case, sizes in cases.items() if on_gpu or not {'timed', 'model'} & set(sizes))}")
+    made = [case for case, sizes in cases.items() if on_gpu or not {"timed", "model"} & set(sizes)]
+    print(f"{path}: {', '.join(made)}")
