@@ -1564,6 +1564,33 @@ def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
     cpp(variant("ladders"), stem)
 
 
+def test_ladders_cover_the_model(tmp_path, monkeypatch):
+    """Every shape of the default model's plan is a case that dev/ times."""
+    plan = run(TRAIN, "--dry_run", "--out_dir", tmp_path).stdout
+    wanted = {stem: set() for stem in ("conv3x3", "conv1x1", "groupnorm", "attention", "upsample", "downsample")}
+    row = r"^\d+ +\S+ +(\w+) +(\d+) \d+ (\d+)(?: \+ (\d+))? +\d+ \d+ (\d+)"
+    for kind, H, C, C2, O in re.findall(row, plan, re.M):
+        H, K, O = int(H), int(C) + int(C2 or 0), int(O)
+        if kind in ("conv", "residual", "out"):
+            wanted["conv3x3"] |= {(K, O, H)} | ({(O, O, H)} if kind == "residual" else set())
+        if kind in ("residual", "attention", "out"):
+            wanted["groupnorm"] |= {(K, H)} | ({(O, H)} if kind == "residual" else set())
+        if kind == "residual" and K != O:
+            wanted["conv1x1"].add((K, O, H))
+        if kind == "attention":
+            wanted["conv1x1"] |= {(K, 3 * K, H), (K, K, H)}
+            wanted["attention"].add((K, H))
+        if kind in ("up", "down"):
+            wanted[kind + "sample"].add((K, H))
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    for stem, shapes in wanted.items():
+        cases = [case for case in runpy.run_path(str(ROOT / f"dev/{stem}.py"))["CASES"].values()
+                 if case["B"] == 32 and {"timed", "model"} & set(case)]
+        timed = {(case["heads"] * case["d"], round(case["T"]**0.5)) if stem == "attention" else
+                 tuple(case[size] for size in "COH" if size in case) for case in cases}
+        assert len(shapes) > 1 and shapes <= timed, (stem, shapes - timed)
+
+
 # ----------------------------------------------------------------------------------------------------
 # prepare_data.py
 
