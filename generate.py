@@ -1,9 +1,12 @@
-"""Pictures from trained weights: a new or old .bin, or an old model's .pt.
+"""Pictures from trained weights: a .bin, old or new, a .pt or a .safetensors. Weights from one to the other.
 
     python generate.py --model_filename out/checkpoint_00020000.bin
+    python generate.py --model_filename out/checkpoint_00020000.bin --export weights.safetensors
+    python generate.py --import weights.safetensors
 
-writes samples.png. Picture n comes from seed + n alone, so that batches and --num_images change none of them,
-and the same seed and weights give the same picture as `./train_unet --generate`.
+The first writes samples.png. Picture n comes from seed + n alone, so that batches and --num_images change
+none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The last
+writes weights.bin, for `./train_unet --model_weights`.
 """
 import dataclasses
 import os
@@ -12,7 +15,7 @@ import numpy as np
 import torch
 
 import unet_io
-from train_unet import ARCHITECTURE, DIFFUSION, load_model, pick_device, sample
+from train_unet import ARCHITECTURE, DIFFUSION, load_model, pick_device, sample, save_weights
 from unet_io import Config, UserError
 
 
@@ -35,10 +38,25 @@ def nearest(pictures, images, image_size, chunk=1024):
     return where, np.sqrt(np.maximum(best, 0) / wanted.shape[1])
 
 
+def export_target(args):
+    """Where the weights go, "" if nowhere. --import X is --model_filename X --export X with the ending .bin.
+    """
+    if args.imported:
+        args.model_filename = args.imported
+        if not args.export:
+            args.export = os.path.splitext(args.imported)[0] + ".bin"
+            if os.path.exists(args.export):
+                raise UserError(f"{args.export} exists already: name another file with --export FILE.bin")
+    if args.export and os.path.realpath(args.export) == os.path.realpath(args.model_filename):
+        raise UserError(f"--export {args.export} is the file that the weights come from: name another")
+    return args.export
+
+
 def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
-    add("--model_filename", required=True, metavar="FILE", help="weights: .bin or .pt")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model_filename", metavar="FILE", help="weights: .bin, .pt or .safetensors")
     add("--num_images", type=int, default=16, metavar="N", help="how many pictures (default: 16)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the first picture (default: 0)")
     add("--sampler", choices=["ddim", "ddpm"], default="ddim", help="default: ddim")
@@ -53,6 +71,10 @@ def main():
     add("--nearest", metavar="FILE.bin",
         help="also write OUTPUT_nearest.png: each picture with the training image nearest to it on its right")
     add("--device", default="", metavar="X", help="cpu, cuda, mps ... (default: the best there is)")
+    add("--export", default="", metavar="FILE",
+        help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending; see --use_ema")
+    source.add_argument("--import", dest="imported", metavar="FILE",
+                        help="short for --model_filename FILE --export STEM.bin, for ./train_unet")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
     kinds = {tuple: unet_io.parse_sizes}
     for field in dataclasses.fields(Config):
@@ -66,11 +88,17 @@ def main():
     if not 0 <= args.seed <= 2**32 - args.num_images:
         raise UserError(f"--seed {args.seed} must be from 0 to 4294967295, less the number of images")
 
+    target = export_target(args)
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
     overrides = {name: value for name, value in vars(args).items()
                  if name in ARCHITECTURE + DIFFUSION and value is not None}
     model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
+    if target:
+        save_weights(target, model, checkpoint)
+        kind = ("averaged " if args.use_ema else "raw ") if "ema" in checkpoint.sections else ""
+        print(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
+        return
     model.to(device).eval()
     config = model.config
     images = unet_io.read_images(args.nearest) if args.nearest else None

@@ -936,6 +936,97 @@ def test_old_weights(cpp, tmp_path):
     assert loaded.config.max_period == 1000
 
 
+EXPORTED = Config(**TOY | dict(predict="v", noise_schedule="cosine", lr=3e-4, seed=2**32 - 1, ema_rate=0.99,
+                               attention_resolutions=(), flip=True, beta2=0.99))
+
+
+@pytest.mark.parametrize("ending", ["bin", "pt", "safetensors"])
+def test_export_import(cpp, tmp_path, ending, images8):
+    """Checkpoint -> .bin, .pt, .safetensors -> .bin: the same bits and configuration, raw or averaged."""
+    if ending == "safetensors":
+        pytest.importorskip("safetensors")
+    dice = np.random.default_rng(0)
+    names = {name: p.shape for name, p in train_unet.UNet(EXPORTED).named_parameters()}
+    weights, ema = ([dice.standard_normal(shape, np.float32) for shape in names.values()] for _ in range(2))
+    sections = {"weights": weights, "ema": ema, "adam_m": weights, "adam_v": weights, "data_file": images8}
+    unet_io.write_checkpoint(tmp_path / "run.bin", Checkpoint(EXPORTED, sections, 321))
+    source = unet_io.read_checkpoint(str(tmp_path / "run.bin")).config
+    for use_ema, expected in ((1, ema), (0, weights)):
+        there, back = tmp_path / f"x{use_ema}.{ending}", tmp_path / f"back{use_ema}.bin"
+        assert call(generate, "--model_filename", tmp_path / "run.bin", "--export", there,
+                    "--use_ema", use_ema) == ""
+        assert call(generate, "--import", there, "--export", back) == ""
+        found = unet_io.read_checkpoint(str(back))
+        assert list(found.sections) == ["weights"] and found.step == 321 and found.config == source
+        assert same_bits(found.sections["weights"], np.concatenate([w.ravel() for w in expected]))
+        assert os.path.getsize(there) < 1.3 * sum(w.nbytes for w in weights) + 100000
+        if ending == "bin":
+            continue
+        if ending == "pt":  # readable without this repository
+            stored = torch.load(there, weights_only=True)
+            state, config = stored["state_dict"], stored["config"]
+        else:
+            import safetensors
+            with safetensors.safe_open(there, "np") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}
+                config = json.loads(file.metadata()["config"])
+        assert set(state) == set(names) and config["seed"] == 2**32 - 1 and config["predict"] == "v"
+        assert all(same_bits(state[name], value) for name, value in zip(names, expected))
+    cpp(TEST, "--same", tmp_path / "back0.bin", tmp_path / "run.bin")
+    run(TRAIN, "--model_weights", back, "--data_file", images8, "--steps", 0, "--out_dir", tmp_path / "new",
+        *QUICK)
+    if ending != "bin":  # without --export the .bin lands beside the file, over nothing that is there
+        assert call(generate, "--import", there) == "" and same_bits((tmp_path / "x0.bin").read_bytes(),
+                                                                     back.read_bytes())
+        assert "x0.bin exists already" in call(generate, "--import", there)
+
+
+def test_export_refusals(tmp_path):
+    """Cut, garbled and foreign files: one sentence each, and nothing written."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = tmp_path / "w.bin"
+    perturbed_file(weights, Config(**TOY))
+    for ending in ("pt", "safetensors"):
+        assert call(generate, "--model_filename", weights, "--export", tmp_path / f"w.{ending}") == ""
+    bad, target = tmp_path / "bad", tmp_path / "out.bin"
+
+    def attempt(path, *says):
+        sentence = call(generate, "--import", path, "--export", target)
+        assert len(sentence.splitlines()) == 1 and path.name in sentence, sentence
+        assert all(text in sentence for text in says) and not target.exists(), sentence
+
+    for ending in ("pt", "safetensors"):
+        whole, path = (tmp_path / f"w.{ending}").read_bytes(), bad.with_suffix(f".{ending}")
+        attempt(path, "no such file")
+        for content in (b"", b"x" * 100, bytes(5000), whole[:7], whole[:len(whole) // 2], whole[:-1]):
+            path.write_bytes(content)
+            attempt(path)
+    stored = torch.load(tmp_path / "w.pt", weights_only=True)
+    state, config = stored["state_dict"], stored["config"]
+
+    def variant_of(says, state=state, **changes):
+        changed = config | changes
+        torch.save(dict(state_dict=state, config=changed), bad.with_suffix(".pt"))
+        safetensors.save_file(state, bad.with_suffix(".safetensors"), dict(config=json.dumps(changed)))
+        for ending in (".pt", ".safetensors"):
+            attempt(bad.with_suffix(ending), *says)
+
+    variant_of(["num_channels"], num_channels=-32)
+    variant_of(["configuration"], num_channels="wide")
+    variant_of(["configuration"], channel_mult=3)
+    variant_of(["predict"], predict="all")
+    variant_of(["lr"], lr=float("nan"))
+    variant_of(["warp"], warp=3)
+    variant_of(["time_embed.0.weight", "(128, 32)"], num_channels=64)
+    variant_of(["out.2.bias", "missing"], state={name: state[name] for name in [*state][:-1]})
+    variant_of(["extra", "(3,)"], state=state | {"extra": torch.zeros(3)})
+    safetensors.save_file(state, bad.with_suffix(".safetensors"))
+    attempt(bad.with_suffix(".safetensors"), "configuration", "--export")
+    for name in ("out.txt", "w.bin"):
+        sentence = call(generate, "--model_filename", weights, "--export", tmp_path / name)
+        assert name in sentence and len(sentence.splitlines()) == 1
+
+
 def test_files_for_the_program(cpp, tmp_path, images8):
     """python train_unet.py --init_model_only True: its file starts the program, with the same weights."""
     flags = flags_of(Config(**TOY | dict(seed=6)))
