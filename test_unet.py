@@ -13,6 +13,8 @@ the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF
 import collections
 import dataclasses
 import functools
+import importlib
+import io
 import json
 import os
 import pathlib
@@ -1119,9 +1121,9 @@ def test_damaged_files_in_python(tmp_path):
 # ----------------------------------------------------------------------------------------------------
 # pictures
 
-def picture(path):
+def picture(path, mode="RGB"):
     with Image.open(path) as image:
-        assert image.format == "PNG" and image.mode == "RGB"
+        assert image.format == "PNG" and image.mode == mode
         return np.asarray(image).astype(int)
 
 
@@ -1549,6 +1551,130 @@ def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [stem])
     runpy.run_path(str(ROOT / f"dev/{stem}.py"), run_name="__main__")
     cpp(variant("ladders"), stem)
+
+
+def test_ladders_of_make():
+    """make takes what has a .cu and a .py for a ladder, and none of the tools."""
+    stems = {path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
+    for folder in (ROOT, ROOT / "dev"):
+        database = run("make", "-pn", "-C", folder, "clean").stdout
+        assert set(re.search(r"^LADDERS := (.*)$", database, re.M)[1].split()) == stems
+
+
+# ----------------------------------------------------------------------------------------------------
+# a run's log, in pictures and for TensorBoard
+
+def metrics_file(path, steps=range(10, 60, 10), ending="", **more):
+    """A metrics.jsonl as ./train_unet writes it; `more` goes into every line of a loss."""
+    lines = []
+    for step in steps:
+        line = dict(step=step, loss=10 / step, smoothed=20 / step, grad_norm=1.5, lr=1e-4 * step)
+        lines.append(line | more)
+        lines += [dict(step=step, val_loss=5 / step)] * (step % 20 == 0)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + ending)
+    return path
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Import a tool of dev/ by its name."""
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    return importlib.import_module
+
+
+def test_read_metrics(tmp_path, tools):
+    """The later line of a step counts; cut lines, other lines and nulls do no harm."""
+    read = tools("plot_log").read_metrics
+    whole = read(metrics_file(tmp_path / "a.jsonl"))
+    assert whole["loss"] == {10: 1, 20: 0.5, 30: 10 / 30, 40: 0.25, 50: 0.2}
+    assert whole["val_loss"] == {20: 0.25, 40: 0.125} and "step" not in whole
+    cut = '[1]\n3\n\n{"loss": 1}\n{"step": null}\n{"step": 60, "loss": null, "lr": 1}\n{"step": 70, "lo'
+    assert read(metrics_file(tmp_path / "b.jsonl", ending=cut))["loss"] == whole["loss"]
+    resumed = '{"step": 55, "loss": 3}\n{"step": 30, "loss": 7}\n{"step": 40, "val_loss": 8}\n'
+    again = read(metrics_file(tmp_path / "c.jsonl", ending=resumed))
+    assert list(again["loss"].items()) == [(10, 1), (20, 0.5), (30, 7), (40, 0.25), (50, 0.2), (55, 3)]
+    assert again["val_loss"] == {20: 0.25, 40: 8}
+    for name, content, says in (("none", None, "no such file"), ("empty", "", "holds no line"),
+                                ("cut", '{"step": 1', "holds no line")):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=f"(?i){name}.*{says}"):
+            read(tmp_path / name)
+
+
+def test_plot_log(tmp_path, tools):
+    pytest.importorskip("matplotlib")
+    plot_log = tools("plot_log")
+    logs = [metrics_file(tmp_path / "a.jsonl"),
+            metrics_file(tmp_path / "b.jsonl", [7], '{"step": 9', loss_quartiles=[4, 3, None, 1])]
+    figure = plot_log.plot({path.name: plot_log.read_metrics(path) for path in logs})
+    lines = {axis.get_ylabel(): [line.get_xydata().tolist() for line in axis.lines] for axis in figure.axes}
+    assert list(lines) == ["loss", "loss by timestep", "gradient norm", "learning rate"]
+    steps = [10, 20, 30, 40, 50]
+    assert lines["loss"] == [[[step, 10 / step] for step in steps], [[step, 20 / step] for step in steps],
+                             [[20, 0.25], [40, 0.125]], [[7, 10 / 7]], [[7, 20 / 7]]]
+    assert lines["loss by timestep"] == [[[7, 4]], [[7, 3]], [[7, 1]]]
+    assert lines["learning rate"] == [[[step, 1e-4 * step] for step in steps], [[7, 7e-4]]]
+    target = tmp_path / "loss.png"
+    assert "loss by timestep" in script("dev/plot_log.py", *logs, "--output_name", target).stdout
+    assert picture(target, "RGBA").std() > 10
+    target = tmp_path / "no/x.png"
+    refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+
+
+def test_missing_packages(tmp_path, tools, monkeypatch):
+    """Where an optional package is not installed, a sentence says which."""
+    log = metrics_file(tmp_path / "metrics.jsonl")
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for package, module, words in (
+            ("matplotlib", tools("plot_log"), [log, "--output_name", tmp_path / "x.png"]),
+            ("tensorboard", tools("to_tensorboard"), [log, "--output_dir", tmp_path / "x"]),
+            ("safetensors", generate, ["--model_filename", tmp_path / "w.bin", "--export",
+                                       tmp_path / "x.safetensors"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        sentence = call(module, *words)
+        assert "pip install" in sentence and package in sentence and len(sentence.splitlines()) == 1
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_plots_of_a_run(tmp_path, images8, tools):
+    """What the program itself writes can be plotted and converted."""
+    read = tools("plot_log").read_metrics
+    run(TRAIN, *start_flags(Config(**TOY), images8, tmp_path / "run", 4, log_every=1, val_file=images8,
+                            val_every=2))
+    metrics = read(tmp_path / "run/metrics.jsonl")
+    assert metrics["loss"] == losses_in(tmp_path / "run") and list(metrics["val_loss"]) == [2, 4]
+    assert all(key in metrics for key in ("smoothed", "grad_norm", "lr"))
+
+
+def test_to_tensorboard(tmp_path, tools):
+    """Every number and grid is in the event file, once, also after a second call."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    log = metrics_file(tmp_path / "metrics.jsonl", loss_quartiles=[4, 3, None, 1])
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 14, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "samples_00000040.png")
+    Image.fromarray(pixels).save(tmp_path / "other.png")
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/mine.txt").write_text("kept")
+    for _ in range(2):
+        assert call(tools("to_tensorboard"), log, "--output_dir", tmp_path / "events") == ""
+    assert len(list((tmp_path / "events").iterdir())) == 2
+    events = EventAccumulator(str(tmp_path / "events"), size_guidance={"images": 0})
+    events.Reload()
+    found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    expected = {key: {step: float(np.float32(value)) for step, value in points.items()}
+                for key, points in tools("plot_log").read_metrics(log).items() if key != "loss_quartiles"}
+    for n, value in ((1, 4), (2, 3), (4, 1)):
+        expected[f"loss_quartiles/{n}"] = {step: value for step in expected["loss"]}
+    assert found == expected
+    [image] = events.Images("samples")
+    assert image.step == 40
+    assert same_bits(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), pixels)
+    target = tmp_path / "x"
+    assert "none.jsonl" in call(tools("to_tensorboard"), tmp_path / "none.jsonl", "--output_dir", target)
+    assert not target.exists()
 
 
 # ----------------------------------------------------------------------------------------------------
