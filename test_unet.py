@@ -1401,6 +1401,39 @@ def test_help():
     assert run(TRAIN, "-h").stdout == text
 
 
+def completed(*words, program="./train_unet", cwd=ROOT):
+    """What completion.bash offers for the last of these words, sorted."""
+    shell = '''source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _train_unet
+               [ ${#COMPREPLY[@]} = 0 ] || printf '%s\n' "${COMPREPLY[@]}"'''
+    words = run("bash", "-c", shell, ROOT / "completion.bash", program, *words, cwd=cwd).stdout.splitlines()
+    return sorted(words)
+
+
+def test_completion(tmp_path):
+    """Flags, choices, presets and file names, all from the program's --help."""
+    help = run(TRAIN, "--help").stdout
+    flags = sorted(re.findall(r"^  (--\w+)", help, re.M))
+    assert len(flags) > 30
+    for words in (["--"], [""], ["--flip", "--"], ["--steps", 4, "--"], ["--preset", "tiny", ""]):
+        assert completed(*words, program=TRAIN) == flags, words
+    assert completed("--adam_", program=TRAIN) == ["--adam_eps"]
+    assert completed("--preset", "", program=TRAIN) == ["tiny", "unet64"]
+    assert completed("--preset", "=", program=TRAIN) == ["tiny", "unet64"]
+    assert completed("--preset", "=", "t", program=TRAIN) == ["tiny"]
+    assert completed("--preset=t", program=TRAIN) == ["--preset=tiny"]  # as zsh splits words
+    for flag, choices in re.findall(r"^  (--\w+) (\w+(?:\|\w+)+) ", help, re.M):
+        assert completed(flag, "", program=TRAIN) == sorted(choices.split("|")), flag
+    assert "linear" in completed("--noise_schedule", "l", program=TRAIN)
+    for name in ("my data.bin", "my.bin", "other.bin"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "runs").mkdir()
+    for flag in ("--data_file", "--val_file", "--model_weights", "--output_name"):
+        assert completed(flag, "m", program=TRAIN, cwd=tmp_path) == ["my data.bin", "my.bin"]
+    assert completed("--resume", "r", program=TRAIN, cwd=tmp_path) == ["runs"]
+    assert completed("--lr", "", program=TRAIN, cwd=tmp_path) == completed("--lrr", "", program=TRAIN) == []
+    assert completed("--", program="./none") == []
+
+
 def test_dry_run(tmp_path):
     """The plan, the parameters and the memory, without data and without a trace."""
     text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run").stdout

@@ -1,7 +1,7 @@
 """A run's metrics.jsonl, and the grids of samples beside it, as TensorBoard event files.
 
-    python dev/to_tensorboard.py out/metrics.jsonl --output_dir runs/mine
-    tensorboard --logdir runs
+    python dev/to_tensorboard.py out/mine/metrics.jsonl --output_dir out/mine/tensorboard
+    tensorboard --logdir out
 
 Called again, for a run that went on, it replaces what it wrote. Needs PyTorch and the package tensorboard.
 """
