@@ -63,22 +63,21 @@ def laplacian_pyramid(x):
 
 
 def patches(x, rng, count=128):
-    """`count` random patches an image, each channel of all then scaled to mean 0, variance 1: (N * count, d).
-    """
+    """`count` random patches an image, each channel scaled to mean 0 and variance 1: array (N * count, d)."""
     windows = x.unfold(2, PATCH_SIZE, 1).unfold(3, PATCH_SIZE, 1)  # (N, C, S - 6, S - 6, 7, 7), a view
     at_y, at_x = torch.from_numpy(rng.integers(0, windows.shape[2], (2, len(x), count)))
     found = windows[torch.arange(len(x))[:, None], :, at_y, at_x].flatten(0, 1)  # (N * count, C, 7, 7)
     variance, mean = torch.var_mean(found, (0, 2, 3), correction=0, keepdim=True)
-    return ((found - mean) / variance.sqrt().clamp(min=1e-8)).flatten(1)
+    return ((found - mean) / variance.sqrt().clamp(min=1e-8)).flatten(1).numpy()
 
 
 def sliced_wasserstein(a, b, rng, projections=512, chunk=64):
-    """Wasserstein-1 distance of two sets of points (n, d), mean over random projections onto a line."""
+    """Wasserstein-1 distance of two NumPy sets of points (n, d), mean over random projections onto a line."""
     total = 0.0
     for _ in range(projections // chunk):
-        direction = torch.from_numpy(rng.standard_normal((a.shape[1], chunk))).to(a)
-        direction /= direction.norm(dim=0)
-        total += ((a @ direction).sort(0)[0] - (b @ direction).sort(0)[0]).abs().mean().item()
+        directions = rng.standard_normal((chunk, a.shape[1])).astype(a.dtype)
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        total += np.abs(np.sort(directions @ a.T) - np.sort(directions @ b.T)).mean(dtype=np.float64)
     return total / (projections // chunk)
 
 
@@ -118,7 +117,7 @@ def fid(network, a, b, device, batch=32):
     """Frechet distance of the network's features of two sets of images in [-1, 1]; Heusel et al. 2017."""
     moments = []
     for images in (a, b):
-        features = np.concatenate([network(x.to(device) / 2 + 0.5)[0].flatten(1).double().cpu().numpy()
+        features = np.concatenate([network(x.to(device) / 2 + 0.5)[0].flatten(1).cpu().double().numpy()
                                    for x in images.split(batch)])
         moments += [features.mean(0), np.cov(features, rowvar=False)]
     return frechet_distance(*moments)
