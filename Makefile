@@ -130,7 +130,7 @@ LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)
 $(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 # PyTorch's numbers; on a GPU its times too.
-$(BUILD)/dev/%.bin: dev/%.py dev/common.py | python
+$(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 	@$(RUN_PYTHON) $<
 
 # Every ladder in turn, then dev/README.md from what they printed.
