@@ -143,8 +143,8 @@ def print_quality(pictures, images, seed, device):
     real = unet_io.to_uint8(images.floats(order[:2 * n], size))
     drawn, held_out, others = (torch.from_numpy(x).float() / 127.5 - 1
                                for x in (pictures[:n], real[:n], real[n:]))
-    print(f"quality, seed {seed}: {n} pictures, and {n} images of {images.path} that no model can beat, each"
-          f" against {n} others of that file")
+    print(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n} other"
+          f" images of that file against the same")
     patch = [patch_distances(x, held_out, seed) for x in (drawn, others)]
     names = [f"{size}x{size}" for size in patch[0]] + ["mean"]
     print("sliced Wasserstein x 1000" + "".join(f"{name:>10}" for name in names))

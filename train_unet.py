@@ -351,7 +351,7 @@ def _from_state(path, state, config, step):
         values = {name: tuple(map(int, value)) if known[name] is tuple else known[name](value)
                   for name, value in config.items() if name in known}
         step = int(step)
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
     if unknown:
         raise UserError(f"{path} has the setting {unknown[0]}, which this program doesn't know")

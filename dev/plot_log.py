@@ -29,7 +29,7 @@ def read_metrics(path):
                 try:
                     values = json.loads(line)
                     step = int(values.pop("step"))
-                except (ValueError, TypeError, AttributeError, KeyError):
+                except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
                     continue
                 lines += 1
                 for key, value in values.items():
