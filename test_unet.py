@@ -1417,7 +1417,7 @@ def test_quality(tmp_path, images8, capsys, monkeypatch):
         printed.append(capsys.readouterr().out)
     assert printed[0] != printed[1] == printed[2]
     lines = printed[1].splitlines()[1:]
-    assert lines[0].startswith(f"quality, seed 3: 5 pictures against 5 images of {images8}; as a yardstick, 5")
+    assert lines[0].startswith(f"quality, seed 3: 5 pictures against 5 images of {images8}; as a yardstick")
     assert lines[1].split()[-2:] == ["8x8", "mean"] and lines[4].startswith("FID is left out: ")
     assert "pip install pytorch-fid" in lines[4] and len(lines) == 5
     order = unet_io.permutation(3, 0, 11)
