@@ -899,6 +899,9 @@ def test_flags_of_both_programs(tmp_path):
             assert float(listed[field.name]) == default, field.name
         else:
             assert listed[field.name] == str(default), field.name
+    for config in (TRAINING["clipping, linear, averages"], TRAINING["no average"]):  # and back
+        assert train_unet.parse_flags([*flags_of(config), "--steps", "20"])[1] == dataclasses.replace(
+            config, lr_steps=20)
     for preset, values in unet_io.PRESETS.items():
         words = re.search(rf"^  {preset}:(.*)$", text, re.M).group(1).split()
         given = dict(zip(words[::2], words[1::2])) if words[0].startswith("--") else {}
@@ -2322,6 +2325,7 @@ def test_python_refusals(tmp_path, images8):
             (train_unet, [*python, "--data_file", images8], "prepare_data.py"),
             (train_unet, [*python, "--resume", tmp_path], "checkpoint"),
             (train_unet, [*python, "--num_channels", 32, "--data_file", images8], "norm_groups"),
+            (train_unet, [*python, "--skip_outliers", 6, "--compare_quality", "x.jsonl"], "--skip_outliers"),
             (train_unet, [*python, "--image_size", 36, "--data_file", images8], "image_size"),
             (generate, [*draw, tmp_path / "none.bin"], "none.bin"), (generate, [*draw, images8], "toy8.bin"),
             (generate, [*draw, tmp_path / "bad.pt"], "bad.pt")):

@@ -100,7 +100,7 @@ def parse_sizes(text):
 class Rates(tuple):
     """Up to four numbers in [0, 1), e.g. the rates of the averaged weights; from a number alone, too."""
     def __new__(cls, values=()):
-        values = (values,) if isinstance(values, (int, float)) else values
+        values = tuple(map(float, (values,) if isinstance(values, (int, float)) else values))
         return super().__new__(cls, values if any(values) else ())
 
 
