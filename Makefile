@@ -3,7 +3,7 @@
 #   DEVICE=cpu|cuda     what train_unet is built for   (default: cuda where nvcc and a GPU are found)
 #   PRECISION=bf16|fp32 what the GPU computes in       (default: bf16; the CPU always computes in fp32)
 #   GPU_ARCH=80|86|89|90 the GPU to build for          (default: the one in this machine)
-#   PRESET=NAME         what make train trains          (default: unet64, on a GPU under 8 GB small32, on a CPU tiny)
+#   PRESET=NAME         what make train trains         (default: unet64; small32 on a GPU under 8 GB, tiny on a CPU)
 #   BLAS=openblas|own   matrix products on the CPU     (default: openblas where found)
 #   ALL_ARCHS=1         make test also compiles for every GPU architecture and precision
 
@@ -153,7 +153,7 @@ PRESET ?= $(if $(filter cpu,$(DEVICE)),tiny,$(if $(SMALL_GPU),small32,unet64))
 train: train_unet
 	@if ls out/$(PRESET)/checkpoint_*.bin >/dev/null 2>&1; then run="--resume out/$(PRESET)"; \
 		else run="--preset $(PRESET) --out_dir out/$(PRESET)"; fi; \
-		echo ./train_unet $$run; ./train_unet $$run
+		echo ./train_unet $$run; exec ./train_unet $$run
 
 # ---- tests and benchmark ------------------------------------------------------------------------------------
 
