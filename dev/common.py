@@ -162,7 +162,7 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
     cases       {name: sizes}; those with timed=1 are made only on a GPU
     inputs      inputs(random, **sizes) -> {name: tensor}, with "dout" where there are gradients
     forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
-    gradients   names of the inputs whose gradients ("d" + name) are written
+    gradients   names of the inputs whose gradients ("d" + name) are written, where the case has them
     timings     timings(tensors) -> {pass and description: us}; by default forward and backward in bf16
     """
     folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
@@ -178,13 +178,14 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
             device = "cuda" if sizes.get("timed") else "cpu"
             only_sizes = {key: value for key, value in sizes.items() if key != "timed"}
             tensors = only_sizes | inputs(Random(seed, device), **only_sizes)
-            outputs, found = gradients_of(forward, tensors, gradients)
+            leaves = [name for name in gradients if name in tensors]
+            outputs, found = gradients_of(forward, tensors, leaves)
             everything = sizes | tensors | outputs | found
             if sizes.get("timed"):
                 del outputs, found
                 times = timings(tensors) if timings else {
                     f"{which}, eager, bf16, channels_last": us
-                    for which, us in time_pytorch(forward, tensors, gradients).items()}
+                    for which, us in time_pytorch(forward, tensors, leaves).items()}
                 everything |= {f"PyTorch {which}": us for which, us in times.items()}
             for key, value in everything.items():
                 write_tensor(file, f"{name}/{key}", value)

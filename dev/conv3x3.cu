@@ -1231,12 +1231,13 @@ static const Ladder conv3x3_ladder = {
             const char* idea;
             Forward<float, Shape> function;
             double limit;
+            Bits bits = SAME_BITS;
         };
         const Idea ideas[] = {
             {1, "a thread an output", conv3x3_forward1, 0},
             {2, "im2col buffer + cuBLAS", conv3x3_forward2, 0},
-            {3, "direct, atomics", conv3x3_forward3, 0},
-            {4, "16-byte loads, weights transposed", conv3x3_forward4, 0},
+            {3, "direct, atomics", conv3x3_forward3, 0, ATOMICS},
+            {4, "16-byte loads, weights transposed", conv3x3_forward4, 0, ATOMICS},
             {5, "each block loads its apron", conv3x3_forward5, 0},
             {6, "partial sums to a buffer", conv3x3_forward6, 0},
             {7, "Winograd F(2x2)", conv3x3_forward7<2>, 1e-4},
@@ -1244,10 +1245,11 @@ static const Ladder conv3x3_ladder = {
         };
         for (const Idea& i : ideas) {
             auto function = i.function;
-            versions.push_back({i.number, "forward", NCHW, FP32, i.idea, forward<float>(function), i.limit});
+            versions.push_back(
+                {i.number, "forward", NCHW, FP32, i.idea, forward<float>(function), i.limit, i.bits});
             versions.push_back({i.number, in, NCHW, FP32, i.idea,
                                 [=](Problem& p) { conv3x3_input_gradient_by<float, false>(p, function); },
-                                i.limit});
+                                i.limit, i.bits});
         }
         // Up to 131072 products in one fp32 sum: where one thread adds them all, rounding shows.
         const double LONG_SUM = 5e-5;
@@ -1255,15 +1257,16 @@ static const Ladder conv3x3_ladder = {
             int number;
             const char* idea;
             WeightGradientOf<float, Shape> function;
+            Bits bits = SAME_BITS;
         };
         for (const WeightIdea& i : {WeightIdea{1, "a block a filter", conv3x3_weight_gradient1},
                                     {2, "im2col buffer + cuBLAS", conv3x3_weight_gradient2},
-                                    {3, "direct, atomics", conv3x3_weight_gradient3},
-                                    {4, "16-byte loads, both transposed", conv3x3_weight_gradient4},
+                                    {3, "direct, atomics", conv3x3_weight_gradient3, ATOMICS},
+                                    {4, "16-byte loads, both transposed", conv3x3_weight_gradient4, ATOMICS},
                                     {5, "each block walks over all pixels", conv3x3_weight_gradient5},
                                     {6, "partial sums to a buffer", conv3x3_weight_gradient6}})
-            versions.push_back(
-                {i.number, weights, NCHW, FP32, i.idea, weight_gradient<float>(i.function), LONG_SUM});
+            versions.push_back({i.number, weights, NCHW, FP32, i.idea, weight_gradient<float>(i.function),
+                                LONG_SUM, i.bits});
 #ifndef PRECISION_FP32
         versions.insert(
             versions.end(),

@@ -77,7 +77,7 @@ static const Ladder mse_ladder = {
     {
         {0, "step", NHWC, CPU_FP32, "the specification", mse_step0},
 #ifdef __CUDACC__
-        {1, "step", NHWC, FP32, "atomic additions, gradient apart", mse_step1},
+        {1, "step", NHWC, FP32, "atomic additions, gradient apart", mse_step1, 0, ATOMICS},
         {2, "step", NHWC, FLOATX, "a block a part, gradient apart", mse_step2},
         {3, "step", NHWC, FLOATX, "one pass: the program's", mse_step3},
 #endif
