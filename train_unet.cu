@@ -165,7 +165,8 @@ struct Config {
     int batch_size, steps, flip, lr_schedule, warmup_steps, lr_steps;
     unsigned seed;
     float lr, weight_decay, beta1, beta2, adam_eps, ema_rate;
-    int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
+    int log_every, save_every, sample_every, val_every, keep, num_samples;
+    int keep_every;
     // sampling
     int generate, sampler, sample_steps, use_ema;
     // what to do
@@ -7049,10 +7050,11 @@ struct Trainer {
     long epochs;                  // whose orders were sent
     StepState* results;           // (RESULT_SLOTS), the host's
     Recording recording;
-    long begun = 0;                    // steps given to the device
-    long step = 0;                     // optimiser steps done, as far as the host knows
-    float smoothed = 0;                // running mean of the loss
-    std::vector<std::string> changes;  // what --resume came with: "--lr 0.001 (was 0.0001)"
+    long begun = 0;      // steps given to the device
+    long step = 0;       // optimiser steps done, as far as the host knows
+    float smoothed = 0;  // running mean of the loss
+    // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> changes;
 };
 
 static void upload_schedule(Model* m) {
