@@ -788,6 +788,20 @@ def test_config_no_file(tmp_path):
     refused(TRAIN, "--config", ROOT / "data/faces.bin.gz", says=["faces.bin.gz", "no configuration"])
 
 
+def test_config_that_can_not_be_written(tmp_path, images8):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    flags = start_flags(RESUMED, images8, tmp_path / "run", 2)
+    refused(TRAIN, *flags, says=["run/config.txt", "too large"], preexec_fn=limit)
+    assert not list((tmp_path / "run").iterdir())
+    refused(TRAIN, *flags, "--out_dir", "/proc/run", says="/proc/run")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([TRAIN, "--print_config"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1 and re.fullmatch(r"error: .*No space left.*\n", result.stderr)
+
+
 def test_config_reproduces(tmp_path, images8):
     """A run's config.txt, alone, makes the run again, bit for bit; names with spaces and quotes survive."""
     data = tmp_path / 'my "data" #1.bin'

@@ -7732,6 +7732,7 @@ int main(int argc, char** argv) {
     if (config.print_config) {
         prepare_run(&trainer, given, &config);
         printf("%s", config_text(config).c_str());
+        if (fflush(stdout)) fail("could not write the configuration: %s", strerror(errno));
         return 0;
     }
     backend_init();
