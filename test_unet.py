@@ -1161,9 +1161,12 @@ def test_full_disk(tmp_path, images4, kind):
 
 def test_checkpoint_round_trip(tmp_path, images8):
     """.bin -> PyTorch -> .bin: the same bits; and PyTorch's checkpoint resumes in the program."""
-    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 4, save_every=2, val_file=images8, keep=3))
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 4, save_every=2, val_file=images8, keep=3,
+                            keep_every=7))
     path = checkpoint_in(tmp_path / "run", 2)
     first = unet_io.read_checkpoint(str(path))
+    unet_io.write_checkpoint(tmp_path / "same.bin", first)
+    assert (tmp_path / "same.bin").read_bytes() == path.read_bytes() and first.run["keep_every"] == 7
     for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed"):
         assert getattr(first.config, name) == getattr(RESUMED, name), name
     assert first.sections["data_file"] == first.sections["val_file"] == images8

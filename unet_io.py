@@ -602,7 +602,7 @@ class Checkpoint:
 # and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number).
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
-              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1)}
+              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "keep_every": (106, 0)}
 
 
 def _pack_config(header, config):
