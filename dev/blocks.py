@@ -1,4 +1,4 @@
-"""What the twins of whole blocks share. Parameters have PyTorch's names."""
+"""What the twins of whole blocks share, and of the norm in them. Parameters have PyTorch's names."""
 import pathlib
 import sys
 
@@ -26,13 +26,27 @@ def parameters_of(block, random):
     return {name: value(name, like) for name, like in block.named_parameters()}
 
 
+def total(part):
+    return part.sum(2)
+
+
+def mean(part):
+    return part.mean(2)
+
+
+def squares(part):
+    return part.var(2, correction=0) * part.shape[2]
+
+
+def of_parts(*pairs):
+    """(B parts, 2 C): for each image, part of it and channel, first(x of the part) and second(y of the part)."""
+    columns = [torch.stack([function(part) for part in x.flatten(2).split(NORM_PART, 2)], 1) for x, function in pairs]
+    return torch.stack(columns, 3).flatten(0, 1).flatten(1)
+
+
 def moments_of(t):
     """{"moments of x": (B parts, 2 C)}: mean and sum of squares about it of each channel of each part."""
-    def moments(x):
-        parts = x.flatten(2).split(NORM_PART, 2)
-        pairs = [torch.stack([p.mean(2), p.var(2, correction=0) * p.shape[2]], 2) for p in parts]
-        return torch.stack(pairs, 1).flatten(0, 1).flatten(1)
-    return {f"moments of {name}": moments(t[name]) for name in ("x", "x2") if name in t}
+    return {f"moments of {name}": of_parts((t[name], mean), (t[name], squares)) for name in ("x", "x2") if name in t}
 
 
 def statistics(x, groups, number=""):
