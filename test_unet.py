@@ -1832,18 +1832,10 @@ def test_zero_terminal_snr_weights():
 
 
 def test_dry_run(tmp_path):
-    """The plan, the parameters, the memory and the time, without data and without a trace."""
+    """The plan, the parameters and the memory, without data and without a trace."""
     text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run", "--data_file", tmp_path / "none").stdout
     assert "20494211 parameters in 326 tensors" in text and "middle_block.1" in text and "in all" in text
     assert not (tmp_path / "run").exists()
-    line = r"^one training step: ([\d.]+) ms, ([\d.]+) images/s \((measured|an estimate from steps of \d+)"
-    ms, rate, _ = re.search(line, text, re.M).groups()
-    hours = int(re.search(r"^20000 steps: (?:\d+d )?(\d+)h", text, re.M).group(1))
-    days = int((re.search(r"^20000 steps: (\d+)d", text, re.M) or "00")[1])
-    assert abs(float(ms) * float(rate) / 32e3 - 1) < 0.1
-    assert abs(24 * days + hours - float(ms) * 20000 / 3.6e6) < 1.01
-    text = run(TRAIN, *flags_of(Config(**TOY)), "--dry_run", "--steps", 100).stdout
-    assert "(measured, on random images)" in text and re.search(r"^100 steps: \d+s, ", text, re.M)
     needed = [float(re.search(r"([\d.]+) GB in all", run(TRAIN, "--dry_run", *flags).stdout)[1])
               for flags in ((), ("--microbatch", 16), ("--batch_size", 64, "--microbatch", 16))]
     assert needed[1] < 0.7 * needed[0] and abs(needed[2] - needed[1]) < 0.01
@@ -1852,7 +1844,22 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
-    result = run(TRAIN, "--dry_run", "--batch_size", 65536, status=1)  # what does not fit has a plan too
+
+
+def test_time_of_a_dry_run():
+    """What a step and all steps will take here; where the memory is too small, the plan and that."""
+    for flags, steps in (((), 20000), ((*flags_of(Config(**TOY)), "--steps", 100), 100)):
+        text = run(TRAIN, *flags, "--dry_run").stdout
+        line = r"^one training step: ([\d.]+) ms, ([\d.]+) images/s \((measured|an estimate from steps of)"
+        ms, rate, _ = re.search(line, text, re.M).groups()
+        batch, all_steps = 32 if steps == 20000 else TOY["batch_size"], float(ms) * steps / 1e3
+        assert abs(float(ms) * float(rate) / (1e3 * batch) - 1) < 0.1
+        parts = re.findall(r"(\d+)([dhms])", re.search(rf"^{steps} steps: ([\ddhms ]+), ", text, re.M)[1])
+        units = dict(d=86400, h=3600, m=60, s=1)
+        shown = sum(int(number) * units[unit] for number, unit in parts)
+        assert abs(shown - all_steps) < 1.01 * units[parts[-1][1]] + 0.01 * all_steps
+    assert "(measured, on random images)" in text
+    result = run(TRAIN, "--dry_run", "--batch_size", 65536, status=1)
     assert "middle_block.1" in result.stdout and "GB in all" in result.stdout
     sentence = r"error: this run needs \S+ GB of memory and \S+ GB are free; .*would fit.*\n"
     assert re.fullmatch(sentence, result.stderr)
@@ -2011,7 +2018,8 @@ AGAIN = {
              (test_damaged_checkpoint_is_passed_over, ()), (test_checkpoint_round_trip, ()),
              (test_initial_weights, (5,)), (test_run_folders, ()), (test_nan_keeps_the_checkpoint, ()),
              (test_profile, ()), (test_config_reproduces, ()), (test_free_on_resume, ()),
-             (test_best_validation_survives, ()), (test_reader_gone, ()), (test_dry_run, ())],
+             (test_best_validation_survives, ()), (test_reader_gone, ()),
+             (test_time_of_a_dry_run, ())],
     "fp32": [*((test_training, (name,)) for name in TRAINING), (test_validation_loss, ()),
              (test_resume, ()), (test_resume_in_pytorch, ()), (test_pictures_from_averaged_weights, ()),
              *((test_pictures, (name,)) for name in PICTURES)],
