@@ -300,7 +300,7 @@ static const Flag FLAGS[] = {
      "ddim (deterministic) or ddpm (ancestral)"},
     {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
      "network calls a picture; 0: 50 for ddim, all diffusion_steps for ddpm"},
-    {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, MAX_EMAS, 0,
+    {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 4, 0,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
     {"config", FLAG_PATH, GROUP_OTHER, FREE, 0, AT(config), "", 0, 0, 0,
