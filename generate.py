@@ -54,7 +54,7 @@ def main():
         help="also write OUTPUT_nearest.png: each picture with the training image nearest to it on its right")
     add("--device", default="", metavar="X", help="cpu, cuda, mps ... (default: the best there is)")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
-    kinds = {tuple: unet_io.parse_sizes}
+    kinds = {tuple: unet_io.parse_sizes, bool: unet_io.parse_bool}
     for field in dataclasses.fields(Config):
         if field.name in ARCHITECTURE + DIFFUSION and field.metadata["help"]:
             model_flags.add_argument(f"--{field.name}", type=kinds.get(field.type, field.type), default=None,

@@ -614,7 +614,8 @@ static void test_embedding(int B, int C) {
 }
 
 static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
-    std::string shape = text("B%d H%d W%d%s", B, H, W, predict == PREDICT_V ? " v" : "");
+    const char* const predictions[] = {"eps", "v", "x0"};
+    std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * IMAGE_CHANNELS * H * W;
     Floats images(n, 0.5f), signal(1000), noise(1000), target(n), x(n),
         losses((n + LOSS_CHUNK - 1) / LOSS_CHUNK);
@@ -624,7 +625,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
           add_noise, add_noise_cpu, [&](auto f, auto on) {
               f(on(x_t), on(target), on(images), on(t), on(signal), on(noise), B, H, W, predict, 77,
-                STREAM_NOISE, 5, on(state, with_state));
+                STREAM_NOISE, 5, with_state ? 0.3f : 0.0f, on(state, with_state));
           });
     target.upload();
 
@@ -889,7 +890,7 @@ static void check_all(const Plan& plan) {
 
     test_embedding(1, 64), test_embedding(32, 64), test_embedding(3, 32), test_embedding(300, 32);
     test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, true);
-    test_diffusion(2, 64, 64, PREDICT_EPS, false);
+    test_diffusion(2, 64, 64, PREDICT_EPS, false), test_diffusion(2, 8, 8, PREDICT_X0, true);
     report_lines();
 
     test_step(5, 7, 6, 3, LR_COSINE, true), test_step(5, 7, 6, 2500, LR_COSINE, false);
@@ -1672,7 +1673,9 @@ static void test_refusals() {
         {{{"channel_mult", ""}}, "whole number"},
         {{{"channel_mult", "1,1,1,1,1,1,1,1,1"}}, "at most 8"},
         {{{"attention_resolutions", "16;8"}}, "whole number"},
-        {{{"predict", "x0"}}, "eps|v"},
+        {{{"predict", "x1"}}, "eps|v|x0"},
+        {{{"zero_terminal_snr", "1"}}, "--predict v or x0"},
+        {{{"offset_noise", "-0.1"}}, "between"},
         {{{"noise_schedule", ""}}, "linear|cosine"},
         {{{"flip", "maybe"}}, "0 or 1"},
         {{{"out_dir", std::string(5000, 'a')}}, "longer"},
@@ -2705,9 +2708,13 @@ static void twin_case(const Case& c, Verdict* v) {
     } else if (c.is("batches")) {  // args: seed, images
         Orders orders(c.arg(1), (int)(n / c.arg(1)) + 1, c.word(0));
         for (size_t i = 0; i < n; i++) differ(orders.at(i), values[i]);
-    } else if (c.is("abar")) {  // args: T, schedule
-        std::vector<double> abar = make_abar(c.arg(0), c.arg(1));
-        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(abar.at(t) / values[t] - 1));
+    } else if (c.is("abar")) {  // args: T, schedule, zero terminal SNR
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        config.zero_terminal_snr = c.arg(2);
+        std::vector<double> abar = make_abar(config);
+        for (size_t t = 0; t < n; t++)
+            v->note(text("t = %zu", t), values[t] ? fabs(abar.at(t) / values[t] - 1) : abar.at(t));
         wrong = abar.size() != n;
     } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
         Config config = default_config();

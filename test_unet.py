@@ -466,6 +466,10 @@ TRAINING = {
                                        seed=4000000000, predict="v", noise_schedule="cosine", flip=True,
                                        lr_schedule="cosine", warmup_steps=5, ema_rate=0.7, lr_steps=20,
                                        weight_decay=0.1, beta1=0.85, beta2=0.99, diffusion_steps=500),
+    "x0, zero terminal SNR, offset noise": Config(**TOY | dict(image_size=16, predict="x0", seed=6, batch_size=3,
+                                                               zero_terminal_snr=True, offset_noise=0.3)),
+    "v, zero terminal SNR": Config(**TOY | dict(image_size=16, predict="v", seed=12, diffusion_steps=50,
+                                                noise_schedule="cosine", zero_terminal_snr=True)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
@@ -503,7 +507,7 @@ def test_training(tmp_path, name):
 
 
 def test_validation_loss(tmp_path, images8):
-    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2))
+    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2, offset_noise=0.5))  # in training alone
     held_out = write_toy_images(tmp_path / "val.bin", n=7, seed=9)
     model = perturbed_file(tmp_path / "start.bin", config)
     run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", images8,
@@ -587,7 +591,9 @@ def twin_cases():
     add("batches across epochs", [6, 7],
         np.concatenate([unet_io.batch_indices(6, step, 5, 7) for step in range(6)]))
     for T, schedule in ((1000, "linear"), (1000, "cosine"), (100, "linear"), (20, "linear"), (77, "cosine")):
-        add(f"abar {schedule} {T}", [T, schedule == "cosine"], unet_io.alphas_bar(T, schedule))
+        for zero in (False, True):
+            add(f"abar {schedule} {T} zero {zero}", [T, schedule == "cosine", zero],
+                unet_io.alphas_bar(T, schedule, zero))
     for T, schedule, predict, sampler, count in (
             (1000, "linear", "eps", "ddim", 50), (1000, "linear", "eps", "ddpm", 1000),
             (1000, "cosine", "v", "ddim", 50), (1000, "cosine", "v", "ddpm", 250),
@@ -642,6 +648,13 @@ def test_schedule_by_known_values():
     """The published schedule's ends, and guided-diffusion's choice of 10 of 1000 timesteps."""
     abar = unet_io.alphas_bar(1000, "linear")
     assert abs(abar[0] - 0.9999) < 1e-12 and abs(abar[-1] - 4.0358e-5) < 1e-8
+    # zero terminal SNR, from the paper's algorithm by way of its betas
+    alphas = (np.sqrt(abar) - np.sqrt(abar[-1])) / (np.sqrt(abar[0]) - np.sqrt(abar[-1])) * np.sqrt(abar[0])
+    alphas = alphas**2
+    betas = 1 - np.append(alphas[0], alphas[1:] / alphas[:-1])
+    rescaled = unet_io.alphas_bar(1000, "linear", True)
+    assert np.abs(np.cumprod(1 - betas) - rescaled).max() < 1e-12
+    assert rescaled[-1] == 0 and abs(rescaled[0] - abar[0]) < 1e-15 and (np.diff(rescaled) < 0).all()
     assert unet_io.space_timesteps(1000, 10).tolist() == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
     assert unet_io.space_timesteps(1000, 1).tolist() == [0]
     rows = respaced_sampler(1000, "linear", "eps", "ddpm", 100)
@@ -711,7 +724,8 @@ def start_flags(config, data, folder, steps, **more):
 
 
 RESUMED = Config(**TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
-                              predict="v", ema_rate=0.9, batch_size=3))
+                              predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True,
+                              offset_noise=0.1))
 
 
 def test_resume(tmp_path, images8):
@@ -870,7 +884,8 @@ def test_checkpoint_round_trip(tmp_path, images8):
     run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 4, save_every=2, val_file=images8, keep=3))
     path = checkpoint_in(tmp_path / "run", 2)
     first = unet_io.read_checkpoint(str(path))
-    for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed"):
+    for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed",
+                 "zero_terminal_snr", "offset_noise"):
         assert getattr(first.config, name) == getattr(RESUMED, name), name
     assert first.sections["data_file"] == first.sections["val_file"] == images8
     model, _ = train_unet.load_model(str(path), use_ema=False)
@@ -1112,7 +1127,7 @@ def refused(*command, status=1, says=(), **options):
     (["--lr", "fast"], ["--lr", "'fast'"]), (["--lr=-1"], "--lr"), (["--steps", "1e12"], "--steps"),
     (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
     (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
-    (["--channel_mult", "1,x"], "--channel_mult"),
+    (["--channel_mult", "1,x"], "--channel_mult"), (["--offset_noise", "-1"], "--offset_noise"),
     (["--flip=perhaps"], "--flip")])
 def test_usage(words, says):
     refused(TRAIN, *words, status=2, says=says)
@@ -1139,6 +1154,7 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+    refused(TRAIN, "--dry_run", "--zero_terminal_snr", says=["--predict eps", "v or x0"])
 
 
 def profile_tables(text):

@@ -142,7 +142,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 enum { MAX_LEVELS = 8, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
-enum Prediction { PREDICT_EPS, PREDICT_V };
+enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM };
 
@@ -154,11 +154,11 @@ struct Config {
     int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
-    int diffusion_steps, noise_schedule, predict;
+    int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
     int batch_size, steps, flip, lr_schedule, warmup_steps, lr_steps;
     unsigned seed;
-    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate;
+    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, num_samples;
     // sampling
     int generate, sampler, sample_steps, use_ema;
@@ -236,8 +236,10 @@ static const Flag FLAGS[] = {
      "timesteps T of the noising chain"},
     {"noise_schedule", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 41, AT(noise_schedule), "linear", 0, 0,
      "linear|cosine", "how fast the chain adds noise"},
-    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v",
-     "what the network predicts: the noise, or the velocity v"},
+    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v|x0",
+     "what the network predicts: the noise, the velocity v, or the image"},
+    {"zero_terminal_snr", FLAG_BOOL, GROUP_DIFFUSION, FIXED, 90, AT(zero_terminal_snr), "0", 0, 1, 0,
+     "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
     {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
     {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
@@ -258,6 +260,8 @@ static const Flag FLAGS[] = {
      "running mean of the weights, used for sampling; 0: none"},
     {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
      "mirror half of the images left to right"},
+    {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
+     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
     {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
      "decides weights, order, noise; with --generate the first picture's seed"},
     {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
@@ -590,6 +594,10 @@ static void check_config(const Config& c) {
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
     }
+    if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
+        fail(
+            "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
+            "nothing of the image; use --predict v or x0");
     if (c.sample_steps > c.diffusion_steps)
         fail("--sample_steps %d is more than the chain's --diffusion_steps %d", c.sample_steps,
              c.diffusion_steps);
@@ -972,7 +980,8 @@ enum Stream {  // mirrored in unet_io.py
     STREAM_VAL_TIMESTEP,
     STREAM_VAL_NOISE,
     STREAM_PERTURB,
-    STREAM_LABEL
+    STREAM_LABEL,
+    STREAM_OFFSET
 };
 
 struct Philox {
@@ -5711,8 +5720,11 @@ static double loss_of(const Model* m, size_t elements) {
 // ---- schedules --------------------------------------------------------------------------------------------
 
 // The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
-// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17.
-static std::vector<double> make_abar(int T, int schedule) {
+// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17. Zero
+// terminal SNR: sqrt(abar) shifted so that its last is 0 and scaled so that its first stays, algorithm 1 of Lin
+// et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
+static std::vector<double> make_abar(const Config& c) {
+    int T = c.diffusion_steps, schedule = c.noise_schedule;
     std::vector<double> abar(T);
     double product = 1;
     auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
@@ -5722,6 +5734,9 @@ static std::vector<double> make_abar(int T, int schedule) {
                                                   : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
         abar[t] = product *= 1 - std::min(beta, 0.999);
     }
+    double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
+    for (int t = 0; t < T && c.zero_terminal_snr; t++)
+        abar[t] = pow((sqrt(abar[t]) - last) * first / (first - last), 2);
     return abar;
 }
 
@@ -5735,28 +5750,36 @@ static std::vector<int> space_timesteps(int T, int count) {
 
 // ---- noising ----------------------------------------------------------------------------------------------
 
+// What the network is to predict of x0 and eps, where x_t = signal x0 + noise eps.
+HOST_DEVICE static inline float target_of(int predict, float x0, float eps, float signal, float noise) {
+    return predict == PREDICT_EPS ? eps : predict == PREDICT_V ? signal * eps - noise * x0 : x0;
+}
+
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
-// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D. x_t, target (B, H, W,
-// 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t). Image
-// b's noise is that of sample first + b. The step is the
-// state's (null: 0).
+// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. x_t, target (B,
+// H, W, 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t).
+// Image b's noise is that of sample first + b. The step is the state's (null: 0). Offset noise: eps has `offset`
+// times one more normal, the same for all pixels of a channel, so that the network learns to move a picture's
+// mean.
 #ifdef CPU_LAYERS
 static void add_noise_cpu(float* x_t, float* target, const float* images, const int* timesteps,
                           const float* signal, const float* noise, int B, int H, int W, int predict,
-                          uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+                          uint32_t seed, Stream stream, uint32_t first, float offset,
+                          const StepState* state) {
     PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
     int elements = IMAGE_CHANNELS * H * W;
     uint32_t step = state ? (uint32_t)state->step : 0;
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++)
         for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float eps[4], a = signal[timesteps[b]], s = noise[timesteps[b]];
+            float eps[4], shift[4] = {}, a = signal[timesteps[b]], s = noise[timesteps[b]];
             random_normals(eps, seed, stream, quad, first + b, step);
+            if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, first + b, step);
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                float x0 = images[(size_t)b * elements + e], n = eps[e % 4];
+                float x0 = images[(size_t)b * elements + e], n = eps[e % 4] + offset * shift[e / (H * W)];
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
                 x_t[at] = a * x0 + s * n;
-                target[at] = predict == PREDICT_V ? a * n - s * x0 : n;
+                target[at] = target_of(predict, x0, n, a, s);
             }
         }
 }
@@ -5804,16 +5827,17 @@ struct PixelQuad {
 enum { QUAD_THREADS = 64 };
 static dim3 quad_blocks(int B, int pixels) { return dim3(ceil_div(pixels, 4 * QUAD_THREADS), B); }
 
-// x_t = signal x0 + noise eps; target = eps, or signal eps - noise x0. Device memory: images in, x_t, target
-// out.
+// x_t = signal x0 + noise eps; target = eps, signal eps - noise x0, or x0. Device memory: images in, x_t,
+// target out.
 __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ target,
                                  const float* __restrict__ images, const int* timesteps, const float* signal,
-                                 const float* noise, int pixels, bool predict_v, uint32_t seed,
-                                 uint32_t stream, uint32_t first, const StepState* state) {
+                                 const float* noise, int pixels, int predict, uint32_t seed, uint32_t stream,
+                                 uint32_t first, float offset, const StepState* state) {
     PixelQuad q(pixels);
     uint32_t step = state ? (uint32_t)state->step : 0;
     if (q.n <= 0) return;
-    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]];
+    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]], shift[4] = {};
+    if (offset > 0) random_normals_device(shift, seed, STREAM_OFFSET, 0, first + q.b, step);
 #pragma unroll
     for (int c = 0; c < IMAGE_CHANNELS; c++) {
         float eps[4];
@@ -5822,19 +5846,19 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if (i >= q.n) break;
-            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i];
+            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i], n = eps[i] + offset * shift[c];
             size_t at = q.pixel(i, c, pixels);
-            x_t[at] = (floatX)(a * x0 + s * eps[i]);
-            target[at] = predict_v ? a * eps[i] - s * x0 : eps[i];
+            x_t[at] = (floatX)(a * x0 + s * n);
+            target[at] = target_of(predict, x0, n, a, s);
         }
     }
 }
 static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
                       const float* signal, const float* noise, int B, int H, int W, int predict,
-                      uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
     PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
     launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
-           noise, H * W, predict == PREDICT_V, seed, stream, first, state);
+           noise, H * W, predict, seed, stream, first, offset, state);
 }
 #else
 #define add_noise add_noise_cpu
@@ -5853,7 +5877,7 @@ struct SamplerStep {
 //   DDPM: equation 7 of Ho et al. with the posterior variance. DDIM: equation 12 of Song et al. (2021) with
 //   eta = 0, its noise derived again from the clamped x0.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
-    std::vector<double> abar = make_abar(c.diffusion_steps, c.noise_schedule);
+    std::vector<double> abar = make_abar(c);
     int count = c.sample_steps              ? c.sample_steps
                 : c.sampler == SAMPLER_DDIM ? std::min(50, c.diffusion_steps)
                                             : c.diffusion_steps;
@@ -5863,8 +5887,10 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         double a = abar[timesteps[i]], before = i ? abar[timesteps[i - 1]] : 1.0, beta = 1 - a / before;
         SamplerStep s;
         s.timestep = timesteps[i];
-        s.from_x = (float)(c.predict == PREDICT_V ? sqrt(a) : 1 / sqrt(a));
-        s.from_out = (float)(c.predict == PREDICT_V ? -sqrt(1 - a) : -sqrt(1 / a - 1));
+        s.from_x = (float)(c.predict == PREDICT_EPS ? 1 / sqrt(a) : c.predict == PREDICT_V ? sqrt(a) : 0);
+        s.from_out = (float)(c.predict == PREDICT_EPS ? -sqrt(1 / a - 1)
+                             : c.predict == PREDICT_V ? -sqrt(1 - a)
+                                                      : 1);
         if (c.sampler == SAMPLER_DDPM) {
             s.to_x0 = (float)(beta * sqrt(before) / (1 - a));
             s.to_x = (float)((1 - before) * sqrt(1 - beta) / (1 - a));
@@ -6864,7 +6890,7 @@ struct Trainer {
 };
 
 static void upload_schedule(Model* m) {
-    std::vector<double> abar = make_abar(m->config.diffusion_steps, m->config.noise_schedule);
+    std::vector<double> abar = make_abar(m->config);
     std::vector<float> signal, noise;
     for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
     backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
@@ -6934,7 +6960,7 @@ static void enqueue_step(Trainer* t) {
     begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
     load_images(m->images, m->sources, t->source);
     add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, H, H, c.predict, c.seed,
-              STREAM_NOISE, 0, m->state);
+              STREAM_NOISE, 0, c.offset_noise, m->state);
     unet_forward(m, B);
     mse(m->losses, unet_output_gradient(m), unet_output(m), m->target, elements);
     backend_zero(m->gradients, P * sizeof(float));
@@ -7007,7 +7033,7 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
-                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, nullptr);
+                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0, nullptr);
         unet_forward(m, B);
         mse(m->losses, nullptr, unet_output(m), m->target, B * elements);
         sum += loss_of(m, B * elements) * B;

@@ -38,7 +38,7 @@ from unet_io import Checkpoint, Config, Stream, UserError
 
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
                 "norm_groups", "max_period", "channel_mult", "attention_resolutions")
-DIFFUSION = ("diffusion_steps", "noise_schedule", "predict")
+DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def _read_pt(path):
 class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
-        abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule)
+        abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         self.predict = config.predict
         self.signal = torch.tensor(np.sqrt(abar), dtype=torch.float32, device=device)     # (T,)
         self.noise = torch.tensor(np.sqrt(1 - abar), dtype=torch.float32, device=device)  # (T,)
@@ -317,7 +317,8 @@ class Diffusion:
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
         a, b = self.signal[t][:, None, None, None], self.noise[t][:, None, None, None]
-        return a * x0 + b * noise, (noise if self.predict == "eps" else a * noise - b * x0)
+        targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0}
+        return a * x0 + b * noise, targets[self.predict]
 
 
 @torch.no_grad()
@@ -368,7 +369,8 @@ def make_batch(images, config, step):
         x0[mirrored] = x0[mirrored][..., ::-1]
     t = unet_io.timesteps(config.seed, rows, step, config.diffusion_steps)
     noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
-    return x0, t, noise
+    shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
+    return x0, t, noise + np.float32(config.offset_noise) * shift[..., None, None]
 
 
 class Trainer:
@@ -524,6 +526,9 @@ class DeviceReplay:
             x0 = torch.where(mirrored[:, None, None, None], x0.flip(-1), x0)
         words = device_words(config.seed, Stream.TIMESTEP, 4, self.rows, step)[:, 0]
         noise = device_normals(config.seed, Stream.NOISE, x0[0].numel(), self.rows, step).reshape(x0.shape)
+        if config.offset_noise:
+            shift = device_normals(config.seed, Stream.OFFSET, 4, self.rows, step)[:, :x0.shape[1]]
+            noise = noise + config.offset_noise * shift[..., None, None]
         return x0, (words * config.diffusion_steps) >> 32, noise
 
     def step(self):

@@ -136,6 +136,7 @@ class Stream(enum.IntEnum):
     VAL_NOISE = 8
     PERTURB = 9
     LABEL = 10
+    OFFSET = 11
 
 
 LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -216,11 +217,12 @@ def init_uniform(seed, tensor_index, shape, fan_in):
 # ----------------------------------------------------------------------------------------------------
 # 3. diffusion (T = diffusion_steps; t = 0 ... T-1 indexes the tables and the timestep embedding alike)
 
-def alphas_bar(diffusion_steps, noise_schedule):
+def alphas_bar(diffusion_steps, noise_schedule, zero_terminal_snr=False):
     """The cumulative products of 1 - beta: float64 (T,).
 
     linear: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", section 4, stretched for T other than
-    1000; cosine: Nichol and Dhariwal 2021, "Improved DDPM", equation 17.
+    1000; cosine: Nichol and Dhariwal 2021, "Improved DDPM", equation 17; zero_terminal_snr: rescaled so that
+    the last is 0, Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
     """
     T = diffusion_steps
     if noise_schedule == "linear":
@@ -229,7 +231,12 @@ def alphas_bar(diffusion_steps, noise_schedule):
     else:
         f = np.cos((np.arange(T + 1) / T + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = np.minimum(1 - f[1:] / f[:-1], 0.999)
-    return np.cumprod(1 - betas)
+    abar = np.cumprod(1 - betas)
+    if zero_terminal_snr:  # algorithm 1
+        root = np.sqrt(abar)
+        first, last = root[0], root[-1]
+        abar = ((root - last) * first / (first - last)) ** 2
+    return abar
 
 
 def space_timesteps(diffusion_steps, sample_steps):
@@ -293,10 +300,14 @@ class Config:
     attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", high=4096)
     diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=1, high=10**6)
     noise_schedule: str = _setting("linear", 41, "how the noise grows with t", choices=("linear", "cosine"))
-    predict: str = _setting("eps", 42, "what the network predicts: the noise or v", choices=("eps", "v"))
+    predict: str = _setting("eps", 42, "what the network predicts: the noise, v or the image",
+                            choices=("eps", "v", "x0"))
+    zero_terminal_snr: bool = _setting(False, 90, "rescale the schedule to end in noise alone; not with eps")
     batch_size: int = _setting(32, 48, "images a step", low=1, high=2**20)
     seed: int = _setting(0, 49, "seed of every random number", low=0, high=2**32 - 1)
     flip: bool = _setting(False, 50, "mirror half of the images left-right")
+    offset_noise: float = _setting(0.0, 91, "one more normal a channel in the training noise, times this",
+                                   low=0, high=10)
     lr: float = _setting(1e-4, 51, "learning rate", low=0)
     lr_schedule: str = _setting("constant", 52, "learning rate after warm-up", choices=("constant", "cosine"))
     warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=2**31 - 1)
@@ -328,6 +339,9 @@ class Config:
             levels = len(self.channel_mult)
             raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
                             f" {levels} levels of channel_mult")
+        if self.zero_terminal_snr and self.predict == "eps":
+            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where a"
+                            f" prediction of eps says nothing of the image; use --predict v or x0")
         if self.num_channels % 32:
             raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         return self
