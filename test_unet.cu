@@ -630,13 +630,24 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     target.upload();
 
     Output input_output = {&input, WRITTEN, "input", LIMIT};
+    std::vector<PictureNoise> noises = noise_of_seeds(consecutive_seeds(41, B));
+    noises.back() = {7, 4000000000u, 0.8f, 0.6f};
+    Pair<PictureNoise> begins(noises);
+    Floats limits(B, 0.1f), saved(n);
     check("sampler start", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, sampler_start,
-          sampler_start_cpu, [&](auto f, auto on) { f(on(x), on(input), B, H, W, 41); });
-    for (float sigma : {0.21f, 0.0f}) {
-        SamplerStep s = {500, 1.1f, -0.4f, 0.3f, 0.65f, sigma};
-        check("sampler step", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output}, sampler_step,
-              sampler_step_cpu, [&](auto f, auto on) { f(on(x), on(input), on(out), s, B, H, W, 41, 9); });
-    }
+          sampler_start_cpu, [&](auto f, auto on) { f(on(x), on(input), on(begins), B, H, W); });
+    for (float sigma : {0.21f, 0.0f})
+        for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
+            SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
+                  sampler_limits_cpu, [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, H, W); });
+            limits.upload();
+            check("sampler step", shape,
+                  {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
+                  sampler_step, sampler_step_cpu, [&](auto f, auto on) {
+                      f(on(x), on(saved), on(input), on(out), on(limits), on(begins), s, B, H, W, 9);
+                  });
+        }
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
@@ -1854,30 +1865,34 @@ static void test_batches() {
 static void test_sampling() {
     bool same = true;
     double worst = 0;
-    for (const char* sampler : {"ddim", "ddpm"}) {
-        Config config = config_of(with(
-            toy_flags(), {{"sampler", sampler}, {"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}));
+    for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
+                      Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
+        Config config = config_of(
+            with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
+        size_t n = (size_t)IMAGE_CHANNELS * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
-            std::vector<float> pictures, one;
-            same &= draw_pictures(&m, &pictures, 4, 100, false) && draw_pictures(&m, &one, 1, 102, false);
-            size_t n = (size_t)IMAGE_CHANNELS * 8 * 8;
+            std::vector<float> pictures, one, strip;
+            same &= draw_pictures(&m, &pictures, noise_of_seeds({100, 5, 102, 7}), false, &strip, 3) &&
+                    draw_pictures(&m, &one, noise_of_seeds({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (!(error <= worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
+            for (size_t i = 0; i < 4; i++)  // a row of the strip ends with its picture
+                same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
+                        !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
             free_model(&m);
         }
         double error = error_of(drawn[0], drawn[1]);
         if (!(error <= worst)) worst = error;
-        same &= !same_bits(&drawn[0][0], &drawn[0][192], 192 * sizeof(float));
+        same &= !same_bits(&drawn[0][0], &drawn[0][n], n * sizeof(float));
     }
-    report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from seed 100 or 102: %.2g apart",
-           worst);
+    report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from any seeds: %.2g apart", worst);
 }
 
 // ===========================================================================================================
