@@ -11,8 +11,10 @@ TEST_UNET_ASAN, TEST_UNET_OWN, TEST_UNET_OPENBLAS and LADDERS name others. TRAIN
 the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and TRAIN_UNET_FP32.
 """
 import collections
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import pathlib
@@ -466,8 +468,8 @@ TRAINING = {
                                        seed=4000000000, predict="v", noise_schedule="cosine", flip=True,
                                        lr_schedule="cosine", warmup_steps=5, ema_rate=0.7, lr_steps=20,
                                        weight_decay=0.1, beta1=0.85, beta2=0.99, diffusion_steps=500),
-    "x0, zero terminal SNR, offset noise": Config(**TOY | dict(image_size=16, predict="x0", seed=6, batch_size=3,
-                                                               zero_terminal_snr=True, offset_noise=0.3)),
+    "x0, zero terminal SNR, offset noise": Config(**TOY | dict(
+        image_size=16, predict="x0", seed=6, batch_size=3, zero_terminal_snr=True, offset_noise=0.3)),
     "v, zero terminal SNR": Config(**TOY | dict(image_size=16, predict="v", seed=12, diffusion_steps=50,
                                                 noise_schedule="cosine", zero_terminal_snr=True)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
@@ -567,6 +569,43 @@ def respaced_sampler(T, schedule, predict, sampler, count):
     return np.array(rows)
 
 
+class Network:
+    """A made-up network, the same in test_unet.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
+    def __init__(self, config):
+        self.config = config
+        self.abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule,
+                                       config.zero_terminal_snr)
+
+    def __call__(self, x, t):
+        a, x = self.abar[int(t[0])], x.double()
+        x0 = 1.6 * torch.tanh(x + int(t[0]) / self.config.diffusion_steps / 2)
+        eps = (x - np.sqrt(a) * x0) / np.sqrt(1 - a)
+        v = np.sqrt(a) * eps - np.sqrt(1 - a) * x0
+        return {"eps": eps, "v": v, "x0": x0}[self.config.predict].float()
+
+
+def chain_cases(add):
+    """Whole pictures by every sampler from the made-up network."""
+    for sampler, flags, predict, schedule, zero in (
+            ("ddim", {}, "eps", "linear", False), ("ddim", dict(eta=0.7), "v", "cosine", False),
+            ("ddim", dict(eta=1.0, threshold="dynamic"), "v", "linear", True),
+            ("ddpm", {}, "x0", "linear", True), ("ddpm", dict(threshold="none"), "eps", "linear", False),
+            ("dpmpp", {}, "v", "cosine", True), ("dpmpp", dict(threshold="dynamic"), "eps", "linear", False),
+            ("dpmpp", dict(sample_steps=1), "x0", "cosine", False),
+            ("dpmpp", dict(sample_steps=2), "v", "linear", False),
+            ("heun", {}, "eps", "linear", False), ("heun", dict(threshold="dynamic"), "x0", "cosine", False),
+            ("heun", dict(threshold="none", sample_steps=40), "v", "linear", True)):
+        config = Config(**TOY | dict(image_size=9, channel_mult=(1,), diffusion_steps=300, predict=predict,
+                                     zero_terminal_snr=zero, noise_schedule=schedule))
+        pictures = train_unet.sample(Network(config), [5, 4000000000], sampler, **flags).numpy()
+        assert np.isfinite(pictures).all() and pictures.std() > 0.1
+        args = [["eps", "v", "x0"].index(predict), schedule == "cosine", zero,
+                list(train_unet.SAMPLERS).index(sampler), flags.get("sample_steps", 0),
+                ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9, 5, 4000000000]
+        name = " ".join(["chain", sampler, predict, schedule, *map(str, flags.values()), *["to 0"] * zero])
+        add(name, args, pictures.reshape(-1), reals=np.array([flags.get("eta", 0.0)]))
+
+
 def twin_cases():
     tensors = {}
 
@@ -602,6 +641,7 @@ def twin_cases():
         add(f"sampler {schedule} {T} {predict} {sampler} {count}",
             [T, schedule == "cosine", predict == "v", sampler == "ddpm", count],
             respaced_sampler(T, schedule, predict, sampler, count).reshape(-1))
+    chain_cases(add)
     at = [0, 1, 2, 4, 5, 6, 9, 10, 50, 98, 99, 100, 101, 5000]
     for schedule, warmup, length in (("constant", 0, 100), ("constant", 10, 100), ("cosine", 0, 100),
                                      ("cosine", 10, 100), ("cosine", 100, 100), ("cosine", 200, 100)):
@@ -657,10 +697,30 @@ def test_schedule_by_known_values():
     assert rescaled[-1] == 0 and abs(rescaled[0] - abar[0]) < 1e-15 and (np.diff(rescaled) < 0).all()
     assert unet_io.space_timesteps(1000, 10).tolist() == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
     assert unet_io.space_timesteps(1000, 1).tolist() == [0]
-    rows = respaced_sampler(1000, "linear", "eps", "ddpm", 100)
-    tables = unet_io.sampler_tables(1000, "linear", 100)
-    for column, name in ((3, "x0_weight"), (4, "x_weight"), (5, "sigma")):
-        assert error_of(tables[name][::-1], rows[:, column]) < 1e-6
+
+
+@pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True)])
+def test_order_of_samplers(schedule, zero):
+    """Of data N(0.3, 0.5^2) the perfect network and the exact picture of a noise are known. Twice the steps:
+    half the error of a sampler of first order, a quarter of one of second."""
+    class Perfect(Network):
+        def __call__(self, x, t):
+            a = self.abar[int(t[0])]
+            x0 = 0.3 + 0.25 * np.sqrt(a) / (0.25 * a + 1 - a) * (x.double() - 0.3 * np.sqrt(a))
+            return np.sqrt(a) * (x - np.sqrt(a) * x0) / np.sqrt(1 - a) - np.sqrt(1 - a) * x0
+
+    config = Config(**TOY | dict(diffusion_steps=4000, predict="v", noise_schedule=schedule,
+                                 zero_terminal_snr=zero))
+    network, seeds = Perfect(config), [1, 2]
+    # the noise of picture y at the first timestep is the same multiple of its standard deviation
+    a = network.abar[-1]
+    z = train_unet.seed_noise(seeds, (3, 8, 8)).double()
+    exact = 0.3 + 0.5 * (z - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
+    for sampler, least, most in (("ddim", 1.9, 2.1), ("dpmpp", 3, 6), ("heun", 3.7, 6)):
+        drawn = [train_unet.sample(network, seeds, sampler, n, threshold="none") for n in (100, 200)]
+        errors = [float((x - exact).abs().max()) for x in drawn]
+        print(sampler, errors)
+        assert least < errors[0] / errors[1] < most and errors[1] < 0.03
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 2])
@@ -1053,6 +1113,12 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
     "ddim v": (Config(**TOY | dict(image_size=16, predict="v", noise_schedule="cosine")), [], 2),
     "ddim eps": (Config(**TOY | dict(batch_size=8, lr=2e-3)), ["--sample_steps", 20], 2),
     "ddpm v": (Config(**TOY | dict(predict="v", diffusion_steps=100)), ["--sampler", "ddpm"], 2),
+    "ddim eta": (Config(**TOY | dict(predict="v")), ["--eta", 0.6, "--threshold", "dynamic"], 2),
+    "dpmpp": (Config(**TOY | dict(predict="v", noise_schedule="cosine")), ["--sampler", "dpmpp"], 2),
+    "dpmpp x0": (Config(**TOY | dict(predict="x0", zero_terminal_snr=True)),
+                 ["--sampler", "dpmpp", "--threshold", "none", "--sample_steps", 11], 2),
+    "heun": (Config(**TOY | dict(predict="v", zero_terminal_snr=True)),
+             ["--sampler", "heun", "--threshold", "dynamic"], 2),
 }
 
 
@@ -1086,6 +1152,93 @@ def test_pictures(tmp_path, images8, name):
     assert np.abs(picture(tmp_path / "c.png")[2:-2, 2:-2] - third).max() <= 1
     assert np.abs(picture(tmp_path / "single/000042.png") - third).max() <= most
     assert not (third == first).all()
+
+
+def test_seeds_and_strips(tmp_path):
+    """Any seeds in batches of any size: in the grid, as single files, with their strips; in both programs."""
+    config = Config(**TOY | dict(predict="v"))
+    perturbed_file(tmp_path / "w.bin", config)
+    weights, common = tmp_path / "w.bin", ["--seeds", "3,40-42", "--strip", 4, "--sampler", "heun",
+                                           "--sample_steps", 6]
+    for name, batch in (("a", 3), ("b", 4)):
+        text = run(TRAIN, "--model_weights", weights, *common, "--batch_size", batch, "--output_name",
+                   tmp_path / f"{name}.png", "--output_dir", tmp_path / f"single_{name}").stdout
+        assert "raw weights, step 0), Heun in 6 steps (11 network calls), seeds 3,40-42" in text
+    assert call(generate, "--model_filename", weights, *common, "--batch_size", 3, "--device", "cpu",
+                "--output_name", tmp_path / "c.png", "--output_dir", tmp_path / "single_c") == ""
+    names = [f"{seed:06d}.png" for seed in (3, 40, 41, 42)]
+    grids, strips = ([picture(tmp_path / f"{name}{part}.png") for name in "abc"] for part in ("", "_strip"))
+    assert grids[0].shape == (22, 22, 3) and strips[0].shape == (4 * 10 + 2, 4 * 10 + 2, 3)
+    for other, most in ((1, 1), (2, 2)):
+        for ours, theirs in ((grids[0], grids[other]), (strips[0], strips[other])):
+            assert np.abs(ours - theirs).max() <= most
+    for place, name in enumerate(names):
+        single = picture(tmp_path / "single_a" / name)
+        x, y = 2 + place % 2 * 10, 2 + place // 2 * 10
+        assert (single == grids[0][y:y + 8, x:x + 8]).all()
+        row = [strips[0][2 + 10 * place:][:8, 2 + 10 * column:][:, :8] for column in range(4)]
+        assert (single == row[-1]).all()
+        assert all(np.abs(first - then).max() > 2 for first, then in zip(row, row[1:]))  # it goes on
+        assert np.abs(picture(tmp_path / "single_c" / name) - single).max() <= 2
+    for folder in "abc":
+        assert sorted(os.listdir(tmp_path / f"single_{folder}")) == names
+    run(TRAIN, "--model_weights", weights, "--generate", 1, "--seed", 41, *common[4:],
+        "--output_name", tmp_path / "d.png")
+    alone = picture(tmp_path / "d.png")[2:-2, 2:-2]
+    assert np.abs(alone - picture(tmp_path / "single_a/000041.png")).max() <= 1
+
+
+def test_interpolation(tmp_path):
+    """From one seed's picture to another's, past noise that is as long as theirs."""
+    config = Config(**TOY | dict(predict="v", zero_terminal_snr=True))
+    perturbed_file(tmp_path / "w.bin", config)
+    common = ["--seeds", "9,4", "--sampler", "dpmpp", "--batch_size", 2]
+    between = [*common, "--interpolate", 5]
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", *between, "--output_name", tmp_path / "a.png",
+        "--output_dir", tmp_path / "single")
+    assert call(generate, "--model_filename", tmp_path / "w.bin", *between, "--device", "cpu",
+                "--output_name", tmp_path / "b.png") == ""
+    assert np.abs(picture(tmp_path / "a.png") - picture(tmp_path / "b.png")).max() <= 2
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", *common, "--output_name", tmp_path / "c.png",
+        "--output_dir", tmp_path / "ends")
+    path = [picture(tmp_path / f"single/{n:06d}.png") for n in range(5)]
+    for n, seed in ((0, 9), (4, 4)):
+        assert np.abs(path[n] - picture(tmp_path / f"ends/{seed:06d}.png")).max() <= 1
+    assert all(np.abs(first - then).max() > 2 for first, then in zip(path, path[1:]))
+    noise = generate.slerp(*train_unet.seed_noise([9, 4], (3, 8, 8)), 5).flatten(1)
+    lengths = noise.norm(dim=1)
+    shorter, longer = sorted((lengths[0], lengths[4]))
+    assert 0.99 * shorter < lengths.min() and lengths.max() < 1.01 * longer
+
+
+@pytest.mark.parametrize("words, says, status", [
+    (["--seeds", "5-3"], "5-3", 2), (["--seeds", "1,,2"], "1,,2", 2), (["--seeds", "4294967296"], "up to", 2),
+    (["--seeds", "0-3", "--{count}", "9"], ["{count}", "seeds", "4 pictures"], 1),
+    (["--seeds", "0-4294967295"], "million", 2), (["--strip", "11", "--sample_steps", "10"], "--strip 11", 1),
+    (["--interpolate", "3"], "two seeds", 1), (["--interpolate", "3", "--seeds", "1-3"], "two seeds", 1),
+    (["--interpolate", "3", "--seeds", "1,1"], "two seeds", 1),
+    (["--interpolate", "3", "--seeds", "1,2", "--eta", "0.5"], "no noise", 1),
+    (["--interpolate", "3", "--seeds", "1,2", "--sampler", "ddpm"], "no noise", 1),
+    (["--eta", "0.5", "--sampler", "heun"], ["--eta 0.5", "ddim"], 1)])
+def test_refused_pictures(tmp_path, words, says, status):
+    """Both programs, in one sentence, before they draw."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    says = [says] if isinstance(says, str) else says
+    output = ["--output_name", tmp_path / "x.png"]
+    there = [word.format(count="generate") for word in words]
+    if not {"--seeds", "--interpolate"} & set(words):
+        there += ["--generate", 1]
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", *there, *output, status=status,
+            says=[text.format(count="generate") for text in says])
+    here = [word.format(count="num_images") for word in words]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            errors.write(call(generate, "--model_filename", tmp_path / "w.bin", *here, *output))
+        except SystemExit as end:
+            assert end.code == 2 == status
+    for text in says:
+        assert text.format(count="num_images") in errors.getvalue()
+    assert len(errors.getvalue().splitlines()) == 1 and not (tmp_path / "x.png").exists()
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):

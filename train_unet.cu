@@ -5919,8 +5919,9 @@ static int sampler_steps(const Config& c) {
 //          (equation 16). With eta = 1 it is DDPM's step, equation 7 of Ho et al. with the posterior
 //          variance.
 //   DPM-Solver++(2M)  algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the one
-//          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. The first step lacks one before, the
-//          last ends where lambda is infinite: both are of first order, which is DDIM.
+//          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. Three steps are of first order, which
+//          is DDIM: the first lacks one before, the last ends where lambda is infinite, and the last but one
+//          is so much longer in lambda than its predecessor that extrapolation would overshoot.
 //   Heun   algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise level
 //          sqrt(1 - abar) / alpha: a DDIM step, then the same again with the mean of the slopes at both ends.
 //          The first call saves what does not depend on the second. The last step is DDIM's, and so is one
@@ -5952,7 +5953,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         double to_x0 = sqrt(next) - keep * sqrt(a);
         SamplerStep s = call_at(timesteps[i]);
         s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
-        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 0) {
+        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
             double before = abar[timesteps[i + 1]];
             double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
             s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);

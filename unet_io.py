@@ -4,7 +4,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 
 1. errors and progress        UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
-3. diffusion                  alphas_bar, space_timesteps, sampler_tables
+3. diffusion                  alphas_bar, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay
 5. image files                Images, read_images, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
@@ -255,28 +255,6 @@ def space_timesteps(diffusion_steps, sample_steps):
     return np.array(taken, np.int64)
 
 
-def sampler_tables(diffusion_steps, noise_schedule, sample_steps):
-    """What the samplers need, indexed by the place i = 0 ... S-1 in the respaced chain (0: the last call).
-
-    Returns a dict: "t" int64 (S,), the timestep shown to the network, and float32 (S,) tables, abar being the
-    cumulative product here and abar_prev that one place nearer to the image (1 at i = 0):
-      sqrt_abar, sqrt_1m_abar             roots of abar and of 1 - abar
-      sqrt_abar_prev, sqrt_1m_abar_prev   roots of abar_prev and of 1 - abar_prev
-      x0_weight, x_weight, sigma          q(x_prev | x, x0): mean x0_weight * x0 + x_weight * x and standard
-                                          deviation, 0 at i = 0 (Ho et al. 2020, equation 7)
-    """
-    t = space_timesteps(diffusion_steps, sample_steps)
-    abar = alphas_bar(diffusion_steps, noise_schedule)[t]
-    abar_prev = np.append(1.0, abar[:-1])
-    beta = 1 - abar / abar_prev
-    tables = dict(sqrt_abar=np.sqrt(abar), sqrt_1m_abar=np.sqrt(1 - abar),
-                  sqrt_abar_prev=np.sqrt(abar_prev), sqrt_1m_abar_prev=np.sqrt(1 - abar_prev),
-                  x0_weight=beta * np.sqrt(abar_prev) / (1 - abar),
-                  x_weight=(1 - abar_prev) * np.sqrt(1 - beta) / (1 - abar),
-                  sigma=np.sqrt(beta * (1 - abar_prev) / (1 - abar)))
-    return {"t": t} | {name: table.astype(np.float32) for name, table in tables.items()}
-
-
 # ----------------------------------------------------------------------------------------------------
 # 4. configuration
 
@@ -340,8 +318,8 @@ class Config:
             raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
                             f" {levels} levels of channel_mult")
         if self.zero_terminal_snr and self.predict == "eps":
-            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where a"
-                            f" prediction of eps says nothing of the image; use --predict v or x0")
+            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
+                            f" predict eps says nothing of the image; use --predict v or x0")
         if self.num_channels % 32:
             raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         return self
@@ -606,10 +584,12 @@ class Checkpoint:
 
 
 # Settings of a run that ./train_unet takes up again on --resume: the field of the header that holds each,
-# and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number).
+# and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number;
+# eta is a float's bits).
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
-              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1)}
+              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "eta": (92, 0),
+              "threshold": (93, 0)}
 
 
 def _pack_config(header, config):
