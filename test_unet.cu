@@ -193,6 +193,9 @@ enum {
 static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
+static void append(std::vector<double>* numbers, const PictureNoise& p) {
+    numbers->insert(numbers->end(), {(double)p.seed, (double)p.other, p.weight, p.other_weight});
+}
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
     numbers->insert(numbers->end(),
@@ -639,6 +642,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
                   sampler_limits_cpu, [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, H, W); });
             limits.upload();

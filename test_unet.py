@@ -663,7 +663,7 @@ def test_device_twin(images8):
         rows = torch.tensor([0, 1, 31, 2**31 + 5])
         words = train_unet.device_words(seed, stream, 400, rows, torch.tensor([step]))
         assert np.array_equal(words.numpy(), unet_io.words(seed, stream, 400, rows.numpy(), step))
-    config = Config(**TOY | dict(flip=True, batch_size=5, seed=3))
+    config = Config(**TOY | dict(flip=True, batch_size=5, seed=3, offset_noise=0.2))
     images = unet_io.read_images(images8)
     replayed = train_unet.DeviceReplay(train_unet.UNet(config), images, config, 7, "cpu")
     for step in range(7):
@@ -1186,6 +1186,27 @@ def test_seeds_and_strips(tmp_path):
         "--output_name", tmp_path / "d.png")
     alone = picture(tmp_path / "d.png")[2:-2, 2:-2]
     assert np.abs(alone - picture(tmp_path / "single_a/000041.png")).max() <= 1
+
+
+def test_drawing_while_training(tmp_path, images8):
+    """It leaves the training as it is, bit for bit, and --resume goes on drawing in the same way."""
+    config = Config(**TOY | dict(predict="v", offset_noise=0.1))
+    how = dict(sampler="heun", threshold="dynamic", sample_steps=3, num_samples=2)
+    for name, every in (("with", 2), ("without", 0)):
+        run(TRAIN, *start_flags(config, images8, tmp_path / name, 4, **how | dict(sample_every=every)))
+    drawn, plain = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4)))
+                    for name in ("with", "without"))
+    for section in unet_io.TENSOR_SECTIONS:
+        assert same_bits(drawn.sections[section], plain.sections[section])
+    assert drawn.run["sampler"] == 3 and drawn.run["threshold"] == 1 and drawn.run["eta"] == 0
+    text = run(TRAIN, "--resume", tmp_path / "with", "--steps", 6).stdout
+    assert re.search(r"\bsampler +heun\b", text) and re.search(r"\bthreshold +dynamic\b", text)
+    run(TRAIN, "--out_dir", tmp_path / "with", "--seeds", "0-1", "--sampler", "heun", "--sample_steps", 3,
+        "--threshold", "dynamic", "--output_name", tmp_path / "a.png")
+    assert (picture(tmp_path / "a.png") == picture(tmp_path / "with/samples_00000006.png")).all()
+    run(TRAIN, "--resume", tmp_path / "with", "--steps", 7, "--sampler", "ddim", "--eta", 0.25)
+    stored = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "with", 7))).run["eta"]
+    assert np.int32(stored).view(np.float32) == 0.25
 
 
 def test_interpolation(tmp_path):
