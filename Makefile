@@ -114,7 +114,7 @@ $(BUILD)/test_unet_openblas: test_unet.cu train_unet.cu $(BUILD)/settings
 
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
-LADDERS := $(patsubst dev/%.py,%,$(filter-out dev/common.py dev/bench.py,$(wildcard dev/*.py)))
+LADDERS := $(patsubst dev/%.py,%,$(filter-out dev/common.py dev/blocks.py dev/bench.py,$(wildcard dev/*.py)))
 # What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
@@ -129,7 +129,7 @@ LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)
 $(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 # PyTorch's numbers; on a GPU its times too.
-$(BUILD)/dev/%.bin: dev/%.py dev/common.py | python
+$(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 	@$(RUN_PYTHON) $<
 
 # Every ladder in turn, then dev/README.md from what they printed.

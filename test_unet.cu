@@ -30,6 +30,7 @@
 //   8  FILE READERS
 //   9  AGAINST PYTORCH AND NUMPY
 //  10  MAIN
+//  11  A STEP IN PARTS, IN BOTH BUILDS
 
 #include <cerrno>
 #include <cfloat>
@@ -98,6 +99,8 @@ template <typename A>
 static double error_of(const std::vector<A>& a, const std::vector<double>& r) {
     return a.size() == r.size() ? error_of(a.data(), r.data(), a.size()) : NAN;
 }
+
+static void test_microbatch(double limit);  // below, in section 11
 
 #ifdef __CUDACC__
 #define TESTING
@@ -188,7 +191,9 @@ enum {
     FINITE,
     LOSS,
     NORM,
-    FIELDS
+    QUARTILE_SUMS,
+    QUARTILE_COUNTS = QUARTILE_SUMS + 4,
+    FIELDS = QUARTILE_COUNTS + 4
 };
 static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
@@ -201,6 +206,8 @@ static void append(std::vector<double>* numbers, const StepState& s) {
     numbers->insert(numbers->end(),
                     {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps, a.correction1,
                      a.correction2, a.ema_weight, (double)s.finite, s.loss, s.norm});
+    numbers->insert(numbers->end(), s.quartile_sums, s.quartile_sums + 4);
+    numbers->insert(numbers->end(), s.quartile_counts, s.quartile_counts + 4);
 }
 
 // A tensor on both sides: T on the device, float here where T is floatX. The device's is no larger than it
@@ -620,8 +627,9 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     const char* const predictions[] = {"eps", "v", "x0"};
     std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * IMAGE_CHANNELS * H * W;
-    Floats images(n, 0.5f), signal(1000), noise(1000), target(n), x(n),
-        losses((n + LOSS_CHUNK - 1) / LOSS_CHUNK);
+    int elements = IMAGE_CHANNELS * H * W;
+    Floats images(n, 0.5f), signal(1000), noise(1000), weights(1000), target(n), x(n),
+        losses((size_t)B * loss_parts(elements));
     Layer x_t(n), input(n), out(n), dout(n);
     Pair<int> t(some_timesteps(B));
     Pair<StepState> state(std::vector<StepState>(1, StepState{123456, {}, 1, 0, 0}));
@@ -655,8 +663,10 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
-        check("mean squared error", shape, outputs, mse, mse_cpu,
-              [&](auto f, auto on) { f(on(losses), on(dout, training), on(out), on(target), n); });
+        check("mean squared error", shape, outputs, mse, mse_cpu, [&](auto f, auto on) {
+            f(on(losses), on(dout, training), on(out), on(target), on(t, training), on(weights, training), B,
+              elements, 3 * n);
+        });
     }
 }
 
@@ -721,14 +731,17 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
           [&](auto f, auto on) { f(on(state), on(timesteps), on(sources), source(on), hyper_of(config)); });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
-          load_images, load_images_cpu, [&](auto f, auto on) { f(on(images), on(sources), source(on)); });
+          load_images, load_images_cpu,
+          [&](auto f, auto on) { f(on(images), on(sources), source(on), batch); });
 }
 
 // `broken`: a loss (1) or a gradient norm (2) that is not finite; the step must not count.
-static void test_finish(size_t elements, size_t parameters, int broken) {
+static void test_finish(int batch, int elements, size_t parameters, int broken) {
     static const char* const WHAT[] = {"", ", loss NaN", ", gradient infinite"};
-    std::string shape = text("%zu elements, %zu parameters%s", elements, parameters, WHAT[broken]);
-    Floats losses((elements + LOSS_CHUNK - 1) / LOSS_CHUNK, 500, 4000),
+    std::string shape =
+        text("%d of %d elements, %zu parameters%s", batch, elements, parameters, WHAT[broken]);
+    Pair<int> t(some_timesteps(batch));
+    Floats weights(1000, 0.2f, 1), losses((size_t)batch * loss_parts(elements), 500, 4000),
         norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
     if (broken == 1) losses.host.back() = NAN;
     if (broken == 2) norms.host[0] = INFINITY;
@@ -739,9 +752,14 @@ static void test_finish(size_t elements, size_t parameters, int broken) {
                                    {&state, KEPT, "lr", EXACT, LR, FIELDS},
                                    {&state, KEPT, "finite", EXACT, FINITE, FIELDS}};
     if (broken != 1) outputs.push_back({&state, KEPT, "loss", FLOAT_LIMIT, LOSS, FIELDS});
+    for (int q = 0; broken != 1 && q < 4; q++) {
+        outputs.push_back({&state, KEPT, "quartile's sum", FLOAT_LIMIT, QUARTILE_SUMS + q, FIELDS});
+        outputs.push_back({&state, KEPT, "quartile's samples", EXACT, QUARTILE_COUNTS + q, FIELDS});
+    }
     if (broken != 2) outputs.push_back({&state, KEPT, "norm", FLOAT_LIMIT, NORM, FIELDS});
-    check("finish step", shape, outputs, finish_step, finish_step_cpu,
-          [&](auto f, auto on) { f(on(state), on(losses), elements, on(norms), parameters); });
+    check("finish step", shape, outputs, finish_step, finish_step_cpu, [&](auto f, auto on) {
+        f(on(state), BatchLoss{on(losses), on(t), on(weights), batch, elements, 1000}, on(norms), parameters);
+    });
 }
 
 static void test_optimiser(size_t n, bool with_ema, bool finite) {
@@ -802,7 +820,7 @@ static void check_tiny() {
     test_embedding(3, 32);
     test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, false);
     test_step(5, 7, 6, 3, LR_COSINE, true);
-    test_finish(10000, 200000, 0);
+    test_finish(1, 10000, 200000, 0);
     test_optimiser(70003, true, true), test_optimiser(3, false, true);
     test_philox(1000);
     report_lines();
@@ -912,7 +930,7 @@ static void check_all(const Plan& plan) {
     test_step(300, 32, 17, 70, LR_CONSTANT, true),
         test_step(100, 300, 8, (int64_t)1 << 33, LR_CONSTANT, false);
     for (int broken : {0, 1, 2})
-        test_finish(10000, 200000, broken), test_finish(32 * 12288, 20494211, broken);
+        test_finish(1, 10000, 200000, broken), test_finish(32, 12288, 20494211, broken);
     test_optimiser(3000003, true, true), test_optimiser(65536 + 7, false, true);
     test_optimiser(3, true, true), test_optimiser(70001, true, false);
     test_philox(2000000);
@@ -932,6 +950,7 @@ int main(int argc, char** argv) {
         check_tiny();
     else
         check_all(plan);
+    test_microbatch(sizeof(floatX) == 2 ? 2e-2 : 1e-5);
     return summary();
 }
 
@@ -1108,10 +1127,11 @@ static void random_batch(Model* m, int B, uint32_t seed) {
 }
 
 static double forward_loss(Model* m, int B) {
-    size_t n = (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
+    int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
     unet_forward(m, B);
-    mse(m->losses, m->plan.training ? unet_output_gradient(m) : nullptr, unet_output(m), m->target, n);
-    return loss_of(m, n);
+    mse(m->losses, m->plan.training ? unet_output_gradient(m) : nullptr, unet_output(m), m->target, nullptr,
+        nullptr, B, n, (size_t)B * n);
+    return loss_of(m, B);
 }
 
 static std::vector<float> downloaded(const float* from, size_t n) {
@@ -2604,15 +2624,21 @@ static void pointwise_case(const Case& c, Verdict* v) {
         silu_forward_cpu(out.data(), x.data(), x.size());
         silu_backward_cpu(dx.data(), dout.data(), x.data(), x.size());
         v->compare("out", out, c.at("out"));
-    } else {  // mse
-        std::vector<float> target = c.floats("target"),
-                           losses = blank((x.size() + LOSS_CHUNK - 1) / LOSS_CHUNK);
-        mse_cpu(losses.data(), dx.data(), x.data(), target.data(), x.size());
-        double sum = 0;
-        for (float part : losses) sum += part;
-        v->compare("loss", {(float)(sum / (double)x.size())}, c.at("loss"));
-        std::vector<float> only = losses;
-        mse_cpu(only.data(), nullptr, x.data(), target.data(), x.size());
+    } else {  // mse; args: B, elements of a sample, timesteps
+        int B = c.arg(0), n = c.arg(1), T = c.arg(2);
+        std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n)),
+                           weights = c.floats("weights"), no_norm = {0};
+        std::vector<int> t(c.at("t").begin(), c.at("t").end());
+        mse_cpu(losses.data(), dx.data(), x.data(), target.data(), t.data(), weights.data(), B, n, x.size());
+        std::vector<StepState> state(1 + RESULT_SLOTS);
+        finish_step_cpu(state.data(), {losses.data(), t.data(), weights.data(), B, n, T}, no_norm.data(), 1);
+        v->compare("loss", {state[0].loss}, c.at("loss"));
+        const float* sums = state[0].quartile_sums;
+        v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
+        for (int q = 0; q < 4; q++)
+            v->note("samples of a quartile", state[0].quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
+        std::vector<float> only = blank(losses.size());
+        mse_cpu(only.data(), nullptr, x.data(), target.data(), nullptr, nullptr, B, n, x.size());
         v->note("loss without gradient", only == losses ? 0 : INFINITY);
     }
     v->compare("dx", dx, c.at("dx"));
@@ -2735,6 +2761,11 @@ static void twin_case(const Case& c, Verdict* v) {
         for (size_t t = 0; t < n; t++)
             v->note(text("t = %zu", t), values[t] ? fabs(abar.at(t) / values[t] - 1) : abar.at(t));
         wrong = abar.size() != n;
+    } else if (c.is("weights")) {  // args: T, schedule, predict; reals: gamma
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        std::vector<float> weights = make_loss_weights(make_abar(config), c.arg(2), c.at("reals")[0]);
+        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(weights.at(t) / values[t] - 1));
     } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1), config.predict = c.arg(2);
@@ -2821,7 +2852,7 @@ static void test_images(const char* path, int size, const char* expected) {
     for (int i = 0; ok && i < data.count; i++)
         for (bool flipped : {false, true}) {
             int chosen = flipped ? -1 - i : i;
-            load_images_cpu(image.data(), &chosen, source);
+            load_images_cpu(image.data(), &chosen, source, 1);
             for (size_t e = 0; e < elements; e++)
                 wrong += !(image[e] == (flipped ? mirrored : upright)[i * elements + e]);
         }
@@ -2861,6 +2892,7 @@ static const struct {
              {"plan refusals", test_refusals},
              {"threads", test_threads},
              {"batches", test_batches},
+             {"microbatch", [] { test_microbatch(1e-5); }},
              {"sampling", test_sampling}};
 
 int main(int argc, char** argv) {
@@ -2911,3 +2943,71 @@ int main(int argc, char** argv) {
     return summary();
 }
 #endif  // __CUDACC__
+
+// ===========================================================================================================
+// 11  A STEP IN PARTS, IN BOTH BUILDS
+// ===========================================================================================================
+
+// Three steps (on a GPU the first is run, the second recorded, the third replayed) of five images at once, in
+// parts of 2, 2 and 1, and one by one: the same losses, quartiles and gradients to `limit`, in less memory.
+static void test_microbatch(double limit) {
+    Config config = default_config();
+    for (auto [name, value] : {std::pair<const char*, const char*>{"image_size", "16"},
+                               {"num_channels", "32"},
+                               {"channel_mult", "1,2"},
+                               {"num_res_blocks", "1"},
+                               {"attention_resolutions", "8"},
+                               {"num_head_channels", "16"},
+                               {"norm_groups", "8"},
+                               {"batch_size", "5"},
+                               {"min_snr_gamma", "5"},
+                               {"lr", "0"}})
+        set_flag(&config, *find_flag(name), value);
+    double losses = 0, gradients = 0, quartiles = 0;
+    std::vector<double> whole_gradient;
+    StepState whole = StepState();
+    size_t bytes = 0;
+    bool less = true;
+    for (int microbatch : {0, 2, 1}) {
+        Trainer t;
+        Model* m = &t.model;
+        config.microbatch = microbatch;
+        build_model(m, config, microbatch_of(config), true);
+        upload_schedule(m);
+        initialise_weights(m, 1);
+        std::vector<float> values(m->plan.num_parameters);
+        backend_download(values.data(), m->master, values.size() * sizeof(float));
+        for (size_t i = 0; i < values.size(); i++) {  // as initialised, nearly every gradient is zero
+            float normal[4];
+            random_normals(normal, 1, STREAM_PERTURB, (uint32_t)i, 0, 0);
+            values[i] += 0.02f * normal[0];
+        }
+        backend_upload(m->master, values.data(), values.size() * sizeof(float));
+        use_weights(m, m->master);
+        t.images.count = 7, t.images.size = config.image_size;
+        t.images.bytes.resize((size_t)7 * IMAGE_CHANNELS * 16 * 16);
+        for (size_t i = 0; i < t.images.bytes.size(); i++)
+            t.images.bytes[i] = (uint8_t)random_word(2, STREAM_PERTURB, (uint32_t)i, 0, 0);
+        prepare_steps(&t);
+        for (int step = 0; step < 3; step++) train_step(&t);
+        StepState last = t.results[2];
+        backend_download(values.data(), m->gradients, values.size() * sizeof(float));
+        if (!microbatch) {
+            whole = last, bytes = m->bytes;
+            whole_gradient.assign(values.begin(), values.end());
+        } else {
+            auto worse = [](double* worst, double error) { *worst = error <= *worst ? *worst : error; };
+            worse(&losses, fabs(last.loss / whole.loss - 1));
+            worse(&gradients, error_of(values.data(), whole_gradient.data(), values.size()));
+            std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
+            worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
+            for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
+            less &= m->bytes < bytes, bytes = m->bytes;
+        }
+        finish_steps(&t);
+        free_model(m);
+    }
+    report(less && losses < limit && gradients < limit && quartiles < limit && whole.step == 2,
+           "micro-batches of a step", "losses %.2g apart, quartiles %.2g, gradients %.2g", losses, quartiles,
+           gradients);
+}

@@ -260,11 +260,19 @@ def add_silu(layers, n, scale):
     layers.add(f"silu {n} scale {scale}", [], dict(x=x, dout=dout), dict(out=out, dx=x.grad))
 
 
-def add_mse(layers, n):
-    x, target = layers.random(n), layers.random(n)
-    loss = F.mse_loss(x, target)
+def add_mse(layers, B, n, T=1000):
+    """The weighted loss of B samples of n elements, its gradient, the loss by quartile of the timesteps."""
+    x, target = layers.random(B, n), layers.random(B, n)
+    weights = torch.rand(T, generator=layers.generator).double()
+    t = torch.randint(T, (B,), generator=layers.generator)
+    errors = (x - target).square().mean(1)
+    loss = (weights[t] * errors).mean()
     loss.backward()
-    layers.add(f"mse {n}", [], dict(x=x, target=target), dict(loss=loss.reshape(1), dx=x.grad))
+    quartile = t * 4 // T
+    layers.add(f"mse {B}x{n} of {T}", [B, n, T], dict(x=x, target=target, weights=weights),
+               dict(loss=loss.reshape(1), dx=x.grad, counts=torch.bincount(quartile, minlength=4).double(),
+                    quartiles=torch.bincount(quartile, errors.detach(), minlength=4)))
+    layers.tensors[f"mse {B}x{n} of {T}/t"] = t.numpy().astype(np.int32)
 
 
 def add_linear(layers, M, C, C2, O, accumulate=False, residual=False, wants_dx=True):
@@ -356,8 +364,8 @@ def layer_cases():
     add_embedding(layers, 2, 2, [3, 99999])
     for n, scale in ((1, 1), (4097, 3), (1000, 60)):
         add_silu(layers, n, scale)
-    for n in (1, 4096, 4097, 24577):
-        add_mse(layers, n)
+    for B, n, T in ((1, 1, 1000), (3, 4096, 1000), (2, 4097, 7), (33, 192, 30), (1, 24577, 2)):
+        add_mse(layers, B, n, T)
     add_linear(layers, 32, 64, 0, 256, wants_dx=False)
     add_linear(layers, 33, 256, 0, 64, accumulate=True)
     add_linear(layers, 1, 256, 0, 256)
@@ -468,10 +476,14 @@ TRAINING = {
                                        seed=4000000000, predict="v", noise_schedule="cosine", flip=True,
                                        lr_schedule="cosine", warmup_steps=5, ema_rate=0.7, lr_steps=20,
                                        weight_decay=0.1, beta1=0.85, beta2=0.99, diffusion_steps=500),
-    "x0, zero terminal SNR, offset noise": Config(**TOY | dict(
-        image_size=16, predict="x0", seed=6, batch_size=3, zero_terminal_snr=True, offset_noise=0.3)),
+    "x0, zero terminal SNR, offset noise, min-SNR": Config(**TOY | dict(
+        image_size=16, predict="x0", seed=6, batch_size=3, zero_terminal_snr=True, offset_noise=0.3,
+        min_snr_gamma=5.0)),
     "v, zero terminal SNR": Config(**TOY | dict(image_size=16, predict="v", seed=12, diffusion_steps=50,
                                                 noise_schedule="cosine", zero_terminal_snr=True)),
+    "eps, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=6, min_snr_gamma=5.0)),
+    "v, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=7, predict="v",
+                                      noise_schedule="cosine", min_snr_gamma=1.5)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
@@ -508,8 +520,80 @@ def test_training(tmp_path, name):
     assert file.step == steps and file.config.seed == config.seed
 
 
+def metrics_in(folder):
+    """The lines of metrics.jsonl that hold a loss."""
+    lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+@pytest.mark.parametrize("microbatch", [2, 9])
+def test_microbatch(tmp_path, images8, microbatch):
+    """A batch of 5 in parts trains as at once and as in PyTorch: losses, norms, quartiles, validation."""
+    more = dict(batch_size=5, min_snr_gamma=5.0, lr_steps=12, ema_rate=0.0)
+    config, steps = Config(**RESUMED_FLAGS | more), 12
+    model, images = perturbed_file(tmp_path / "start.bin", config), unet_io.read_images(images8)
+    memory, logs, val_losses = [], [], []
+    for parts in (0, microbatch):
+        folder = tmp_path / str(parts)
+        text = run(TRAIN, *start_flags(config, images8, folder, steps, log_every=1, val_file=images8),
+                   "--model_weights", tmp_path / "start.bin", "--microbatch", parts).stdout
+        memory.append(float(re.search(r"([\d.]+) MB in all", text)[1]))
+        logs.append(metrics_in(folder))
+        val_losses.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"])
+    assert memory[1] < memory[0] if microbatch < 5 else memory[1] == memory[0]
+    trainer = train_unet.Trainer(model, images, config)
+    theirs = [trainer.step() for _ in range(steps)], [trainer.validation_loss(images)]
+    for log, val_loss in zip(logs, val_losses):
+        ours = [line["loss"] for line in log], [val_loss]
+        worst = [np.abs(np.array(a) / b - 1).max() for a, b in zip(ours, theirs)]
+        assert max(worst) < 1e-5, worst
+    for whole, parts in zip(*logs):
+        assert abs(parts["grad_norm"] / whole["grad_norm"] - 1) < 1e-5
+        for a, b in zip(whole["loss_quartiles"], parts["loss_quartiles"]):
+            assert a == b is None or abs(b / a - 1) < 1e-5
+
+
+def test_loss_quartiles(tmp_path, images8):
+    """The loss by quartile of the timesteps since the last line: unweighted, null where there were none."""
+    config = Config(**TOY | dict(batch_size=2, seed=3, lr=0.0, min_snr_gamma=1.0, diffusion_steps=30))
+    model, images = perturbed_file(tmp_path / "start.bin", config), unet_io.read_images(images8)
+    run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", images8,
+        "--steps", 9, "--log_every", 3, "--out_dir", tmp_path / "run", *QUICK)
+    errors, quartiles = [], []
+    for step in range(9):
+        x0, t, noise = train_unet.make_batch(images, config, step)
+        x, target = train_unet.Diffusion(config).noised(*map(torch.from_numpy, (x0, t, noise)))
+        with torch.no_grad():
+            errors.append((model(x, torch.from_numpy(t)) - target).square().mean((1, 2, 3)).double().numpy())
+        quartiles.append(4 * t // config.diffusion_steps)
+    lines, found = metrics_in(tmp_path / "run"), []
+    assert [line["step"] for line in lines] == [1, 3, 6, 9]
+    for first, last, line in zip((0, 1, 3, 6), (1, 3, 6, 9), lines):
+        error, quartile = np.concatenate(errors[first:last]), np.concatenate(quartiles[first:last])
+        for q, value in enumerate(line["loss_quartiles"]):
+            assert (value is None) == (not (quartile == q).any())
+            if value is not None:
+                found.append(abs(value / error[quartile == q].mean() - 1))
+    assert max(found) < 1e-5 and 8 < len(found) < 16
+
+
+def test_throughput(tmp_path, images8):
+    """The log's TFLOP/s are PyTorch's count of the operations, a step's time apart; its memory the plan's."""
+    config = Config(**TOY | dict(image_size=16, batch_size=3))
+    data = write_toy_images(tmp_path / "toy16.bin", size=16)
+    text = run(TRAIN, *start_flags(config, data, tmp_path / "run", 3, log_every=1, microbatch=2)).stdout
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        x, t = torch.empty(1, 3, 16, 16), torch.zeros(1, dtype=torch.long)
+        train_unet.UNet(config)(x, t).sum().backward()
+    for line in metrics_in(tmp_path / "run"):
+        flops = line["tflops"] * 1e12 * line["ms"] * 1e-3 / config.batch_size
+        assert abs(flops / counter.get_total_flops() - 1) < 2e-3 and "mfu" not in line
+        assert f"{1000 * line['memory_gb']:.1f} MB in all" in text
+
+
 def test_validation_loss(tmp_path, images8):
-    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2, offset_noise=0.5))  # in training alone
+    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2, min_snr_gamma=2.0,
+                                 offset_noise=0.5))  # which is for training alone
     held_out = write_toy_images(tmp_path / "val.bin", n=7, seed=9)
     model = perturbed_file(tmp_path / "start.bin", config)
     run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", images8,
@@ -625,6 +709,16 @@ def twin_cases():
             unet_io.normals(seed, Stream.NOISE, 12289, sample, step))
     for T in (1000, 17, 4000):
         add(f"timesteps of {T}", [5, Stream.TIMESTEP, 7, T], unet_io.timesteps(5, np.arange(100), 7, T))
+    for schedule, predict, gamma in (("linear", "eps", 5), ("linear", "v", 5), ("cosine", "x0", 1.5),
+                                     ("cosine", "v", 0), ("cosine", "eps", 20)):
+        # the published formula, w = min(SNR, gamma) / r with r = 1, SNR, SNR + 1 for x0, eps, v
+        abar = unet_io.alphas_bar(200, schedule)
+        snr = abar / (1 - abar)
+        ratio = {"x0": 1, "eps": snr, "v": snr + 1}[predict]
+        weights = np.minimum(snr, gamma) / ratio if gamma else np.ones(200)
+        assert np.abs(unet_io.loss_weights(abar, predict, gamma) / weights - 1).max() < 1e-12
+        choices = [200, schedule == "cosine", ("eps", "v", "x0").index(predict)]
+        add(f"weights {schedule} {predict} {gamma}", choices, weights, reals=np.array([float(gamma)]))
     for epoch, n in ((0, 1), (3, 2), (1, 78), (123456, 1626)):
         add(f"permutation {epoch} of {n}", [2**31 + 1, epoch], unet_io.permutation(2**31 + 1, epoch, n))
     add("batches across epochs", [6, 7],
@@ -783,14 +877,15 @@ def start_flags(config, data, folder, steps, **more):
     return words
 
 
-RESUMED = Config(**TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
-                              predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True,
-                              offset_noise=0.1))
+RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
+                           predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1)
+RESUMED = Config(**RESUMED_FLAGS)
 
 
-def test_resume(tmp_path, images8):
+@pytest.mark.parametrize("more", [{}, dict(microbatch=2, min_snr_gamma=5)])
+def test_resume(tmp_path, images8, more):
     """10 steps + 10 steps after a restart = 20 steps: the whole checkpoint, bit for bit."""
-    flags = dict(save_every=10, sample_every=0, log_every=1)
+    flags = dict(save_every=10, sample_every=0, log_every=1) | more
     run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "whole", 20, **flags))
     (tmp_path / "parts").mkdir()
     shutil.copy(checkpoint_in(tmp_path / "whole", 10), tmp_path / "parts")
@@ -1318,11 +1413,21 @@ def test_help():
     assert run(TRAIN, "-h").stdout == text
 
 
+def test_zero_terminal_snr_weights():
+    """A timestep of noise alone has a finite weight: that of v and of x0 is 0, that of eps 1."""
+    abar = np.array([0.9, 0.5, 0.0])
+    assert unet_io.loss_weights(abar, "v", 5)[-1] == unet_io.loss_weights(abar, "x0", 5)[-1] == 0
+    assert unet_io.loss_weights(abar, "eps", 5)[-1] == 1
+
+
 def test_dry_run(tmp_path):
     """The plan, the parameters and the memory, without data and without a trace."""
     text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run").stdout
     assert "20494211 parameters in 326 tensors" in text and "middle_block.1" in text and "in all" in text
     assert not (tmp_path / "run").exists()
+    needed = [float(re.search(r"([\d.]+) GB in all", run(TRAIN, "--dry_run", *flags).stdout)[1])
+              for flags in ((), ("--microbatch", 16), ("--batch_size", 64, "--microbatch", 16))]
+    assert needed[1] < 0.7 * needed[0] and abs(needed[2] - needed[1]) < 0.01
     text = run(TRAIN, "--preset=tiny", "--dry_run", "1", "--num_channels=64").stdout
     assert re.search(r"num_channels +64 ", text) and re.search(r"image_size +32 ", text)
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
@@ -1450,8 +1555,8 @@ def test_run_folders(tmp_path, images8):
 def test_too_little_memory(tmp_path):
     message = refused(TRAIN, "--batch_size", 65536, "--data_file", ROOT / "data/faces.bin",
                       "--out_dir", tmp_path, says="of memory")
-    fits = re.search(r"--batch_size (\d+) would fit", message)
-    assert "no batch size would fit" in message or 0 < int(fits.group(1)) < 65536
+    fits = re.search(r"--microbatch (\d+), the same batch in parts, or --batch_size (\d+) would fit", message)
+    assert "no batch size would fit" in message or 0 < int(fits[1]) == int(fits[2]) < 65536
 
 
 def test_nan_keeps_the_checkpoint(tmp_path, images8):
@@ -1648,6 +1753,33 @@ def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [stem])
     runpy.run_path(str(ROOT / f"dev/{stem}.py"), run_name="__main__")
     cpp(variant("ladders"), stem)
+
+
+def test_ladders_cover_the_model(tmp_path, monkeypatch):
+    """Every shape of the default model's plan is a case that dev/ times."""
+    plan = run(TRAIN, "--dry_run", "--out_dir", tmp_path).stdout
+    wanted = {stem: set() for stem in ("conv3x3", "conv1x1", "groupnorm", "attention", "upsample", "downsample")}
+    row = r"^\d+ +\S+ +(\w+) +(\d+) \d+ (\d+)(?: \+ (\d+))? +\d+ \d+ (\d+)"
+    for kind, H, C, C2, O in re.findall(row, plan, re.M):
+        H, K, O = int(H), int(C) + int(C2 or 0), int(O)
+        if kind in ("conv", "residual", "out"):
+            wanted["conv3x3"] |= {(K, O, H)} | ({(O, O, H)} if kind == "residual" else set())
+        if kind in ("residual", "attention", "out"):
+            wanted["groupnorm"] |= {(K, H)} | ({(O, H)} if kind == "residual" else set())
+        if kind == "residual" and K != O:
+            wanted["conv1x1"].add((K, O, H))
+        if kind == "attention":
+            wanted["conv1x1"] |= {(K, 3 * K, H), (K, K, H)}
+            wanted["attention"].add((K, H))
+        if kind in ("up", "down"):
+            wanted[kind + "sample"].add((K, H))
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    for stem, shapes in wanted.items():
+        cases = [case for case in runpy.run_path(str(ROOT / f"dev/{stem}.py"))["CASES"].values()
+                 if case["B"] == 32 and {"timed", "model"} & set(case)]
+        timed = {(case["heads"] * case["d"], round(case["T"]**0.5)) if stem == "attention" else
+                 tuple(case[size] for size in "COH" if size in case) for case in cases}
+        assert len(shapes) > 1 and shapes <= timed, (stem, shapes - timed)
 
 
 # ----------------------------------------------------------------------------------------------------

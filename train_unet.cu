@@ -158,9 +158,9 @@ struct Config {
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
-    int batch_size, steps, flip, lr_schedule, warmup_steps, lr_steps;
+    int batch_size, microbatch, steps, flip, lr_schedule, warmup_steps, lr_steps;
     unsigned seed;
-    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate, offset_noise;
+    float lr, weight_decay, beta1, beta2, adam_eps, ema_rate, min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH];
@@ -248,6 +248,8 @@ static const Flag FLAGS[] = {
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
     {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
+    {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
+     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
     {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
      "optimiser steps in all"},
     {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
@@ -264,6 +266,8 @@ static const Flag FLAGS[] = {
     {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 0, 1, 0, "AdamW's epsilon"},
     {"ema_rate", FLAG_FLOAT, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
      "running mean of the weights, used for sampling; 0: none"},
+    {"min_snr_gamma", FLAG_FLOAT, GROUP_TRAINING, FIXED, 71, AT(min_snr_gamma), "0", 0, 1e6, 0,
+     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
     {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
      "mirror half of the images left to right"},
     {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
@@ -564,6 +568,11 @@ static void apply_typed(Config* config, const std::vector<TypedFlag>& typed) {
     config->resume_given = was_typed(typed, "resume") != nullptr;
 }
 
+// Images that go through the network at a time while it is trained.
+static int microbatch_of(const Config& c) {
+    return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
+}
+
 static int list_length(const int* list) {
     int n = 0;
     while (n < MAX_LEVELS && list[n]) n++;
@@ -840,23 +849,31 @@ static float backend_milliseconds(size_t first, size_t last) {
     CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_stamps[first], gpu_stamps[last]));
     return ms;
 }
-// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: NVIDIA's data sheets for the A100 and the H100
-// SXM, its white papers on Ampere GA102 and Ada for the RTX cards. 0: not known.
+// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: what a multiprocessor does in a clock, by
+// NVIDIA's white papers on each architecture, times multiprocessors and clock. An H100's clock goes higher
+// than the one behind its data sheet's 989 TFLOP/s of the tensor cores: theirs counts as that. 0: not known.
 static double backend_peak(std::string* source) {
     static const struct {
         int capability;
-        const char* gpu;
-        double bf16, fp32;
-    } PEAKS[] = {{80, "A100", 312, 19.5},
-                 {86, "RTX 3090", 71, 35.6},
-                 {89, "RTX 4090", 165, 82.6},
-                 {90, "H100 SXM", 989, 67}};
+        double bf16, fp32;  // operations a clock
+        int tensor_khz;     // at most
+    } PEAKS[] = {
+        {80, 2048, 128, INT_MAX},
+        {86, 512, 256, INT_MAX},
+        {89, 512, 256, INT_MAX},
+        {90, 4096, 256, 1830000},
+    };
     cudaDeviceProp properties;
+    int khz = 0;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
+    bool tensor = sizeof(floatX) == 2;
     for (auto& peak : PEAKS) {
         if (peak.capability != 10 * properties.major + properties.minor) continue;
-        *source = text("%s %s", peak.gpu, sizeof(floatX) == 2 ? "dense bf16" : "fp32");
-        return sizeof(floatX) == 2 ? peak.bf16 : peak.fp32;
+        khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
+        *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
+                       tensor ? "dense bf16" : "fp32");
+        return 1e-9 * khz * properties.multiProcessorCount * (tensor ? peak.bf16 : peak.fp32);
     }
     return 0;
 }
@@ -4922,34 +4939,42 @@ static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, in
 
 // ---- loss -------------------------------------------------------------------------------------------------
 
-// F.mse_loss(out, target) over n elements, and dout = 2 (out - target) / n. losses (n / LOSS_CHUNK rounded
-// up): the sum of squares of each chunk, in order; the loss is their sum over n.
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient: dout (B, n, or
+// null) = 2 w_b (out - target) / total, where the whole batch has total elements and w_b = weights[t_b] is
+// what the sample's timestep counts for (weights null: 1). losses (B, loss_parts(n)): the sum of squares of
+// each chunk of each sample, not weighted. With weights of 1 their sum over total is F.mse_loss(out, target).
 enum { LOSS_CHUNK = 4096 };
+HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
 #ifdef CPU_LAYERS
-static void mse_cpu(float* losses, float* dout, const float* out, const float* target, size_t n) {
-    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * n});
-    float scale = (float)(2.0 / (double)n);
-    int chunks = (int)((n + LOSS_CHUNK - 1) / LOSS_CHUNK);
-#pragma omp parallel for
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        double sum = 0;
-        for (size_t i = (size_t)chunk * LOSS_CHUNK; i < std::min((size_t)(chunk + 1) * LOSS_CHUNK, n); i++) {
-            float difference = out[i] - target[i];
-            sum += (double)difference * difference;
-            if (dout) dout[i] = scale * difference;
+static void mse_cpu(float* losses, float* dout, const float* out, const float* target, const int* timesteps,
+                    const float* weights, int B, int n, size_t total) {
+    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
+    int parts = loss_parts(n);
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int part = 0; part < parts; part++) {
+            float scale = (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
+            size_t first = (size_t)b * n, end = first + std::min((part + 1) * LOSS_CHUNK, n);
+            double sum = 0;
+            for (size_t i = first + part * LOSS_CHUNK; i < end; i++) {
+                float difference = out[i] - target[i];
+                sum += (double)difference * difference;
+                if (dout) dout[i] = scale * difference;
+            }
+            losses[b * parts + part] = (float)sum;
         }
-        losses[chunk] = (float)sum;
-    }
 }
 #endif
 #ifdef __CUDACC__
-// F.mse_loss: losses (chunks) the sums of squares, dout (n, or null) = 2 (out - target) / n. A block a chunk.
-__global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target, size_t n,
-                           float scale) {
+// losses (B, parts) the sums of squares, dout (B, n, or null) = scale w_b (out - target). A block a part.
+__global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target,
+                           const int* timesteps, const float* weights, int n, int parts, float scale) {
+    int b = blockIdx.x / parts, part = blockIdx.x % parts;
+    size_t first = (size_t)b * n, end = first + min((part + 1) * LOSS_CHUNK, n);
+    if (weights) scale *= weights[timesteps[b]];
     float sum = 0;
-    size_t first = (size_t)blockIdx.x * LOSS_CHUNK, end = min(first + LOSS_CHUNK, n);
 #pragma unroll 4
-    for (size_t i = first + threadIdx.x; i < end; i += blockDim.x) {
+    for (size_t i = first + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x) {
         float difference = (float)out[i] - target[i];
         sum += difference * difference;
         if (dout) dout[i] = (floatX)(scale * difference);
@@ -4957,10 +4982,11 @@ __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const
     sum = block_sum(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
-static void mse(float* losses, floatX* dout, const floatX* out, const float* target, size_t n) {
-    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * n});
-    launch(mse_kernel, ceil_div(n, LOSS_CHUNK), 1024, 0, losses, dout, out, target, n,
-           (float)(2.0 / (double)n));
+static void mse(float* losses, floatX* dout, const floatX* out, const float* target, const int* timesteps,
+                const float* weights, int B, int n, size_t total) {
+    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
+    launch(mse_kernel, B * loss_parts(n), 1024, 0, losses, dout, out, target, timesteps, weights, n,
+           loss_parts(n), (float)(2.0 / (double)total));
 }
 #else
 #define mse mse_cpu
@@ -5026,6 +5052,9 @@ struct StepState {
     AdamW update;      // of the step under way
     int finite;        // its loss and gradient norm are: the weights may be updated
     float loss, norm;  // and these are they
+    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
+    float quartile_sums[4] = {};
+    int quartile_counts[4] = {};
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
@@ -5051,14 +5080,15 @@ struct Model {
     floatX* input;          // (B, H, W, 3): the noised images
     float* target;          // (B, H, W, 3)
     float* images;          // (B, 3, H, W): clean, planar, as in the files
-    int* timesteps;         // (B)
-    int* sources;           // (B): the image of each sample, or -1 - image where it is mirrored
+    int* timesteps;         // (batch_size): of the whole batch, also where B is a part of it
+    int* sources;           // (batch_size): the image of each sample, or -1 - image where it is mirrored
     StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
-    float* losses;          // one a LOSS_CHUNK of the batch
+    float* losses;          // (batch_size, loss_parts)
     float* norm_parts;      // one a NORM_CHUNK of the parameters
     float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
     PictureNoise* begins;   // (B): of the pictures being drawn
     float* limits;          // (B): theirs, for dynamic thresholding
+    float* loss_weights;    // (diffusion_steps): what the loss of a timestep counts for
     char* memory;
     size_t bytes;
 };
@@ -5087,13 +5117,13 @@ static const floatX* skip_of(const Model* m, const Block& block) {
 
 enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
 
-static void embed_forward(Model* m, const Block& block, int B) {
+static void embed_forward(Model* m, const Block& block, int B, const int* timesteps) {
     int base = m->plan.base, E = m->plan.embed;
     floatX *sinusoids = activation(m, block.inner),
            *hidden = activation(m, block.hidden);  // (B, base), (B, E)
     floatX* linear2 = hidden + (size_t)B * E;      // (B, E)
     floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
-    timestep_embedding_forward(sinusoids, m->timesteps, B, base, m->plan.max_period);
+    timestep_embedding_forward(sinusoids, timesteps, B, base, m->plan.max_period);
     linear_forward(hidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), weight_of(m, block, EMBED_B1),
                    nullptr, B, base, 0, E);
     silu_forward(active, hidden, (size_t)B * E);
@@ -5528,6 +5558,23 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     return plan;
 }
 
+// Operations of training on one image, a multiplication and an addition being two: every product forward, and
+// as many for each of its two gradients; what the network is given needs none. A weight meets every pixel,
+// but those of two dimensions, the embeddings', meet every image.
+static double training_flops(const Plan& plan) {
+    double flops = 0;
+    for (const Block& b : plan.blocks) {
+        double pixels = (double)b.H * b.H;
+        for (int k = 0; k < b.num_params; k++) {
+            const Tensor& t = plan.tensors[b.param + k];
+            int products = k == 0 && b.input < 0 ? 2 : 3;
+            if (t.ndim > 1) flops += products * 2.0 * (double)t.count * (t.ndim == 2 ? 1 : pixels);
+        }
+        if (b.kind == BLOCK_ATTENTION) flops += 3 * 4 * pixels * pixels * b.C;  // scores, and their values
+    }
+    return flops;
+}
+
 static std::string human_bytes(double bytes) {
     return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
            : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
@@ -5579,7 +5626,8 @@ static bool allocate_workspace() {
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     size_t total = 0, P = plan.num_parameters, B = plan.batch;
-    size_t pixels = B * IMAGE_CHANNELS * plan.image_size * plan.image_size;
+    size_t image = IMAGE_CHANNELS * plan.image_size * plan.image_size, pixels = B * image;
+    size_t whole = std::max(plan.batch, m->config.batch_size);  // of which the plan's may be a part
     auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
     m->master = (float*)place(P * sizeof(float));
     m->weights = (floatX*)m->master;
@@ -5596,12 +5644,13 @@ static size_t lay_out_model(Model* m, char* memory) {
     m->input = (floatX*)place(pixels * sizeof(floatX));
     m->target = (float*)place(pixels * sizeof(float));
     m->images = (float*)place(pixels * sizeof(float));
-    m->timesteps = (int*)place(B * sizeof(int));
-    m->sources = (int*)place(B * sizeof(int));
+    m->timesteps = (int*)place(whole * sizeof(int));
+    m->sources = (int*)place(whole * sizeof(int));
     m->state = (StepState*)place((1 + RESULT_SLOTS) * sizeof(StepState));
     m->signal = (float*)place(m->config.diffusion_steps * sizeof(float));
     m->noise = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->losses = (float*)place((pixels / LOSS_CHUNK + 1) * sizeof(float));
+    m->loss_weights = (float*)place(m->config.diffusion_steps * sizeof(float));
+    m->losses = (float*)place(whole * loss_parts((int)image) * sizeof(float));
     m->begins = (PictureNoise*)place(B * sizeof(PictureNoise));
     m->limits = (float*)place(B * sizeof(float));
     return total;
@@ -5622,9 +5671,10 @@ static void build_model(Model* m, const Config& config, int batch, bool training
     if (available && needed > available) {
         int fits = batch;
         while (fits > 0 && memory_needed(config, fits, training) > available) fits /= 2;
+        std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
         fail("this run needs %s of memory and %s are free; %s", human_bytes((double)needed).c_str(),
              human_bytes((double)available).c_str(),
-             fits ? text("--batch_size %d would fit", fits).c_str()
+             fits ? text("%s--batch_size %d would fit", parts.c_str(), fits).c_str()
                   : "no batch size would fit: use a smaller model");
     }
     m->memory = (char*)backend_allocate(m->bytes);
@@ -5678,14 +5728,14 @@ static void enter(Model* m, const Block& block, const Buffer& scratch) {
     profile.block = block.name;
 }
 
-// input (B, H, W, 3) and timesteps (B) -> the last block's output (B, H, W, 3). B may be less than the plan's
-// batch.
-static void unet_forward(Model* m, int B) {
+// input (B, H, W, 3) and timesteps [first, first + B) -> the last block's output (B, H, W, 3). B may be less
+// than the plan's batch.
+static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
         floatX* out = activation(m, block.out);
         enter(m, block, block.scratch_forward);
         switch (block.kind) {
-            case BLOCK_EMBED: embed_forward(m, block, B); break;
+            case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
             case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
             case BLOCK_RES: res_forward(m, block, B); break;
             case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
@@ -5731,13 +5781,14 @@ static void unet_backward(Model* m, int B) {
     profile.block = "step";
 }
 
-// Mean of the squared error against the target, and its gradient where training.
-static double loss_of(const Model* m, size_t elements) {
-    std::vector<float> losses((elements + LOSS_CHUNK - 1) / LOSS_CHUNK);
+// Mean of the squared error of the first B samples against their targets, without weights.
+static double loss_of(const Model* m, int B) {
+    int n = IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size;
+    std::vector<float> losses((size_t)B * loss_parts(n));
     backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
     double sum = 0;
     for (float part : losses) sum += part;
-    return sum / (double)elements;
+    return sum / ((double)B * n);
 }
 
 // ===========================================================================================================
@@ -5765,6 +5816,21 @@ static std::vector<double> make_abar(const Config& c) {
     for (int t = 0; t < T && c.zero_terminal_snr; t++)
         abar[t] = pow((sqrt(abar[t]) - last) * first / (first - last), 2);
     return abar;
+}
+
+// What the loss of each timestep counts for. Hang et al., "Efficient Diffusion Training via Min-SNR Weighting
+// Strategy" (2023): the error in x0 counts min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps
+// is SNR times that in x0, in v SNR + 1 times, and counts so much less. gamma = 0: all alike.
+static std::vector<float> make_loss_weights(const std::vector<double>& abar, int predict, double gamma) {
+    std::vector<float> weights;
+    for (double a : abar) {
+        double snr = a / (1 - a), weight = 1;
+        if (gamma > 0 && predict == PREDICT_X0) weight = std::min(snr, gamma);
+        if (gamma > 0 && predict == PREDICT_V) weight = std::min(snr, gamma) / (snr + 1);
+        if (gamma > 0 && predict == PREDICT_EPS && snr > gamma) weight = gamma / snr;
+        weights.push_back((float)weight);
+    }
+    return weights;
 }
 
 // The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
@@ -6329,26 +6395,45 @@ HOST_DEVICE static inline float pixel_of(const BatchSource& s, int source, int e
     return s.bytes ? (float)s.bytes[at] / 127.5f - 1.0f : s.floats[at];
 }
 
-// begin_step: the state's update, and each sample's timestep and source. load_images: images (batch, 3, size,
-// size). finish_step: loss and gradient norm from their parts; where both are finite the step counts; state[1
-// + slot] keeps what the host will read.
+// The parts of a whole batch's losses, as mse leaves them, and what tells each sample's weight and quartile.
+struct BatchLoss {
+    const float* parts;    // (batch, loss_parts(elements))
+    const int* timesteps;  // (batch)
+    const float* weights;  // (diffusion_steps)
+    int batch, elements, diffusion_steps;
+};
+HOST_DEVICE static inline int quartile_of(int timestep, int diffusion_steps) {
+    return 4 * timestep / diffusion_steps;
+}
+
+// begin_step: the state's update, and each sample's timestep and source. load_images: images (B, 3, size,
+// size). finish_step: loss, by quartile too, and gradient norm from their parts; where both are finite the
+// step counts; state[1 + slot] keeps what the host will read.
 #ifdef CPU_LAYERS
 static void begin_step_cpu(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
     state->update = adamw_at(hyper, state->step);
     for (int b = 0; b < source.batch; b++) choose_sample(timesteps + b, sources + b, source, b, state->step);
 }
-static void load_images_cpu(float* images, const int* sources, BatchSource source) {
+static void load_images_cpu(float* images, const int* sources, BatchSource source, int B) {
     int elements = IMAGE_CHANNELS * source.size * source.size;
 #pragma omp parallel for
-    for (int b = 0; b < source.batch; b++)
+    for (int b = 0; b < B; b++)
         for (int e = 0; e < elements; e++) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
 }
-static void finish_step_cpu(StepState* state, const float* losses, size_t elements, const float* norm_parts,
-                            size_t parameters) {
-    double loss = 0, norm = 0;
-    for (size_t i = 0; i < (elements + LOSS_CHUNK - 1) / LOSS_CHUNK; i++) loss += losses[i];
+static void finish_step_cpu(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters) {
+    double loss = 0, norm = 0, quartiles[4] = {0};
+    int parts = loss_parts(batch.elements);
+    for (int& count : state->quartile_counts) count = 0;
+    for (int b = 0; b < batch.batch; b++) {
+        double sum = 0;
+        for (int part = 0; part < parts; part++) sum += batch.parts[b * parts + part];
+        int t = batch.timesteps[b], quartile = quartile_of(t, batch.diffusion_steps);
+        loss += batch.weights[t] * sum;
+        quartiles[quartile] += sum, state->quartile_counts[quartile]++;
+    }
+    for (int q = 0; q < 4; q++) state->quartile_sums[q] = (float)(quartiles[q] / batch.elements);
     for (size_t i = 0; i < (parameters + NORM_CHUNK - 1) / NORM_CHUNK; i++) norm += norm_parts[i];
-    state->loss = (float)(loss / (double)elements), state->norm = (float)sqrt(norm);
+    state->loss = (float)(loss / ((double)batch.batch * batch.elements)), state->norm = (float)sqrt(norm);
     state->finite = std::isfinite(state->loss) && std::isfinite(state->norm);
     state[1 + state->step % RESULT_SLOTS] = *state;
     if (state->finite) state->step++;
@@ -6370,38 +6455,51 @@ static void begin_step(StepState* state, int* timesteps, int* sources, BatchSour
     launch(begin_step_kernel, 1, 256, 0, state, timesteps, sources, source, hyper);
 }
 
-// A thread an element. Grid (elements, batch).
+// A thread an element. Grid (elements, B).
 __global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
     int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
     if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
 }
-static void load_images(float* images, const int* sources, BatchSource source) {
-    PROFILE("begin, images, end", {0, 5.0 * source.batch * IMAGE_CHANNELS * source.size * source.size});
+static void load_images(float* images, const int* sources, BatchSource source, int B) {
+    PROFILE("begin, images, end", {0, 5.0 * B * IMAGE_CHANNELS * source.size * source.size});
     int elements = IMAGE_CHANNELS * source.size * source.size;
-    launch(load_images_kernel, dim3(ceil_div(elements, 256), source.batch), 256, 0, images, sources, source,
-           elements);
+    launch(load_images_kernel, dim3(ceil_div(elements, 256), B), 256, 0, images, sources, source, elements);
 }
 
 // One block adds up the parts, in an order that their number decides.
-__global__ void finish_step_kernel(StepState* state, const float* losses, int loss_parts, double elements,
-                                   const float* norm_parts, int norm_parts_count) {
-    float loss = 0, norm = 0;
-    for (int i = threadIdx.x; i < loss_parts; i += blockDim.x) loss += losses[i];
-    for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) norm += norm_parts[i];
-    loss = block_sum(loss);
-    __syncthreads();
-    norm = block_sum(norm);
+__global__ void finish_step_kernel(StepState* state, BatchLoss batch, const float* norm_parts,
+                                   int norm_parts_count) {
+    enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
+    float sums[SUMS] = {};
+    int parts = loss_parts(batch.elements);
+    for (int i = threadIdx.x; i < batch.batch * parts; i += blockDim.x) {
+        int t = batch.timesteps[i / parts], quartile = quartile_of(t, batch.diffusion_steps);
+        float part = batch.parts[i];
+        sums[WEIGHTED] += batch.weights[t] * part;
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            if (q == quartile) sums[QUARTILE + q] += part, sums[COUNT + q] += i % parts == 0;
+    }
+    for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) sums[SQUARED_NORM] += norm_parts[i];
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) {
+        sums[i] = block_sum(sums[i]);
+        __syncthreads();
+    }
     if (threadIdx.x) return;
-    state->loss = (float)((double)loss / elements), state->norm = sqrtf(norm);
+    state->loss = (float)((double)sums[WEIGHTED] / ((double)batch.batch * batch.elements));
+    state->norm = sqrtf(sums[SQUARED_NORM]);
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+        state->quartile_sums[q] = sums[QUARTILE + q] / batch.elements,
+        state->quartile_counts[q] = (int)sums[COUNT + q];
     state->finite = isfinite(state->loss) && isfinite(state->norm);
     state[1 + state->step % RESULT_SLOTS] = *state;
     if (state->finite) state->step++;
 }
-static void finish_step(StepState* state, const float* losses, size_t elements, const float* norm_parts,
-                        size_t parameters) {
+static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters) {
     PROFILE("begin, images, end", {0, 0});
-    launch(finish_step_kernel, 1, 256, 0, state, losses, (int)ceil_div(elements, LOSS_CHUNK),
-           (double)elements, norm_parts, (int)ceil_div(parameters, NORM_CHUNK));
+    launch(finish_step_kernel, 1, 256, 0, state, batch, norm_parts, (int)ceil_div(parameters, NORM_CHUNK));
 }
 
 __global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
@@ -7044,14 +7142,19 @@ struct Trainer {
     long begun = 0;      // steps given to the device
     long step = 0;       // optimiser steps done, as far as the host knows
     float smoothed = 0;  // running mean of the loss
+    // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
+    double quartile_sums[4] = {0};
+    long quartile_counts[4] = {0};
 };
 
 static void upload_schedule(Model* m) {
     std::vector<double> abar = make_abar(m->config);
     std::vector<float> signal, noise;
     for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
+    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
     backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
     backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
+    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
 }
 
 // Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
@@ -7108,22 +7211,28 @@ static void finish_steps(Trainer* t) {
     backend_free_host(t->results);
 }
 
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
+// larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    int B = c.batch_size, H = c.image_size;
-    size_t elements = (size_t)B * IMAGE_CHANNELS * H * H, P = m->plan.num_parameters;
+    int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
+    size_t P = m->plan.num_parameters;
     begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
-    load_images(m->images, m->sources, t->source);
-    add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, H, H, c.predict, c.seed,
-              STREAM_NOISE, 0, c.offset_noise, m->state);
-    unet_forward(m, B);
-    mse(m->losses, unet_output_gradient(m), unet_output(m), m->target, elements);
     backend_zero(m->gradients, P * sizeof(float));
-    unet_backward(m, B);
+    for (int first = 0; first < batch; first += m->plan.batch) {
+        int B = std::min(m->plan.batch, batch - first);
+        load_images(m->images, m->sources + first, t->source, B);
+        add_noise(m->input, m->target, m->images, m->timesteps + first, m->signal, m->noise, B, H, H,
+                  c.predict, c.seed, STREAM_NOISE, first, c.offset_noise, m->state);
+        unet_forward(m, B, first);
+        mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
+            m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
+        unet_backward(m, B);
+    }
     squared_norm(m->norm_parts, m->gradients, P);
-    finish_step(m->state, m->losses, elements, m->norm_parts, P);
+    finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
+                m->norm_parts, P);
     adamw(m->master, m->ema, sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v,
           m->gradients, P, m->state);
 }
@@ -7159,6 +7268,10 @@ static StepResult await_step(Trainer* t) {
     if (result.finite) {
         t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
         t->step++;
+        for (int q = 0; q < 4; q++) {
+            t->quartile_sums[q] += result.quartile_sums[q];
+            t->quartile_counts[q] += result.quartile_counts[q];
+        }
     }
     return {result.loss, result.norm};
 }
@@ -7177,12 +7290,13 @@ static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
-    std::vector<float> images(c.batch_size * elements);
-    std::vector<int> timesteps(c.batch_size);
+    int most = m->plan.batch;
+    std::vector<float> images(most * elements);
+    std::vector<int> timesteps(most);
     double sum = 0;
     use_weights(m, m->ema ? m->ema : m->master);
-    for (int first = 0; first < t->validation.count; first += c.batch_size) {
-        int B = std::min(c.batch_size, t->validation.count - first);
+    for (int first = 0; first < t->validation.count; first += most) {
+        int B = std::min(most, t->validation.count - first);
         for (int b = 0; b < B; b++) {
             copy_image(images.data() + b * elements, t->validation, first + b);
             timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
@@ -7192,8 +7306,8 @@ static double validation_loss(Trainer* t) {
         add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
                   c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0, nullptr);
         unet_forward(m, B);
-        mse(m->losses, nullptr, unet_output(m), m->target, B * elements);
-        sum += loss_of(m, B * elements) * B;
+        mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
+        sum += loss_of(m, B) * B;
     }
     use_weights(m, m->master);
     return sum / t->validation.count;
@@ -7388,7 +7502,7 @@ static int run_profile(Config config) {
     t.images.count = B, t.images.size = H, t.images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
     for (size_t i = 0; i < t.images.bytes.size(); i++)
         t.images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
-    build_model(m, config, B, true);
+    build_model(m, config, microbatch_of(config), true);
     upload_schedule(m);
     initialise_weights(m, config.seed);
     prepare_steps(&t);
@@ -7405,7 +7519,7 @@ static int run_profile(Config config) {
             profile.entries[i].ms.push_back(backend_milliseconds(2 * i + 2, 2 * i + 3));
     });
     printf(
-        "floor: the longer of the time of the operations at the peak (%s: %g TFLOP/s)\n"
+        "floor: the longer of the time of the operations at the peak (%s: %.3g TFLOP/s)\n"
         "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",
         source.c_str(), peak, bandwidth);
     print_profile(&Profile::Entry::kind, true, peak, bandwidth);
@@ -7642,7 +7756,7 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
     t->images = load_dataset(config->data_file, config->image_size);
     if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
     make_folder(config->out_dir);
-    build_model(&t->model, *config, config->batch_size, true);
+    build_model(&t->model, *config, microbatch_of(*config), true);
     upload_schedule(&t->model);
     if (config->resume_given) {
         read_parameters(t->model.master, file, "weights", t->model.plan);
@@ -7681,6 +7795,23 @@ static void save_samples(Trainer* t) {
     printf("%d pictures in %s: %s\n", c.num_samples, human_time(seconds_now() - start).c_str(), path.c_str());
 }
 
+// TFLOP/s of the model's own operations at so many milliseconds a step.
+static double model_tflops(const Model& m, double ms) {
+    return 1e-9 * training_flops(m.plan) * m.config.batch_size / ms;
+}
+
+// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
+static std::string take_quartiles(Trainer* t) {
+    std::string list;
+    for (int q = 0; q < 4; q++) {
+        bool any = t->quartile_counts[q] > 0;
+        list += q ? ", " : "";
+        list += any ? text("%.9g", t->quartile_sums[q] / (double)t->quartile_counts[q]) : "null";
+        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
+    }
+    return "[" + list + "]";
+}
+
 // The next step after `step` that `every` divides; never where every is 0.
 static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
 
@@ -7690,6 +7821,8 @@ static void train(Trainer* t) {
     long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
     double start = seconds_now(), log_start = start, paused = 0, shown = start;
     bool terminal = isatty(1);
+    std::string source;
+    double peak = backend_peak(&source), gigabytes = 1e-9 * (double)(t->model.bytes + workspace_bytes());
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
         // keep the device fed, but not past a step after which the host works with the weights
@@ -7713,6 +7846,8 @@ static void train(Trainer* t) {
         // a line every log_every steps, the first step, and at least every 30 seconds
         if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
             double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
+            double tflops = model_tflops(t->model, ms);
+            std::string mfu = peak ? text(", \"mfu\": %.4f", tflops / peak) : "";
             printf(
                 "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
                 "ETA %s\n",
@@ -7720,8 +7855,10 @@ static void train(Trainer* t) {
                 lr, ms, c.batch_size * 1e3 / ms, to_go.c_str());
             fprintf(metrics,
                     "{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                    "\"ms\": %.3f, \"images_per_s\": %.2f}\n",
-                    t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms);
+                    "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                    "\"loss_quartiles\": %s}\n",
+                    t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
+                    tflops, mfu.c_str(), gigabytes, take_quartiles(t).c_str());
             fflush(metrics);
             fflush(stdout);
             logged = t->step, log_start = shown = now;
@@ -7781,8 +7918,8 @@ int main(int argc, char** argv) {
     Trainer trainer;
     prepare_run(&trainer, typed, &config);
     if (config.dry_run) {
-        print_run(config, make_plan(config, config.batch_size, true),
-                  memory_needed(config, config.batch_size, true));
+        print_run(config, make_plan(config, microbatch_of(config), true),
+                  memory_needed(config, microbatch_of(config), true));
         return 0;
     }
     print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());

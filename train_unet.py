@@ -313,12 +313,19 @@ class Diffusion:
         self.predict = config.predict
         self.signal = torch.tensor(np.sqrt(abar), dtype=torch.float32, device=device)     # (T,)
         self.noise = torch.tensor(np.sqrt(1 - abar), dtype=torch.float32, device=device)  # (T,)
+        weights = unet_io.loss_weights(abar, config.predict, config.min_snr_gamma)
+        self.weights = torch.tensor(weights, dtype=torch.float32, device=device)          # (T,)
 
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
         a, b = self.signal[t][:, None, None, None], self.noise[t][:, None, None, None]
         targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0}
         return a * x0 + b * noise, targets[self.predict]
+
+    def loss(self, prediction, target, t):
+        """Mean squared error over every element, each sample weighted by its timestep: a scalar tensor."""
+        errors = (prediction - target).square().mean((1, 2, 3))
+        return (self.weights[t].to(errors.dtype) * errors).mean()
 
 
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25}  # steps unless told; None: all timesteps
@@ -447,13 +454,14 @@ class Trainer:
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
 
-    def loss(self, x0, t, noise):
-        """Mean squared error over every element of a batch of NumPy arrays: a scalar tensor."""
+    def loss(self, x0, t, noise, weighted=True):
+        """The loss of a batch of NumPy arrays, with or without the timesteps' weights: a scalar tensor."""
         x0, t, noise = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise))
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
             prediction = self.forward(x.to(self.dtype), t)
-        return F.mse_loss(prediction.to(self.dtype), target.to(self.dtype))
+        prediction, target = prediction.to(self.dtype), target.to(self.dtype)
+        return self.diffusion.loss(prediction, target, t) if weighted else F.mse_loss(prediction, target)
 
     def step(self):
         """One AdamW step and the update of the average; returns the loss, a float. Skipped if not finite."""
@@ -477,14 +485,14 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self, images):
-        """The loss over a whole file with fixed timesteps and noise."""
+        """The unweighted loss over a whole file with fixed timesteps and noise."""
         total, config = 0.0, self.config
         for start in range(0, len(images), config.batch_size):
             rows = np.arange(start, min(start + config.batch_size, len(images)))
             x0 = images.floats(rows, config.image_size)
             t = unet_io.timesteps(config.seed, rows, 0, config.diffusion_steps, Stream.VAL_TIMESTEP)
             noise = unet_io.normals(config.seed, Stream.VAL_NOISE, x0[0].size, rows).reshape(x0.shape)
-            total += self.loss(x0, t, noise).item() * len(rows)
+            total += self.loss(x0, t, noise, weighted=False).item() * len(rows)
         return total / len(images)
 
     def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
@@ -592,7 +600,7 @@ class DeviceReplay:
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
             prediction = self.forward(x, t)
-        loss = F.mse_loss(prediction.float(), target)
+        loss = self.diffusion.loss(prediction.float(), target, t)
         loss.backward()
         if self.rate is None:
             self.optimizer.param_groups[0]["lr"] = float(self.rates[self.step_index])

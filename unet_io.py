@@ -4,7 +4,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 
 1. errors and progress        UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
-3. diffusion                  alphas_bar, space_timesteps
+3. diffusion                  alphas_bar, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay
 5. image files                Images, read_images, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
@@ -239,6 +239,21 @@ def alphas_bar(diffusion_steps, noise_schedule, zero_terminal_snr=False):
     return abar
 
 
+def loss_weights(abar, predict, min_snr_gamma):
+    """What the loss of each timestep counts for: float64 of the shape of abar; gamma 0: 1.
+
+    Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy": the error in x0 counts
+    min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps is SNR times that in x0, in v SNR + 1.
+    """
+    if not min_snr_gamma:
+        return np.ones_like(abar)
+    snr = abar / (1 - abar)
+    clipped = np.minimum(snr, min_snr_gamma)
+    if predict == "eps":  # clipped / snr, and 1 where snr is 0
+        return np.divide(clipped, snr, out=np.ones_like(snr), where=snr > 0)
+    return clipped / (snr + 1) if predict == "v" else clipped
+
+
 def space_timesteps(diffusion_steps, sample_steps):
     """The sample_steps timesteps that a respaced chain visits, ascending, first and last included: int64.
 
@@ -295,6 +310,7 @@ class Config:
     beta2: float = _setting(0.999, 57, "AdamW's second moment", low=0, high=1)
     adam_eps: float = _setting(1e-8, 58, "AdamW's epsilon", low=0)
     ema_rate: float = _setting(0.999, 59, "rate of the weights' moving average, 0 for none", low=0, high=1)
+    min_snr_gamma: float = _setting(0.0, 71, "min-SNR weights of the loss (5 is usual), 0 for none", low=0)
 
     def check(self, where=""):
         """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
@@ -588,8 +604,8 @@ class Checkpoint:
 # eta is a float's bits).
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
-              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "eta": (92, 0),
-              "threshold": (93, 0)}
+              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "microbatch": (72, 0),
+              "eta": (92, 0), "threshold": (93, 0)}
 
 
 def _pack_config(header, config):

@@ -3,6 +3,7 @@
 #define ALL_LADDERS
 #include "adamw.cu"
 #include "attention.cu"
+#include "attention_block.cu"
 #include "conv1x1.cu"
 #include "conv3x3.cu"
 #include "downsample.cu"
@@ -10,14 +11,15 @@
 #include "groupnorm.cu"
 #include "linear.cu"
 #include "mse.cu"
+#include "resblock.cu"
 #include "silu.cu"
 #include "timestep_embedding.cu"
 #include "upsample.cu"
 
 static const Ladder* const LADDERS[] = {
-    &conv3x3_ladder, &conv1x1_ladder,  &groupnorm_ladder,  &attention_ladder,
-    &linear_ladder,  &upsample_ladder, &downsample_ladder, &timestep_embedding_ladder,
-    &silu_ladder,    &gelu_ladder,     &mse_ladder,        &adamw_ladder};
+    &conv3x3_ladder,  &conv1x1_ladder,    &groupnorm_ladder,          &attention_ladder,      &linear_ladder,
+    &upsample_ladder, &downsample_ladder, &timestep_embedding_ladder, &silu_ladder,           &gelu_ladder,
+    &mse_ladder,      &adamw_ladder,      &resblock_ladder,           &attention_block_ladder};
 
 int main(int argc, char** argv) {
     for (const Ladder* ladder : LADDERS)

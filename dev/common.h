@@ -21,6 +21,7 @@
 //             sheet, if longer. It is the same for all versions of a pass: that of the program's precision.
 // Checks      The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|; NaN fails.
 //             What a version overwrites is NaN before; what it adds to holds half of the expected before.
+//             A second run must give the same bits, but for versions that are marked ATOMICS.
 #pragma once
 #ifndef TESTING
 #define TESTING
@@ -106,7 +107,9 @@ static std::vector<std::pair<std::string, Case>> read_cases(const std::string& p
 
 // A version asks for its tensors by name: p.in<T>("x"), p.out<T>("out"), p.sum<float>("dw"),
 // p.scratch<T>("s", n). Type and layout are its own; the conversion from PyTorch's numbers is not in its
-// time. At every launch that is timed, the same names stand for the next copy.
+// time. At every launch that is timed, the same names stand for the next copy. Several tensors of the file can
+// be asked for as one run of memory, in which they follow each other: p.in<T>("weights", {"w", "bias"}).
+typedef std::vector<std::string> Names;
 struct Problem {
     enum Role { IN, OUT, SUM, UPDATE, SCRATCH };
     struct Slot {
@@ -114,7 +117,9 @@ struct Problem {
         Role role;
         Layout layout;
         size_t count, bytes;
+        Names tensors;  // of the file, one behind the other
         std::vector<char*> copies;
+        std::function<void(char*)> fill;                        // a copy, as a version finds it
         std::function<std::vector<float>(const char*)> floats;  // of the memory of a copy, read back
     };
     const Case* data = nullptr;
@@ -128,24 +133,24 @@ struct Problem {
     int dim(const char* name) const { return (int)find(name).values.at(0); }
     bool has(const char* name) const { return data->count(name); }
     template <typename T>
-    const T* in(const char* name) {
-        return get<T>(name, IN, find(name).values.size());
+    const T* in(const std::string& name, const Names& tensors = {}) {
+        return get<T>(name, IN, tensors);
     }
     template <typename T>
-    T* out(const char* name) {  // to be overwritten
-        return get<T>(name, OUT, find(name).values.size());
+    T* out(const std::string& name, const Names& tensors = {}) {  // to be overwritten
+        return get<T>(name, OUT, tensors);
     }
     template <typename T>
-    T* sum(const char* name) {  // to be added to
-        return get<T>(name, SUM, find(name).values.size());
+    T* sum(const std::string& name, const Names& tensors = {}) {  // to be added to
+        return get<T>(name, SUM, tensors);
     }
     template <typename T>
-    T* update(const char* name) {  // to be changed in place, into what the file calls "new NAME"
-        return get<T>(name, UPDATE, find(name).values.size());
+    T* update(const std::string& name) {  // to be changed in place, into what the file calls "new NAME"
+        return get<T>(name, UPDATE, {});
     }
     template <typename T>
-    T* scratch(const char* name, size_t count) {
-        return get<T>(name, SCRATCH, count);
+    T* scratch(const std::string& name, size_t count) {
+        return get<T>(name, SCRATCH, {}, count);
     }
 
     const Reference& find(const std::string& name) const {
@@ -181,22 +186,24 @@ struct Problem {
     }
 
     template <typename T>
-    T* get(const std::string& name, Role role, size_t count) {
+    T* get(const std::string& name, Role role, Names tensors, size_t count = 0) {
         auto found = slots.find(name);
         if (found == slots.end()) {
             ASSERT(!frozen);
-            Slot slot = {name, role, layout, count, count * sizeof(T), {}, {}};
+            if (role != SCRATCH && tensors.empty()) tensors = {name};
+            for (auto& tensor : tensors) count += find(tensor).values.size();
+            Slot slot = {name, role, layout, count, count * sizeof(T), tensors, {}, {}, {}};
+            slot.fill = [=](char* memory) {
+                std::vector<char> bytes(count * sizeof(T), (char)255);  // NaN in float and bf16
+                T* to = (T*)bytes.data();
+                if (role == IN || role == SUM || role == UPDATE)
+                    for (auto& tensor : tensors)
+                        for (float value : arranged(find(tensor)))
+                            *to++ = (T)(role == SUM ? 0.5f * value : value);
+                put(memory, bytes.data(), bytes.size());
+            };
             slot.copies.push_back(allocate(std::max(slot.bytes, (size_t)16)));
-            if (role == IN || role == SUM || role == UPDATE) {
-                std::vector<float> values = arranged(find(name));
-                std::vector<T> converted(count);
-                for (size_t i = 0; i < count; i++)
-                    converted[i] = (T)(role == SUM ? 0.5f * values[i] : values[i]);
-                put(slot.copies[0], converted.data(), slot.bytes);
-            } else {
-                std::vector<char> poison(slot.bytes, (char)255);  // NaN in float and bf16
-                put(slot.copies[0], poison.data(), slot.bytes);
-            }
+            slot.fill(slot.copies[0]);
             bool here = on_cpu;
             slot.floats = [count, here](const char* memory) {
                 std::vector<T> values(count);
@@ -209,8 +216,20 @@ struct Problem {
             found = slots.emplace(name, slot).first;
         }
         Slot& slot = found->second;
-        ASSERT(slot.role == role && slot.bytes == count * sizeof(T));
+        ASSERT(slot.role == role && (role != SCRATCH || slot.bytes == count * sizeof(T)));
         return (T*)slot.copies[turn % slot.copies.size()];
+    }
+
+    // The slot with the computed values of a tensor, null: none; `first` becomes the tensor's place in it.
+    const Slot* written(const std::string& tensor, size_t* first) const {
+        for (auto& [name, slot] : slots) {
+            *first = 0;
+            for (auto& other : slot.tensors) {
+                if (other == tensor && slot.role != IN) return &slot;
+                *first += find(other).values.size();
+            }
+        }
+        return nullptr;
     }
 
     // As many copies of what is read and written as make `bytes` together, but no more than `most`.
@@ -233,12 +252,13 @@ struct Problem {
 
 // What is computed: which tensors come out, and the work where nothing is read or written twice.
 struct Pass {
-    const char* name;  // "forward", "backward"
-    std::vector<const char*> outputs;
+    const char* name;                  // "forward", "backward"
+    std::vector<const char*> outputs;  // "dx2?": where the case has it; "dqkv/3": three parts, each its own
     std::function<Work(const Problem&)> work;
 };
 enum Type { CPU_FP32, FP32, BF16 };
 static const Type FLOATX = sizeof(floatX) == 2 ? BF16 : FP32;  // the program's precision
+enum Bits { SAME_BITS, ATOMICS };  // whether two runs give the same; ATOMICS: sums in the order of the day
 
 // One way to compute it. A function takes its tensors from the problem; everything else that it does is
 // timed.
@@ -250,6 +270,8 @@ struct Version {
     const char* idea;  // a line
     std::function<void(Problem&)> function;
     double limit = 0;  // the error that is allowed; 0: see measure()
+    Bits bits = SAME_BITS;
+    std::function<bool(const Problem&)> suits = nullptr;  // whether it takes the case's shape; null: any
 };
 struct Ladder {
     const char* stem;
@@ -278,9 +300,7 @@ struct Measured {
     double error, limit;
     bool good() const { return error <= limit; }
 };
-// Runs the version once; of its outputs the error that is nearest to its limit, or past it. "dqkv/3": three
-// parts of the channels, each its own.
-static Measured measure(Problem* p, const Version& version, const Pass& pass) {
+static void run_version(Problem* p, const Version& version) {
 #ifdef __CUDACC__
     CUDA_CHECK(cudaMemsetAsync(gpu_workspace, 255, 2 * GPU_WORKSPACE_BYTES, main_stream));
 #endif
@@ -289,18 +309,22 @@ static Measured measure(Problem* p, const Version& version, const Pass& pass) {
 #ifdef __CUDACC__
     CUDA_CHECK(cudaStreamSynchronize(main_stream));
 #endif
+}
+// Runs the version once; of its outputs the error that is nearest to its limit, or past it.
+static Measured measure(Problem* p, const Version& version, const Pass& pass) {
+    run_version(p, version);
     Measured worst = {0, 1};
-    for (const std::string output : pass.outputs) {
+    for (std::string output : pass.outputs) {
         size_t slash = output.find('/'),
-               parts = slash == std::string::npos ? 1 : (size_t)atoi(&output[slash + 1]);
-        std::string name = output.substr(0, slash);
-        auto found = p->slots.find(name);
-        if (found == p->slots.end()) fail("version %d left '%s' out", version.number, name.c_str());
-        const Problem::Slot& slot = found->second;
-        if (slot.role == Problem::IN || slot.role == Problem::SCRATCH)
-            fail("version %d does not write '%s'", version.number, name.c_str());
+               parts = slash == std::string::npos ? 1 : (size_t)atoi(&output[slash + 1]), first = 0;
+        std::string name = output.substr(0, std::min(slash, output.find('?')));
+        if (output.back() == '?' && !p->has(name.c_str())) continue;
+        const Problem::Slot* found = p->written(name, &first);
+        if (!found) fail("version %d does not write '%s'", version.number, name.c_str());
+        const Problem::Slot& slot = *found;
         const Reference& tensor = p->find((slot.role == Problem::UPDATE ? "new " : "") + name);
         std::vector<float> ours = slot.floats(slot.copies[0]), theirs = p->arranged(tensor);
+        ours.erase(ours.begin(), ours.begin() + first);
         size_t C = tensor.shape.size() > 1 ? (size_t)tensor.shape[1] : 1,
                inner = tensor.shape.size() > 1 ? theirs.size() / tensor.shape[0] / C : 1;
         if (p->layout == NHWC && tensor.shape.size() > 2) inner = 1;  // the channels are last
@@ -317,6 +341,25 @@ static Measured measure(Problem* p, const Version& version, const Pass& pass) {
         }
     }
     return worst;
+}
+
+// Whether a second run, on the same inputs and behind other scratch, leaves the same bits.
+static bool repeats(Problem* p, const Version& version) {
+    auto results = [&] {
+        std::vector<std::vector<float>> values;
+        for (auto& [name, slot] : p->slots)
+            if (slot.role != Problem::IN && slot.role != Problem::SCRATCH)
+                values.push_back(slot.floats(slot.copies[0]));
+        return values;
+    };
+    auto before = results();
+    for (auto& [name, slot] : p->slots)
+        if (slot.role != Problem::IN && slot.role != Problem::SCRATCH) slot.fill(slot.copies[0]);
+    run_version(p, version);
+    auto after = results();
+    for (size_t i = 0; i < before.size(); i++)
+        if (memcmp(before[i].data(), after[i].data(), before[i].size() * sizeof(float))) return false;
+    return true;
 }
 
 // Microseconds of a launch.
@@ -415,12 +458,17 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
     for (auto& [name, data] : cases) {
         names += " " + name;
         if (!wanted_case.empty() && name != wanted_case) continue;
-        bool timed = data.count("timed") != 0;  // large: not for the CPU's version beside kernels
+        bool timed = data.count("timed") != 0;      // large: not for the CPU's version beside kernels
+        bool last_only = data.count("model") != 0;  // one of the model's many shapes: for the program's alone
         for (const Pass& pass : ladder.passes) {
             std::vector<Row> rows;
             Work work = {};
+            int last = 0;
+            for (const Version& version : ladder.versions)
+                if (!strcmp(version.pass, pass.name)) last = version.number;
             for (const Version& version : ladder.versions) {
                 if (strcmp(version.pass, pass.name) || (wanted >= 0 && version.number != wanted)) continue;
+                if (last_only && wanted < 0 && version.number != last) continue;
                 bool on_cpu = version.type == CPU_FP32;
 #ifdef __CUDACC__
                 if (on_cpu && timed && wanted < 0) continue;  // asked for by number, it may take seconds
@@ -428,11 +476,13 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
                 Problem p;
                 p.data = &data, p.layout = version.layout, p.on_cpu = on_cpu;
                 work = pass.work(p);
+                if (version.suits && !version.suits(p)) continue;
                 Measured measured = measure(&p, version, pass);
-                bool good = measured.good();
+                bool same = version.bits == ATOMICS || repeats(&p, version), good = measured.good() && same;
                 checked++, failed += !good;
-                printf("%s %s %s version %d, %s: error %.1e of %.0e allowed\n", good ? "ok" : "FAIL",
-                       ladder.stem, pass.name, version.number, name.c_str(), measured.error, measured.limit);
+                printf("%s %s %s version %d, %s: error %.1e of %.0e allowed%s\n", good ? "ok" : "FAIL",
+                       ladder.stem, pass.name, version.number, name.c_str(), measured.error, measured.limit,
+                       same ? "" : ", other bits in a second run");
                 fflush(stdout);
                 bool time = good && (timed || &data == &cases.back().second || !wanted_case.empty());
                 rows.push_back({text("%d", version.number), version.layout == NCHW ? "NCHW" : "NHWC",
@@ -454,7 +504,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
             if (peak > 0) floor_us = std::max(floor_us, 1e-6 * work.operations / peak);
             std::string shape;
             for (auto& [key, tensor] : data)
-                if (tensor.shape.empty() && key != "timed" && key.compare(0, 7, "PyTorch"))
+                if (tensor.shape.empty() && key != "timed" && key != "model" && key.compare(0, 7, "PyTorch"))
                     shape += text(" %s=%.0f", key.c_str(), tensor.values[0]);
             print_table(
                 text("%s %s, %s (%s)", ladder.stem, pass.name, name.c_str(), shape.c_str() + !shape.empty()),

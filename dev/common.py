@@ -149,7 +149,8 @@ def time_convolution(t, padding, together=False):
     for name, (function, names) in passes.items():
         times[f"{name}, cuDNN, bf16, channels_last"] = of(function, names, torch.bfloat16,
                                                           torch.channels_last)
-        times[f"{name}, cuDNN, fp32"] = of(function, names, torch.float32, torch.contiguous_format)
+        if "model" not in t:
+            times[f"{name}, cuDNN, fp32"] = of(function, names, torch.float32, torch.contiguous_format)
     # PyTorch adds the bias in a kernel of its own; this is cuDNN's alone.
     times["forward, cuDNN, bf16, channels_last, no bias"] = of(convolution, ("x", "w"), torch.bfloat16,
                                                                torch.channels_last)
@@ -159,10 +160,11 @@ def time_convolution(t, padding, together=False):
 def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
     """Writes the ladder's file.
 
-    cases       {name: sizes}; those with timed=1 are made only on a GPU
+    cases       {name: sizes}; those with timed=1 are made only on a GPU; with model=1, too, for the program's
+                version alone: at every shape of the default model a whole ladder would take too long
     inputs      inputs(random, **sizes) -> {name: tensor}, with "dout" where there are gradients
     forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
-    gradients   names of the inputs whose gradients ("d" + name) are written
+    gradients   names of the inputs whose gradients ("d" + name) are written, where the case has them
     timings     timings(tensors) -> {pass and description: us}; by default forward and backward in bf16
     """
     folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
@@ -173,20 +175,23 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
     with open(f"{path}.tmp", "wb") as file:
         file.write(struct.pack("<i", MAGIC))
         for name, sizes in cases.items():
+            sizes = sizes | ({"timed": 1} if "model" in sizes else {})
             if sizes.get("timed") and not on_gpu:
                 continue
             device = "cuda" if sizes.get("timed") else "cpu"
-            only_sizes = {key: value for key, value in sizes.items() if key != "timed"}
-            tensors = only_sizes | inputs(Random(seed, device), **only_sizes)
-            outputs, found = gradients_of(forward, tensors, gradients)
-            everything = sizes | tensors | outputs | found
+            only_sizes = {key: value for key, value in sizes.items() if key not in ("timed", "model")}
+            tensors = sizes | inputs(Random(seed, device), **only_sizes)
+            leaves = [name for name in gradients if name in tensors]
+            outputs, found = gradients_of(forward, tensors, leaves)
+            everything = tensors | outputs | found
             if sizes.get("timed"):
                 del outputs, found
                 times = timings(tensors) if timings else {
                     f"{which}, eager, bf16, channels_last": us
-                    for which, us in time_pytorch(forward, tensors, gradients).items()}
+                    for which, us in time_pytorch(forward, tensors, leaves).items()}
                 everything |= {f"PyTorch {which}": us for which, us in times.items()}
             for key, value in everything.items():
                 write_tensor(file, f"{name}/{key}", value)
     os.replace(f"{path}.tmp", path)
-    print(f"{path}: {', '.join(case for case, sizes in cases.items() if on_gpu or not sizes.get('timed'))}")
+    made = [case for case, sizes in cases.items() if on_gpu or not {"timed", "model"} & set(sizes)]
+    print(f"{path}: {', '.join(made)}")

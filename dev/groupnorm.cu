@@ -8,8 +8,8 @@
 //   2  fp32, NCHW, a block a group
 //   3  bf16, NCHW, a block a group, 16-byte loads
 //   4  bf16, NHWC, a block a tile of 64 pixels: partial sums, then the groups' sums, then the result
-//   5  forward only: version 4 with the partial sums from the epilogue of whatever wrote x
-//   6  the program's: version 5's idea forward and backward; alone as here, a launch before it sums
+//   5  the program's, alone: a launch sums, another joins the sums as it begins and writes the result
+//   6  the program's in the network: the sums come from the epilogue of whatever wrote x, backward of dout
 //   7  forward only: the program's with its statistics given, as in the backward pass of the network
 //
 // What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
@@ -19,9 +19,10 @@
 // at the group find it in the cache. But NCHW suits nothing else here. NHWC, which the convolutions want,
 // tears a group into pieces of a few bytes a pixel; version 4 therefore sums by channel over a tile of pixels
 // and adds tiles and channels up afterwards, in three launches. That split is what lets the sums come from
-// elsewhere: the convolution before has every value in registers (version 5), and what remains is a read and
-// a write. The program does the same with the sums of the backward pass, in the epilogue of the input
-// gradient; where nobody gives the sums, as in this ladder, it takes them in a pass of their own.
+// elsewhere. Version 5 takes them in a pass of its own and joins them in every block that needs them, one
+// launch less. In the network (version 6) the convolution before has every value in registers and leaves the
+// sums behind, so that what remains is a read and a write; backward, the input gradient's epilogue has taken
+// it through the SiLU and summed it too. What that costs the epilogues is part of resblock's time.
 #include "common.h"
 
 enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
@@ -413,31 +414,20 @@ __global__ void groupnorm_forward_kernel4(floatX* out, const float* mean, const 
         ((uint4*)out)[tile.at(t, T)] = pack(value);
     }
 }
-// From the tiles' means and squares on.
-static void groupnorm_finish4(Problem& p, const float* tile_mean, const float* tile_m2) {
-    GroupnormShape s = groupnorm_shape(p);
-    int tiles = ceil_div(s.T, GROUPNORM_TILE);
-    float *mean = p.out<float>("mean"), *rstd = p.out<float>("rstd");
-    launch(groupnorm_combine_kernel4, dim3(s.G, s.B), 32, 0, mean, rstd, tile_mean, tile_m2, tiles, s.T, s.C,
-           s.G);
-    launch(groupnorm_forward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("out"), mean,
-           rstd, p.in<floatX>("x"), p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
-}
 static void groupnorm_forward4(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     ASSERT(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
     int tiles = ceil_div(s.T, GROUPNORM_TILE);
     float *tile_mean = p.scratch<float>("mean of tiles", (size_t)s.B * tiles * s.C),
-          *tile_m2 = p.scratch<float>("m2 of tiles", (size_t)s.B * tiles * s.C);
-    launch(groupnorm_partials_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, tile_mean, tile_m2,
-           p.in<floatX>("x"), s.T, s.C);
-    groupnorm_finish4(p, tile_mean, tile_m2);
-}
-
-// ---- 5: the tiles' sums come with x -----------------------------------------------------------------------
-
-static void groupnorm_forward5(Problem& p) {
-    groupnorm_finish4(p, p.in<float>("tile_mean"), p.in<float>("tile_m2"));
+          *tile_m2 = p.scratch<float>("m2 of tiles", (size_t)s.B * tiles * s.C), *mean = p.out<float>("mean"),
+          *rstd = p.out<float>("rstd");
+    const floatX* x = p.in<floatX>("x");
+    launch(groupnorm_partials_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, tile_mean, tile_m2, x, s.T,
+           s.C);
+    launch(groupnorm_combine_kernel4, dim3(s.G, s.B), 32, 0, mean, rstd, tile_mean, tile_m2, tiles, s.T, s.C,
+           s.G);
+    launch(groupnorm_forward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("out"), mean,
+           rstd, x, p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
 }
 
 // ---- 4, backward ------------------------------------------------------------------------------------------
@@ -538,35 +528,57 @@ static void groupnorm_backward4(Problem& p) {
            sums, s.B, s.C);
 }
 
-// ---- 6, 7: the program's ----------------------------------------------------------------------------------
+// ---- 5, 6, 7: the program's -------------------------------------------------------------------------------
 
-// Alone, the program's norm measures its input first; in the network the product before it has done so.
-static void groupnorm_forward6(Problem& p) {
+static void groupnorm_forward_by(Problem& p, const float2* moments) {
     GroupnormShape s = groupnorm_shape(p);
-    float2* moments = (float2*)p.scratch<float>("moments", (size_t)2 * s.B * norm_parts(s.T) * s.C);
-    channel_moments(moments, p.in<floatX>("x"), s.B, s.T, s.C);
     groupnorm_forward(p.out<floatX>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<floatX>("x"),
                       nullptr, moments, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G,
                       true);
+}
+static void groupnorm_backward_by(Problem& p, const floatX* dy, const float2* sums) {
+    GroupnormShape s = groupnorm_shape(p);
+    groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"), sums, dy,
+                       nullptr, p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
+                       p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
+}
+// 5: alone, the program's norm measures its input first; backward, it takes the gradient through the SiLU and
+// sums that.
+static void groupnorm_forward5(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    float2* moments = (float2*)p.scratch<float>("moments", (size_t)2 * s.B * norm_parts(s.T) * s.C);
+    channel_moments(moments, p.in<floatX>("x"), s.B, s.T, s.C);
+    groupnorm_forward_by(p, moments);
+}
+static void groupnorm_backward5(Problem& p) {
+    GroupnormShape s = groupnorm_shape(p);
+    floatX* dy = p.scratch<floatX>("dy alone", (size_t)s.B * s.T * s.C);
+    float2* sums = (float2*)p.scratch<float>("sums alone", (size_t)2 * s.B * norm_parts(s.T) * s.C);
+    Normed norm = {p.in<floatX>("x"),
+                   nullptr,
+                   p.in<float>("w"),
+                   p.in<float>("bias"),
+                   p.in<float>("mean"),
+                   p.in<float>("rstd"),
+                   s.C,
+                   0,
+                   s.G,
+                   true,
+                   sums};
+    groupnorm_gradient(dy, p.in<floatX>("dout"), norm, s.B, s.T);
+    groupnorm_backward_by(p, dy, sums);
+}
+// 6: in the network, the epilogues of the products before and, backward, behind it have done so.
+static void groupnorm_forward6(Problem& p) {
+    groupnorm_forward_by(p, (const float2*)p.in<float>("moments of x"));
+}
+static void groupnorm_backward6(Problem& p) {
+    groupnorm_backward_by(p, p.in<floatX>("dy"), (const float2*)p.in<float>("sums"));
 }
 static void groupnorm_forward7(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     groupnorm_apply(p.out<floatX>("out"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
                     nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true);
-}
-// Likewise the gradient through the SiLU and its sums, which the input gradient behind the norm leaves
-// behind.
-static void groupnorm_backward6(Problem& p) {
-    GroupnormShape s = groupnorm_shape(p);
-    const floatX* x = p.in<floatX>("x");
-    const float *mean = p.in<float>("mean"), *rstd = p.in<float>("rstd"), *w = p.in<float>("w"),
-                *bias = p.in<float>("bias");
-    floatX* dy = p.scratch<floatX>("dy", (size_t)s.B * s.T * s.C);
-    float2* sums = (float2*)p.scratch<float>("sums", (size_t)2 * s.B * norm_parts(s.T) * s.C);
-    Normed norm = {x, nullptr, w, bias, mean, rstd, s.C, 0, s.G, true, sums};
-    groupnorm_gradient(dy, p.in<floatX>("dout"), norm, s.B, s.T);
-    groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"), sums, dy,
-                       nullptr, mean, rstd, x, nullptr, w, bias, s.B, s.T, s.C, 0, s.G, true, false);
 }
 #endif
 
@@ -592,9 +604,10 @@ static const Ladder groupnorm_ladder = {
         {3, "backward", NCHW, FLOATX, "16-byte loads", groupnorm_backward3},
         {4, "forward", NHWC, FLOATX, "NHWC: sums of tiles, then of groups", groupnorm_forward4},
         {4, "backward", NHWC, FLOATX, "NHWC: sums of tiles, then of groups", groupnorm_backward4},
-        {5, "forward", NHWC, FLOATX, "the tiles' sums come from the producer", groupnorm_forward5},
-        {6, "forward", NHWC, FLOATX, "the program's", groupnorm_forward6},
-        {6, "backward", NHWC, FLOATX, "the program's", groupnorm_backward6},
+        {5, "forward", NHWC, FLOATX, "the program's, alone", groupnorm_forward5},
+        {5, "backward", NHWC, FLOATX, "the program's, alone", groupnorm_backward5},
+        {6, "forward", NHWC, FLOATX, "the program's, sums from the producer", groupnorm_forward6},
+        {6, "backward", NHWC, FLOATX, "the program's, sums from the producer", groupnorm_backward6},
         {7, "apply", NHWC, FLOATX, "the program's, statistics given", groupnorm_forward7},
 #endif
     }};

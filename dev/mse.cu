@@ -1,5 +1,6 @@
-// Mean squared error and its gradient: dx = 2 (x - target) / n, and of the sum of squares the parts, 4096
-// elements each, whose sum over n is the loss.
+// Mean squared error of B samples of n elements and its gradient: dx = 2 w_b (x - target) / (B n), where w_b
+// = weights[t_b] is what the sample's timestep counts for, and of each sample's sum of squares the
+// parts, 4096 elements each, whose weighted sum over B n is the loss.
 //
 //   make mse && ./mse        every version: against PyTorch, then timed
 //   ./mse 1                  version 1 alone
@@ -18,54 +19,67 @@
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void mse_step0(Problem& p) {
-    mse_cpu(p.out<float>("losses"), p.out<float>("dx"), p.in<float>("x"), p.in<float>("target"), p.dim("n"));
+    int B = p.dim("B"), n = p.dim("n");
+    mse_cpu(p.out<float>("losses"), p.out<float>("dx"), p.in<float>("x"), p.in<float>("target"),
+            p.in<int>("t"), p.in<float>("weights"), B, n, (size_t)B * n);
 }
 
 #ifdef __CUDACC__
 // ---- 1: atomic additions ----------------------------------------------------------------------------------
 
-__global__ void mse_losses_kernel1(float* losses, const float* x, const float* target, size_t n) {
+__global__ void mse_losses_kernel1(float* losses, const float* x, const float* target, size_t count, int n,
+                                   int parts) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    atomicAdd(losses + i / LOSS_CHUNK, (x[i] - target[i]) * (x[i] - target[i]));
+    if (i >= count) return;
+    atomicAdd(losses + i / n * parts + i % n / LOSS_CHUNK, (x[i] - target[i]) * (x[i] - target[i]));
 }
 template <typename T>
-__global__ void mse_gradient_kernel1(T* dx, const T* x, const float* target, size_t n) {
+__global__ void mse_gradient_kernel1(T* dx, const T* x, const float* target, const int* t,
+                                     const float* weights, size_t count, int n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) dx[i] = (T)(2.0f / (float)n * ((float)x[i] - target[i]));
+    if (i < count) dx[i] = (T)(2.0f / (float)count * weights[t[i / n]] * ((float)x[i] - target[i]));
+}
+template <typename T>
+static void mse_gradient1(Problem& p) {
+    int n = p.dim("n");
+    size_t count = (size_t)p.dim("B") * n;
+    launch(mse_gradient_kernel1<T>, ceil_div(count, 256), 256, 0, p.out<T>("dx"), p.in<T>("x"),
+           p.in<float>("target"), p.in<int>("t"), p.in<float>("weights"), count, n);
 }
 static void mse_step1(Problem& p) {
-    size_t n = (size_t)p.dim("n");
+    int n = p.dim("n"), parts = loss_parts(n);
+    size_t count = (size_t)p.dim("B") * n;
     float* losses = p.out<float>("losses");
-    CUDA_CHECK(cudaMemsetAsync(losses, 0, ceil_div(n, LOSS_CHUNK) * sizeof(float), main_stream));
-    launch(mse_losses_kernel1, ceil_div(n, 256), 256, 0, losses, p.in<float>("x"), p.in<float>("target"), n);
-    launch(mse_gradient_kernel1<float>, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("x"),
-           p.in<float>("target"), n);
+    CUDA_CHECK(cudaMemsetAsync(losses, 0, (size_t)p.dim("B") * parts * sizeof(float), main_stream));
+    launch(mse_losses_kernel1, ceil_div(count, 256), 256, 0, losses, p.in<float>("x"), p.in<float>("target"),
+           count, n, parts);
+    mse_gradient1<float>(p);
 }
 
 // ---- 2: a block a part ------------------------------------------------------------------------------------
 
-__global__ void mse_losses_kernel2(float* losses, const floatX* x, const float* target, size_t n) {
+__global__ void mse_losses_kernel2(float* losses, const floatX* x, const float* target, int n, int parts) {
     float sum = 0;
-    size_t first = (size_t)blockIdx.x * LOSS_CHUNK, end = min(first + LOSS_CHUNK, n);
-    for (size_t i = first + threadIdx.x; i < end; i += blockDim.x)
+    int part = blockIdx.x % parts;
+    size_t sample = (size_t)(blockIdx.x / parts) * n, end = sample + min((part + 1) * LOSS_CHUNK, n);
+    for (size_t i = sample + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x)
         sum += ((float)x[i] - target[i]) * ((float)x[i] - target[i]);
     sum = block_sum(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
 static void mse_step2(Problem& p) {
-    size_t n = (size_t)p.dim("n");
-    launch(mse_losses_kernel2, ceil_div(n, LOSS_CHUNK), 256, 0, p.out<float>("losses"), p.in<floatX>("x"),
-           p.in<float>("target"), n);
-    launch(mse_gradient_kernel1<floatX>, ceil_div(n, 256), 256, 0, p.out<floatX>("dx"), p.in<floatX>("x"),
-           p.in<float>("target"), n);
+    int n = p.dim("n"), parts = loss_parts(n);
+    launch(mse_losses_kernel2, p.dim("B") * parts, 256, 0, p.out<float>("losses"), p.in<floatX>("x"),
+           p.in<float>("target"), n, parts);
+    mse_gradient1<floatX>(p);
 }
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void mse_step3(Problem& p) {
-    mse(p.out<float>("losses"), p.out<floatX>("dx"), p.in<floatX>("x"), p.in<float>("target"),
-        (size_t)p.dim("n"));
+    int B = p.dim("B"), n = p.dim("n");
+    mse(p.out<float>("losses"), p.out<floatX>("dx"), p.in<floatX>("x"), p.in<float>("target"), p.in<int>("t"),
+        p.in<float>("weights"), B, n, (size_t)B * n);
 }
 #endif
 
@@ -73,11 +87,13 @@ static const Ladder mse_ladder = {
     "mse",
     {{"step",
       {"losses", "dx"},
-      [](const Problem& p) { return Work{0, (sizeof(float) + 2.0 * sizeof(floatX)) * (double)p.dim("n")}; }}},
+      [](const Problem& p) {
+          return Work{0, (sizeof(float) + 2.0 * sizeof(floatX)) * p.dim("B") * (double)p.dim("n")};
+      }}},
     {
         {0, "step", NHWC, CPU_FP32, "the specification", mse_step0},
 #ifdef __CUDACC__
-        {1, "step", NHWC, FP32, "atomic additions, gradient apart", mse_step1},
+        {1, "step", NHWC, FP32, "atomic additions, gradient apart", mse_step1, 0, ATOMICS},
         {2, "step", NHWC, FLOATX, "a block a part, gradient apart", mse_step2},
         {3, "step", NHWC, FLOATX, "one pass: the program's", mse_step3},
 #endif

@@ -1,36 +1,42 @@
-"""The loss in PyTorch: F.mse_loss and its gradient; of the sum, the parts that the program adds up later."""
+"""The loss in PyTorch: the squared error, each sample weighted by its timestep, and its gradient; of the sums
+of squares, the parts that the program adds up later."""
 import torch
-import torch.nn.functional as F
 
 import common
 
 CHUNK = 4096
-CASES = {"10007": dict(n=10007),
-         "32x3x64x64": dict(n=32 * 3 * 64 * 64, timed=1),
-         "256x3x64x64": dict(n=256 * 3 * 64 * 64, timed=1)}
+CASES = {"3x3335": dict(B=3, n=3335),
+         "2x10007": dict(B=2, n=10007),
+         "32x3x64x64": dict(B=32, n=3 * 64 * 64, timed=1),
+         "256x3x64x64": dict(B=256, n=3 * 64 * 64, timed=1)}
 
 
-def inputs(random, n):
-    return {"x": random(n), "target": random(n)}
+def inputs(random, B, n):
+    return {"x": random(B, n), "target": random(B, n), "t": random.integers(0, 1000, (B,)).double(),
+            "weights": random(1000, scale=0.1, mean=1.0)}
+
+
+def weighted_loss(x, t):
+    return (t["weights"][t["t"].long()] * (x - t["target"]).square().mean(1)).mean()
 
 
 def forward(t):
     x = t["x"].detach().requires_grad_()
-    loss = F.mse_loss(x, t["target"])
     squares = (t["x"] - t["target"]).square()
-    return {"losses": torch.stack([part.sum() for part in squares.split(CHUNK)]),
-            "dx": torch.autograd.grad(loss, x)[0]}
+    parts = [part.sum() for sample in squares for part in sample.split(CHUNK)]
+    return {"losses": torch.stack(parts), "dx": torch.autograd.grad(weighted_loss(x, t), x)[0]}
 
 
 def timings(t):
     def make():
-        copy = {"x": t["x"].bfloat16().requires_grad_(), "target": t["target"].float()}
+        copy = {name: t[name].float() for name in ("target", "t", "weights")}
+        x = t["x"].bfloat16().requires_grad_()
 
         def step():
-            loss = F.mse_loss(copy["x"].float(), copy["target"])
-            return loss, torch.autograd.grad(loss, copy["x"])[0]
-        return step, common.bytes_of(copy)
-    return {"step, F.mse_loss and its gradient": common.microseconds(make)}
+            loss = weighted_loss(x.float(), copy)
+            return loss, torch.autograd.grad(loss, x)[0]
+        return step, common.bytes_of(copy | {"x": x})
+    return {"step, the weighted loss and its gradient": common.microseconds(make)}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import common
 
 CASES = {"3x5": dict(B=3, C=96, H=3, W=5),
          "32x32": dict(B=32, C=128, H=32, W=32, timed=1)}
+# (C, H = W) of train_unet's default model; 128 at 32x32 stands above.
+CASES |= {f"{C}-{H}x{H}": dict(B=32, C=C, H=H, W=H, model=1) for C, H in [(192, 16), (256, 8)]}
 
 
 def inputs(random, B, C, H, W):

@@ -1,0 +1,261 @@
+// The residual block, forward and backward: h = conv1(SiLU(GN([x, x2]))) + linear(emb) per channel, out =
+// conv2(SiLU(GN(h))) + [x, x2], through a 1x1 convolution where the width changes. emb comes with its SiLU.
+//
+//   make resblock && ./resblock          every version: against PyTorch, then timed
+//   ./resblock 4                         version 4 alone
+//
+//   1  CPU      layer after layer, the definition of each
+//   2  fp32     the same on the GPU, a thread a number
+//   3  bf16     layer after layer, those with arithmetic as the program has them
+//   4  bf16     train_unet.cu's block
+//
+// Every version is given what the forward pass of the program keeps, h and the statistics of the norms, and
+// backward makes the normed tensors again. Version 4 is also given the moments of x and x2, which whatever
+// wrote them has left behind, and leaves those of out.
+//
+// What the steps change: version 2 is what the definition costs: nearly all of it are the convolutions, and
+// of those most is the weight gradient. Version 3 has the program's products and attends to everything
+// between them as frameworks do, by a pass over memory each: the concatenation, the sums of a norm, the norm,
+// its SiLU, the addition of the embedding and that of the skip. Version 4 lets products do that on the side.
+// The norm reads x and x2 where they lie and applies the SiLU; the epilogue of a product adds bias, embedding
+// and skip and takes the sums of the norm that follows; backward, the input gradient's takes it through the
+// SiLU and sums that. What is left between two convolutions is one pass forward and one backward. The
+// difference between the two versions is what fusion alone brings.
+#include "blocks.h"
+
+namespace resblock {
+
+using namespace blocks;
+
+struct Shape {
+    int B, C, C2, K, O, H, T, E, G;
+    bool widens;
+    explicit Shape(const Problem& p)
+        : B(p.dim("B")),
+          C(p.dim("C")),
+          C2(p.dim("C2")),
+          K(C + C2),
+          O(p.dim("O")),
+          H(p.dim("H")),
+          T(H * H),
+          E(p.dim("E")),
+          G(p.dim("G")),
+          widens(K != O) {}
+    size_t in() const { return (size_t)B * T * K; }
+    size_t out() const { return (size_t)B * T * O; }
+};
+
+// ---- 1, 2: the definition ---------------------------------------------------------------------------------
+
+// x and x2 as one tensor
+static const float* joined1(Problem& p, const Shape& s) {
+    if (!s.C2) return p.in<float>("x");
+    float* joined = p.scratch<float>("joined", s.in());
+    each(p, s.in(),
+         Concatenate{joined, (float*)p.in<float>("x"), (float*)p.in<float>("x2"), s.C, s.C2, s.T, false});
+    return joined;
+}
+static void resblock_forward1(Problem& p) {
+    Shape s(p);
+    Plain plain = {p, s.B, s.G};
+    auto w = [&](const char* name) { return p.in<float>(name); };
+    const float* x = joined1(p, s);
+    float *normed1 = p.scratch<float>("normed1", s.in()), *active1 = p.scratch<float>("active1", s.in()),
+          *emb = p.scratch<float>("projected", (size_t)s.B * s.O), *h = p.out<float>("h"),
+          *normed2 = p.scratch<float>("normed2", s.out()), *active2 = p.scratch<float>("active2", s.out()),
+          *skip = p.scratch<float>("skip", s.out()), *out = p.out<float>("out");
+    plain.norm(normed1, p.out<float>("mean1"), p.out<float>("rstd1"), x, w("in_layers.0.weight"),
+               w("in_layers.0.bias"), s.K, s.T);
+    each(p, s.in(), Silu{active1, normed1});
+    plain.conv3x3(h, active1, w("in_layers.2.weight"), w("in_layers.2.bias"), s.K, s.O, s.H);
+    plain.linear(emb, p.in<float>("emb"), w("emb_layers.1.weight"), w("emb_layers.1.bias"), s.E, s.O, 1);
+    each(p, s.out(), AddEmbedding{h, emb, s.T});
+    plain.norm(normed2, p.out<float>("mean2"), p.out<float>("rstd2"), h, w("out_layers.0.weight"),
+               w("out_layers.0.bias"), s.O, s.T);
+    each(p, s.out(), Silu{active2, normed2});
+    plain.conv3x3(out, active2, w("out_layers.3.weight"), w("out_layers.3.bias"), s.O, s.O, s.H);
+    if (s.widens)
+        plain.linear(skip, x, w("skip_connection.weight"), w("skip_connection.bias"), s.K, s.O, s.T);
+    each(p, s.out(), Add{out, s.widens ? skip : x});
+}
+
+static void resblock_backward1(Problem& p) {
+    Shape s(p);
+    Plain plain = {p, s.B, s.G};
+    auto w = [&](const char* name) { return p.in<float>(name); };
+    auto d = [&](const char* name) { return p.sum<float>(std::string("d") + name); };
+    const float *x = joined1(p, s), *h = p.in<float>("h"), *dout = p.in<float>("dout"),
+                *mean1 = p.in<float>("mean1"), *rstd1 = p.in<float>("rstd1"), *mean2 = p.in<float>("mean2"),
+                *rstd2 = p.in<float>("rstd2");
+    float *normed2 = p.scratch<float>("normed2", s.out()), *active2 = p.scratch<float>("active2", s.out()),
+          *dactive2 = p.scratch<float>("dactive2", s.out()),
+          *dnormed2 = p.scratch<float>("dnormed2", s.out()), *dh = p.scratch<float>("dh", s.out()),
+          *projected = p.scratch<float>("dprojected", s.B * s.O),
+          *demb = p.scratch<float>("demb of this block", s.B * s.E),
+          *normed1 = p.scratch<float>("normed1", s.in()), *active1 = p.scratch<float>("active1", s.in()),
+          *dactive1 = p.scratch<float>("dactive1", s.in()), *dnormed1 = p.scratch<float>("dnormed1", s.in()),
+          *dskip = p.scratch<float>("dskip", s.in()), *sums = p.scratch<float>("sums", 2 * s.B * s.G),
+          *dx = s.C2 ? p.scratch<float>("dx and dx2", s.in()) : p.out<float>("dx");
+
+    plain.norm_again(normed2, mean2, rstd2, h, w("out_layers.0.weight"), w("out_layers.0.bias"), s.O, s.T);
+    each(p, s.out(), Silu{active2, normed2});
+    plain.conv3x3_backward(dactive2, d("out_layers.3.weight"), d("out_layers.3.bias"), dout, active2,
+                           w("out_layers.3.weight"), s.O, s.O, s.H);
+    each(p, s.out(), SiluBackward{dnormed2, dactive2, normed2});
+    plain.norm_backward(dh, d("out_layers.0.weight"), d("out_layers.0.bias"), sums, dnormed2, mean2, rstd2, h,
+                        w("out_layers.0.weight"), s.O, s.T);
+    each(p, s.B * s.O, SumPixels{projected, dh, s.T});
+    plain.linear_backward(demb, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
+                          p.in<float>("emb"), w("emb_layers.1.weight"), s.E, s.O, 1);
+    each(p, s.B * s.E, Add{p.sum<float>("demb"), demb});
+
+    plain.norm_again(normed1, mean1, rstd1, x, w("in_layers.0.weight"), w("in_layers.0.bias"), s.K, s.T);
+    each(p, s.in(), Silu{active1, normed1});
+    plain.conv3x3_backward(dactive1, d("in_layers.2.weight"), d("in_layers.2.bias"), dh, active1,
+                           w("in_layers.2.weight"), s.K, s.O, s.H);
+    each(p, s.in(), SiluBackward{dnormed1, dactive1, normed1});
+    plain.norm_backward(dx, d("in_layers.0.weight"), d("in_layers.0.bias"), sums, dnormed1, mean1, rstd1, x,
+                        w("in_layers.0.weight"), s.K, s.T);
+    if (s.widens)
+        plain.linear_backward(dskip, d("skip_connection.weight"), d("skip_connection.bias"), dout, x,
+                              w("skip_connection.weight"), s.K, s.O, s.T);
+    each(p, s.in(), Add{dx, s.widens ? dskip : dout});
+    if (s.C2) each(p, s.in(), Concatenate{dx, p.out<float>("dx"), p.out<float>("dx2"), s.C, s.C2, s.T, true});
+}
+
+#ifdef __CUDACC__
+// ---- 3: the program's layers, nothing fused ---------------------------------------------------------------
+
+static const floatX* joined3(Problem& p, const Shape& s) {
+    if (!s.C2) return p.in<floatX>("x");
+    floatX* joined = p.scratch<floatX>("joined", s.in());
+    each_vector(s.in(), ConcatenateVectors{joined, (floatX*)p.in<floatX>("x"), (floatX*)p.in<floatX>("x2"),
+                                           s.C, s.C2, false});
+    return joined;
+}
+static void resblock_forward3(Problem& p) {
+    Shape s(p);
+    auto w = [&](const char* name) { return p.in<floatX>(name); };
+    auto exact = [&](const char* name) { return p.in<float>(name); };  // a norm's parameters
+    const floatX* x = joined3(p, s);
+    floatX *normed1 = p.scratch<floatX>("normed1", s.in()), *active1 = p.scratch<floatX>("active1", s.in()),
+           *emb = p.scratch<floatX>("projected", s.B * s.O), *h = p.out<floatX>("h"),
+           *normed2 = p.scratch<floatX>("normed2", s.out()), *active2 = p.scratch<floatX>("active2", s.out()),
+           *skip = p.scratch<floatX>("skip", s.out()), *out = p.out<floatX>("out");
+    norm_alone(p, "1", normed1, p.out<float>("mean1"), p.out<float>("rstd1"), x, exact("in_layers.0.weight"),
+               exact("in_layers.0.bias"), s.B, s.T, s.K, s.G);
+    each_vector(s.in(), SiluVectors{active1, normed1});
+    conv3x3_forward(h, active1, w("in_layers.2.weight"), w("in_layers.2.bias"), nullptr, nullptr, s.B, s.H,
+                    s.H, s.K, s.O);
+    linear_forward(emb, p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), w("emb_layers.1.bias"),
+                   nullptr, s.B, s.E, 0, s.O);
+    each_vector(s.out(), AddEmbeddingVectors{h, emb, s.T, s.O});
+    norm_alone(p, "2", normed2, p.out<float>("mean2"), p.out<float>("rstd2"), h, exact("out_layers.0.weight"),
+               exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
+    each_vector(s.out(), SiluVectors{active2, normed2});
+    conv3x3_forward(out, active2, w("out_layers.3.weight"), w("out_layers.3.bias"), nullptr, nullptr, s.B,
+                    s.H, s.H, s.O, s.O);
+    if (s.widens)
+        linear_forward(skip, x, nullptr, w("skip_connection.weight"), w("skip_connection.bias"), nullptr,
+                       s.B * s.T, s.K, 0, s.O);
+    each_vector(s.out(), AddVectors{out, s.widens ? skip : x});
+}
+
+static void resblock_backward3(Problem& p) {
+    Shape s(p);
+    auto w = [&](const char* name) { return p.in<floatX>(name); };
+    auto exact = [&](const char* name) { return p.in<float>(name); };
+    auto d = [&](const char* name) { return p.sum<float>(std::string("d") + name); };
+    const floatX *x = joined3(p, s), *h = p.in<floatX>("h"), *dout = p.in<floatX>("dout");
+    const float *mean1 = p.in<float>("mean1"), *rstd1 = p.in<float>("rstd1"), *mean2 = p.in<float>("mean2"),
+                *rstd2 = p.in<float>("rstd2");
+    floatX *normed2 = p.scratch<floatX>("normed2", s.out()), *active2 = p.scratch<floatX>("active2", s.out()),
+           *dnormed2 = p.scratch<floatX>("dnormed2", s.out()), *dh = p.scratch<floatX>("dh", s.out()),
+           *projected = p.scratch<floatX>("dprojected", s.B * s.O),
+           *demb = p.scratch<floatX>("demb of this block", s.B * s.E),
+           *normed1 = p.scratch<floatX>("normed1", s.in()), *active1 = p.scratch<floatX>("active1", s.in()),
+           *dnormed1 = p.scratch<floatX>("dnormed1", s.in()), *dskip = p.scratch<floatX>("dskip", s.in()),
+           *dx = s.C2 ? p.scratch<floatX>("dx and dx2", s.in()) : p.out<floatX>("dx");
+
+    groupnorm_apply(normed2, mean2, rstd2, h, nullptr, exact("out_layers.0.weight"),
+                    exact("out_layers.0.bias"), s.B, s.T, s.O, 0, s.G, false);
+    each_vector(s.out(), SiluVectors{active2, normed2});
+    conv3x3_backward(dnormed2, d("out_layers.3.weight"), d("out_layers.3.bias"), nullptr, dout, active2,
+                     w("out_layers.3.weight"), s.B, s.H, s.H, s.O, s.O);
+    each_vector(s.out(), SiluBackwardVectors{dnormed2, dnormed2, normed2});
+    norm_alone_backward(p, "2", dh, d("out_layers.0.weight"), d("out_layers.0.bias"), dnormed2, mean2, rstd2,
+                        h, exact("out_layers.0.weight"), exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
+    bias_backward(d("in_layers.2.bias"), projected, dh, s.B, s.T, s.O);
+    linear_backward(demb, nullptr, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
+                    p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), s.B, s.E, 0, s.O, false);
+    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb});
+
+    groupnorm_apply(normed1, mean1, rstd1, x, nullptr, exact("in_layers.0.weight"), exact("in_layers.0.bias"),
+                    s.B, s.T, s.K, 0, s.G, false);
+    each_vector(s.in(), SiluVectors{active1, normed1});
+    conv3x3_backward(dnormed1, d("in_layers.2.weight"), nullptr, nullptr, dh, active1,
+                     w("in_layers.2.weight"), s.B, s.H, s.H, s.K, s.O);
+    each_vector(s.in(), SiluBackwardVectors{dnormed1, dnormed1, normed1});
+    norm_alone_backward(p, "1", dx, d("in_layers.0.weight"), d("in_layers.0.bias"), dnormed1, mean1, rstd1, x,
+                        exact("in_layers.0.weight"), exact("in_layers.0.bias"), s.B, s.T, s.K, s.G);
+    if (s.widens)
+        linear_backward(dskip, nullptr, d("skip_connection.weight"), d("skip_connection.bias"), dout, x,
+                        nullptr, w("skip_connection.weight"), s.B * s.T, s.K, 0, s.O, false);
+    each_vector(s.in(), AddVectors{dx, s.widens ? dskip : dout});
+    if (s.C2)
+        each_vector(s.in(),
+                    ConcatenateVectors{dx, p.out<floatX>("dx"), p.out<floatX>("dx2"), s.C, s.C2, true});
+}
+#endif
+
+// ---- 4: the program's -------------------------------------------------------------------------------------
+
+static void resblock_forward4(Problem& p) {
+    Model m = model_of(p, BLOCK_RES, false);
+    res_forward(&m, m.plan.blocks.back(), m.plan.batch);
+}
+static void resblock_backward4(Problem& p) {
+    Model m = model_of(p, BLOCK_RES, true);
+    const Block& block = m.plan.blocks.back();
+    res_backward(&m, block, m.plan.batch, activation(&m, block.gradient), output_gradient_of(&m, block.input),
+                 block.skip < 0 ? nullptr : output_gradient_of(&m, block.skip));
+}
+
+static Work work_of(const Problem& p, bool backward) {
+    Shape s(p);
+    double M = (double)s.B * s.T, weights = (s.widens ? 10.0 : 9.0) * s.K * s.O + 9.0 * s.O * s.O,
+           emb = (double)s.E * s.O, forward = 2 * M * weights + 2 * s.B * emb;
+    if (!backward) return {forward, sizeof(floatX) * (M * (s.K + s.O) + weights + emb)};
+    return {2 * forward, sizeof(floatX) * (M * (2 * s.K + 2 * s.O) + weights + emb) +
+                             sizeof(float) * (weights + emb)};  // x, h, dout, weights in; dx, gradients out
+}
+
+}  // namespace resblock
+
+static const Ladder resblock_ladder = {
+    "resblock",
+    {{"forward",
+      {"out", "h", "mean1", "rstd1", "mean2", "rstd2"},
+      [](const Problem& p) { return resblock::work_of(p, false); }},
+     {"backward",
+      {"dx", "dx2?", "demb", "din_layers.0.weight", "din_layers.0.bias", "din_layers.2.weight",
+       "din_layers.2.bias", "demb_layers.1.weight", "demb_layers.1.bias", "dout_layers.0.weight",
+       "dout_layers.0.bias", "dout_layers.3.weight", "dout_layers.3.bias", "dskip_connection.weight?",
+       "dskip_connection.bias?"},
+      [](const Problem& p) { return resblock::work_of(p, true); }}},
+    []() -> std::vector<Version> {
+        using namespace resblock;
+        return {
+            {1, "forward", NCHW, CPU_FP32, "the definition", resblock_forward1},
+            {1, "backward", NCHW, CPU_FP32, "the definition", resblock_backward1},
+#ifdef __CUDACC__
+            {2, "forward", NCHW, FP32, "the definition, a thread a number", resblock_forward1},
+            {2, "backward", NCHW, FP32, "the definition, a thread a number", resblock_backward1},
+            {3, "forward", NHWC, FLOATX, "the program's layers, nothing fused", resblock_forward3, LIMIT},
+            {3, "backward", NHWC, FLOATX, "the program's layers, nothing fused", resblock_backward3, LIMIT},
+#endif
+            {4, "forward", NHWC, PROGRAM, "train_unet.cu", resblock_forward4, LIMIT},
+            {4, "backward", NHWC, PROGRAM, "train_unet.cu", resblock_backward4, LIMIT},
+        };
+    }()};
+LADDER_MAIN(resblock_ladder)
