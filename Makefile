@@ -114,7 +114,8 @@ $(BUILD)/test_unet_openblas: test_unet.cu train_unet.cu $(BUILD)/settings
 
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
-LADDERS := $(patsubst dev/%.py,%,$(filter-out dev/common.py dev/blocks.py dev/bench.py,$(wildcard dev/*.py)))
+# A ladder is a .cu with a .py of the same name; the other .py of dev/ are tools.
+LADDERS := $(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py)))
 # What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas

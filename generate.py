@@ -1,9 +1,12 @@
-"""Pictures from trained weights: a new or old .bin, or an old model's .pt.
+"""Pictures from trained weights: a .bin, old or new, a .pt or a .safetensors. Weights from one to the other.
 
     python generate.py --model_filename out/checkpoint_00020000.bin
+    python generate.py --model_filename out/checkpoint_00020000.bin --export weights.safetensors
+    python generate.py --import weights.safetensors
 
-writes samples.png. A picture comes from its seed alone, so that batches and --num_images change none of them,
-and the same seed and weights give the same picture as `./train_unet --generate`.
+The first writes samples.png. A picture comes from its seed alone, so that batches and --num_images change
+none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The last
+writes weights.bin, for `./train_unet --model_weights`.
 """
 import argparse
 import dataclasses
@@ -12,24 +15,27 @@ import re
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import unet_io
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
-                        seed_noise)
+                        save_weights, seed_noise)
 from unet_io import Config, UserError
 
+PATCH_SIZE = 7  # of --quality
 
-def nearest(pictures, images, image_size, chunk=1024):
+
+def nearest(pictures, images, image_size, chunk=256):
     """Each picture's nearest training image by Euclidean distance.
 
     pictures: uint8 (N, C, H, W). Returns (indices int64 (N,), root mean square differences float64 (N,) in
     units of pixel values 0 ... 255).
     """
-    wanted = pictures.reshape(len(pictures), -1).astype(np.float32)
+    wanted = pictures.reshape(len(pictures), -1).astype(np.float64)  # sums of squares stay exact
     best, where = np.full(len(wanted), np.inf), np.zeros(len(wanted), np.int64)
     for start in range(0, len(images), chunk):
         rows = np.arange(start, min(start + chunk, len(images)))
-        have = unet_io.to_uint8(images.floats(rows, image_size)).reshape(len(rows), -1).astype(np.float32)
+        have = unet_io.to_uint8(images.floats(rows, image_size)).reshape(len(rows), -1).astype(np.float64)
         distances = (wanted**2).sum(1)[:, None] + (have**2).sum(1)[None] - 2 * wanted @ have.T
         closest = distances.argmin(1)
         value = distances[np.arange(len(wanted)), closest]
@@ -61,10 +67,144 @@ def slerp(first, last, count):
     return ((torch.sin((1 - parts) * angle) * x + torch.sin(parts * angle) * y) / torch.sin(angle)).float()
 
 
+def laplacian_pyramid(x):
+    """Images (N, C, S, S) as bands of detail, the finest first, and the low-pass rest of 16 or more pixels.
+
+    Burt and Adelson 1983, "The Laplacian Pyramid as a Compact Image Code": the binomial kernel 1 4 6 4 1.
+    """
+    row = torch.tensor([1.0, 4, 6, 4, 1], dtype=x.dtype) / 16
+    kernel = (row[:, None] * row).expand(x.shape[1], 1, 5, 5)
+
+    def blur(x, kernel, stride=1):
+        return F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), kernel, stride=stride, groups=x.shape[1])
+
+    bands = []
+    while x.shape[-1] % 2 == 0 and x.shape[-1] >= 32:
+        small = blur(x, kernel, stride=2)
+        spread = torch.zeros_like(x)
+        spread[..., ::2, ::2] = small
+        bands.append(x - blur(spread, 4 * kernel))
+        x = small
+    return [*bands, x]
+
+
+def patches(x, rng, count=128):
+    """`count` random patches an image, each channel scaled to mean 0 and variance 1: array (N * count, d)."""
+    windows = x.unfold(2, PATCH_SIZE, 1).unfold(3, PATCH_SIZE, 1)  # (N, C, S - 6, S - 6, 7, 7), a view
+    at_y, at_x = torch.from_numpy(rng.integers(0, windows.shape[2], (2, len(x), count)))
+    found = windows[torch.arange(len(x))[:, None], :, at_y, at_x].flatten(0, 1)  # (N * count, C, 7, 7)
+    variance, mean = torch.var_mean(found, (0, 2, 3), correction=0, keepdim=True)
+    return ((found - mean) / variance.sqrt().clamp(min=1e-8)).flatten(1).numpy()
+
+
+def sliced_wasserstein(a, b, rng, projections=512, chunk=64):
+    """Wasserstein-1 distance of two NumPy sets of points (n, d), mean over random projections onto a line."""
+    total = 0.0
+    for _ in range(projections // chunk):
+        directions = rng.standard_normal((chunk, a.shape[1])).astype(a.dtype)
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        total += np.abs(np.sort(directions @ a.T) - np.sort(directions @ b.T)).mean(dtype=np.float64)
+    return total / (projections // chunk)
+
+
+def patch_distances(a, b, seed):
+    """Distance x 1000 of two sets of N images (N, C, S, S) on each level of the pyramid: {size: distance}.
+
+    Karras et al. 2018, "Progressive Growing of GANs", section 5.
+    """
+    rng, distances = np.random.default_rng(seed), {}
+    for levels in zip(laplacian_pyramid(a), laplacian_pyramid(b)):
+        points = [patches(level, rng) for level in levels]
+        distances[levels[0].shape[-1]] = 1000 * sliced_wasserstein(*points, rng)
+    return distances
+
+
+def frechet_distance(mean_a, cov_a, mean_b, cov_b):
+    """Squared Wasserstein-2 distance of two Gaussians, arrays (d,) and (d, d); Dowson and Landau 1982."""
+    values, vectors = np.linalg.eigh(cov_a)
+    root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+    crossed = np.linalg.eigvalsh(root @ cov_b @ root)  # those of cov_a @ cov_b
+    return (np.square(mean_a - mean_b).sum() + np.trace(cov_a) + np.trace(cov_b)
+            - 2 * np.sqrt(np.maximum(crossed, 0)).sum())
+
+
+def inception():
+    """(the feature network of FID, ""), or (None, what is missing) where it would have to be downloaded."""
+    try:
+        from pytorch_fid.inception import FID_WEIGHTS_URL, InceptionV3
+    except ImportError:
+        return None, "it needs the package pytorch-fid: pip install pytorch-fid"
+    path = os.path.join(torch.hub.get_dir(), "checkpoints", os.path.basename(FID_WEIGHTS_URL))
+    return (InceptionV3(), "") if os.path.exists(path) else (None, f"save {FID_WEIGHTS_URL} as {path}")
+
+
+@torch.no_grad()
+def fid(network, a, b, device, batch=32):
+    """Frechet distance of the network's features of two sets of images in [-1, 1]; Heusel et al. 2017."""
+    moments = []
+    for images in (a, b):
+        features = np.concatenate([network(x.to(device) / 2 + 0.5)[0].flatten(1).cpu().double().numpy()
+                                   for x in images.split(batch)])
+        moments += [features.mean(0), np.cov(features, rowvar=False)]
+    return frechet_distance(*moments)
+
+
+def quality_count(num_images, images, image_size):
+    """How many pictures --quality can compare with as many held-out images, and these with as many others."""
+    n = min(num_images, len(images) // 2)
+    if n < 2 or image_size < PATCH_SIZE:
+        raise UserError(f"--quality needs 2 pictures, 4 held-out images and {PATCH_SIZE} pixels a side, not"
+                        f" {num_images}, {len(images)} and {image_size}")
+    return n
+
+
+def print_quality(pictures, images, seed, device):
+    """Compare pictures with held-out images, and as a yardstick other held-out images with these.
+
+    pictures: uint8 (N, C, S, S). All sets are equally large, since the distances of small sets are larger.
+    """
+    size = pictures.shape[-1]
+    n = quality_count(len(pictures), images, size)
+    order = unet_io.permutation(seed, 0, len(images))
+    real = unet_io.to_uint8(images.floats(order[:2 * n], size))
+    drawn, held_out, others = (torch.from_numpy(x).float() / 127.5 - 1
+                               for x in (pictures[:n], real[:n], real[n:]))
+    print(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n} other"
+          f" images of that file against the same")
+    patch = [patch_distances(x, held_out, seed) for x in (drawn, others)]
+    names = [f"{size}x{size}" for size in patch[0]] + ["mean"]
+    print("sliced Wasserstein x 1000" + "".join(f"{name:>10}" for name in names))
+    for label, row in zip(("pictures", "held-out images"), patch):
+        values = [*row.values(), np.mean(list(row.values()))]
+        print(f"{label:25}" + "".join(f"{value:10.2f}" for value in values))
+    network, missing = inception()
+    if network:
+        network.to(device).eval()
+        print(f"FID: {fid(network, drawn, held_out, device):.2f} for {n} pictures,"
+              f" {fid(network, others, held_out, device):.2f} for {n} held-out images")
+    else:
+        print(f"FID is left out: {missing}")
+
+
+def export_target(args):
+    """Where the weights go, "" if nowhere. --import X is --model_filename X --export X with the ending .bin.
+    """
+    if args.imported:
+        args.model_filename = args.imported
+        if not args.export:
+            args.export = os.path.splitext(args.imported)[0] + ".bin"
+            if os.path.exists(args.export):
+                raise UserError(f"{args.export} exists already: name another file with --export FILE.bin")
+    if args.export and os.path.realpath(args.export) == os.path.realpath(args.model_filename):
+        raise UserError(f"--export {args.export} is the file that the weights come from: name another")
+    return args.export
+
+
 def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
-    add("--model_filename", required=True, metavar="FILE", help="weights: .bin or .pt")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model_filename", metavar="FILE", help="weights: .bin, .pt or .safetensors")
     add("--num_images", type=int, metavar="N", help="how many pictures (default: 16)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the first picture (default: 0)")
     add("--seeds", type=parse_seeds, metavar="LIST",
@@ -88,7 +228,13 @@ def main():
         help="also write OUTPUT_strip.png: a row a picture, N steps from noise to picture")
     add("--nearest", metavar="FILE.bin",
         help="also write OUTPUT_nearest.png: each picture with the training image nearest to it on its right")
+    add("--quality", metavar="HELD_OUT.bin",
+        help="also print how far the pictures are from images that it was not trained on (draw some hundred)")
     add("--device", default="", metavar="X", help="cpu, cuda, mps ... (default: the best there is)")
+    add("--export", default="", metavar="FILE",
+        help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending; see --use_ema")
+    source.add_argument("--import", dest="imported", metavar="FILE",
+                        help="short for --model_filename FILE --export STEM.bin, for ./train_unet")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
     kinds = {tuple: unet_io.parse_sizes, bool: unet_io.parse_bool}
     for field in dataclasses.fields(Config):
@@ -117,16 +263,25 @@ def main():
             raise UserError("--interpolate needs a sampler that adds no noise: another than ddpm, and no"
                             " --eta")
 
+    target = export_target(args)
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
     overrides = {name: value for name, value in vars(args).items()
                  if name in ARCHITECTURE + DIFFUSION and value is not None}
     model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
+    if target:
+        save_weights(target, model, checkpoint)
+        kind = ("averaged " if args.use_ema else "raw ") if "ema" in checkpoint.sections else ""
+        print(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
+        return
     model.to(device).eval()
     config = model.config
     images = unet_io.read_images(args.nearest) if args.nearest else None
-    if images:
-        images.check_size(config.image_size, config.in_channels)
+    held_out = unet_io.read_images(args.quality) if args.quality else None
+    for given in filter(None, (images, held_out)):
+        given.check_size(config.image_size, config.in_channels)
+    if held_out:
+        quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
 
     steps = sampler_steps(config, args.sampler, args.sample_steps)
     if not 0 <= args.strip <= steps:
@@ -166,6 +321,8 @@ def main():
         unet_io.save_grid(f"{stem}_nearest{ending}", pairs.reshape(-1, *pictures.shape[1:]), columns)
         print(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
               f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
+    if held_out:
+        print_quality(pictures, held_out, args.seed, device)
 
 
 if __name__ == "__main__":

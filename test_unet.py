@@ -14,8 +14,10 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib
 import io
 import json
+import math
 import os
 import pathlib
 import random
@@ -27,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import zipfile
 import zlib
 
@@ -1106,6 +1109,98 @@ def test_old_weights(cpp, tmp_path):
     assert loaded.config.max_period == 1000
 
 
+EXPORTED = Config(**TOY | dict(predict="v", noise_schedule="cosine", lr=3e-4, seed=2**32 - 1, ema_rate=0.99,
+                               attention_resolutions=(), flip=True, beta2=0.99))
+
+
+@pytest.mark.parametrize("ending", ["bin", "pt", "safetensors"])
+def test_export_import(cpp, tmp_path, ending, images8):
+    """Checkpoint -> .bin, .pt, .safetensors -> .bin: the same bits and configuration, raw or averaged."""
+    if ending == "safetensors":
+        pytest.importorskip("safetensors")
+    dice = np.random.default_rng(0)
+    names = {name: p.shape for name, p in train_unet.UNet(EXPORTED).named_parameters()}
+    weights, ema = ([dice.standard_normal(shape, np.float32) for shape in names.values()] for _ in range(2))
+    sections = {"weights": weights, "ema": ema, "adam_m": weights, "adam_v": weights, "data_file": images8}
+    unet_io.write_checkpoint(tmp_path / "run.bin", Checkpoint(EXPORTED, sections, 321))
+    source = unet_io.read_checkpoint(str(tmp_path / "run.bin")).config
+    for use_ema, expected in ((1, ema), (0, weights)):
+        there, back = tmp_path / f"x{use_ema}.{ending}", tmp_path / f"back{use_ema}.bin"
+        assert call(generate, "--model_filename", tmp_path / "run.bin", "--export", there,
+                    "--use_ema", use_ema) == ""
+        assert call(generate, "--import", there, "--export", back) == ""
+        found = unet_io.read_checkpoint(str(back))
+        assert list(found.sections) == ["weights"] and found.step == 321 and found.config == source
+        assert same_bits(found.sections["weights"], np.concatenate([w.ravel() for w in expected]))
+        assert os.path.getsize(there) < 1.3 * sum(w.nbytes for w in weights) + 100000
+        if ending == "bin":
+            continue
+        if ending == "pt":  # readable without this repository
+            stored = torch.load(there, weights_only=True)
+            state, config = stored["state_dict"], stored["config"]
+        else:
+            import safetensors
+            with safetensors.safe_open(there, "np") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}
+                config = json.loads(file.metadata()["config"])
+        assert set(state) == set(names) and config["seed"] == 2**32 - 1 and config["predict"] == "v"
+        assert all(same_bits(state[name], value) for name, value in zip(names, expected))
+    cpp(TEST, "--same", tmp_path / "back0.bin", tmp_path / "run.bin")
+    run(TRAIN, "--model_weights", back, "--data_file", images8, "--steps", 0, "--out_dir", tmp_path / "new",
+        *QUICK)
+    if ending != "bin":  # without --export the .bin lands beside the file, over nothing that is there
+        assert call(generate, "--import", there) == "" and same_bits((tmp_path / "x0.bin").read_bytes(),
+                                                                     back.read_bytes())
+        assert "x0.bin exists already" in call(generate, "--import", there)
+
+
+def test_export_refusals(tmp_path):
+    """Cut, garbled and foreign files: one sentence each, and nothing written."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = tmp_path / "w.bin"
+    perturbed_file(weights, Config(**TOY))
+    for ending in ("pt", "safetensors"):
+        assert call(generate, "--model_filename", weights, "--export", tmp_path / f"w.{ending}") == ""
+    bad, target = tmp_path / "bad", tmp_path / "out.bin"
+
+    def attempt(path, *says):
+        sentence = call(generate, "--import", path, "--export", target)
+        assert len(sentence.splitlines()) == 1 and path.name in sentence, sentence
+        assert all(text in sentence for text in says) and not target.exists(), sentence
+
+    for ending in ("pt", "safetensors"):
+        whole, path = (tmp_path / f"w.{ending}").read_bytes(), bad.with_suffix(f".{ending}")
+        attempt(path, "no such file")
+        for content in (b"", b"x" * 100, bytes(5000), whole[:7], whole[:len(whole) // 2], whole[:-1]):
+            path.write_bytes(content)
+            attempt(path)
+    stored = torch.load(tmp_path / "w.pt", weights_only=True)
+    state, config = stored["state_dict"], stored["config"]
+
+    def variant_of(says, state=state, **changes):
+        changed = config | changes
+        torch.save(dict(state_dict=state, config=changed), bad.with_suffix(".pt"))
+        safetensors.save_file(state, bad.with_suffix(".safetensors"), dict(config=json.dumps(changed)))
+        for ending in (".pt", ".safetensors"):
+            attempt(bad.with_suffix(ending), *says)
+
+    variant_of(["num_channels"], num_channels=-32)
+    variant_of(["configuration"], num_channels="wide")
+    variant_of(["configuration"], channel_mult=3)
+    variant_of(["configuration"], num_channels=float("inf"))
+    variant_of(["predict"], predict="all")
+    variant_of(["lr"], lr=float("nan"))
+    variant_of(["warp"], warp=3)
+    variant_of(["time_embed.0.weight", "(128, 32)"], num_channels=64)
+    variant_of(["out.2.bias", "missing"], state={name: state[name] for name in [*state][:-1]})
+    variant_of(["extra", "(3,)"], state=state | {"extra": torch.zeros(3)})
+    safetensors.save_file(state, bad.with_suffix(".safetensors"))
+    attempt(bad.with_suffix(".safetensors"), "configuration", "--export")
+    for name in ("out.txt", "w.bin"):
+        sentence = call(generate, "--model_filename", weights, "--export", tmp_path / name)
+        assert name in sentence and len(sentence.splitlines()) == 1
+
+
 def test_files_for_the_program(cpp, tmp_path, images8):
     """python train_unet.py --init_model_only True: its file starts the program, with the same weights."""
     flags = flags_of(Config(**TOY | dict(seed=6)))
@@ -1198,9 +1293,9 @@ def test_damaged_files_in_python(tmp_path):
 # ----------------------------------------------------------------------------------------------------
 # pictures
 
-def picture(path):
+def picture(path, mode="RGB"):
     with Image.open(path) as image:
-        assert image.format == "PNG" and image.mode == "RGB"
+        assert image.format == "PNG" and image.mode == mode
         return np.asarray(image).astype(int)
 
 
@@ -1298,7 +1393,8 @@ def test_drawing_while_training(tmp_path, images8):
     assert re.search(r"\bsampler +heun\b", text) and re.search(r"\bthreshold +dynamic\b", text)
     run(TRAIN, "--out_dir", tmp_path / "with", "--seeds", "0-1", "--sampler", "heun", "--sample_steps", 3,
         "--threshold", "dynamic", "--output_name", tmp_path / "a.png")
-    assert (picture(tmp_path / "a.png") == picture(tmp_path / "with/samples_00000006.png")).all()
+    again = picture(tmp_path / "a.png") - picture(tmp_path / "with/samples_00000006.png")
+    assert np.abs(again).max() <= 1
     run(TRAIN, "--resume", tmp_path / "with", "--steps", 7, "--sampler", "ddim", "--eta", 0.25)
     stored = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "with", 7))).run["eta"]
     assert np.int32(stored).view(np.float32) == 0.25
@@ -1376,6 +1472,183 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
 
 
 # ----------------------------------------------------------------------------------------------------
+# memorisation and quality
+
+def test_nearest(tmp_path, images8):
+    """A training image with noise on it is nearest to itself, and the distance is that of the noise."""
+    images = unet_io.read_images(images8)
+    order = np.random.default_rng(0).permutation(len(images))
+    changed = images.pixels[order].astype(int)
+    changed[:, 0, 0, 0] += np.where(changed[:, 0, 0, 0] < 128, 24, -24)
+    where, distances = generate.nearest(changed.astype(np.uint8), images, 8, chunk=3)
+    assert where.tolist() == order.tolist() and np.allclose(distances, 24 / np.sqrt(3 * 8 * 8), rtol=1e-12)
+    assert (generate.nearest(images.pixels, images, 8)[1] == 0).all()
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 3, "--sample_steps", 3,
+                "--device", "cpu", "--output_name", tmp_path / "x.png", "--nearest", images8) == ""
+    drawn, pairs = picture(tmp_path / "x.png"), picture(tmp_path / "x_nearest.png")
+
+    def cell(grid, row, column):
+        return grid[2 + 10 * row:, 2 + 10 * column:][:8, :8]
+    for n, (y, x) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        ours, theirs = cell(pairs, n, 0), cell(pairs, n, 1)
+        every = np.moveaxis(images.pixels, 1, -1).astype(int)
+        assert (ours == cell(drawn, y, x)).all()
+        assert (theirs == every[np.square(every - ours).sum((1, 2, 3)).argmin()]).all()
+
+
+def test_laplacian_pyramid():
+    """Its bands sum up to the image, a smooth image has no detail, and a pixel spreads binomially."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 64, 64)))
+    bands = generate.laplacian_pyramid(x)
+    assert [band.shape[-1] for band in bands] == [64, 32, 16]
+    assert [generate.laplacian_pyramid(torch.zeros(1, 3, size, size))[-1].shape[-1] for size in (8, 24, 36)
+            ] == [8, 24, 18]
+    row = np.array([1, 4, 6, 4, 1]) / 16
+    padded = np.pad(x.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)), mode="reflect")
+    low = np.zeros((2, 3, 32, 32))
+    for dy in range(5):
+        for dx in range(5):
+            low += row[dy] * row[dx] * padded[:, :, dy:dy + 64:2, dx:dx + 64:2]
+    small = generate.laplacian_pyramid(torch.from_numpy(low))
+    assert all(error_of(a, b) < 1e-12 for a, b in zip(small, bands[1:]))
+    spread = np.zeros((2, 3, 68, 68))
+    spread[:, :, 2:66:2, 2:66:2] = low
+    spread = np.pad(spread[:, :, 2:66, 2:66], ((0, 0), (0, 0), (2, 2), (2, 2)), mode="reflect")
+    up = sum(4 * row[dy] * row[dx] * spread[:, :, dy:dy + 64, dx:dx + 64]
+             for dy in range(5) for dx in range(5))
+    assert error_of(bands[0] + torch.from_numpy(up), x) < 1e-12
+    flat = generate.laplacian_pyramid(torch.full((1, 3, 32, 32), 0.7, dtype=torch.float64))
+    assert flat[0].abs().max() < 1e-12 and (flat[1] - 0.7).abs().max() < 1e-12
+
+
+def test_sliced_wasserstein():
+    """Closed forms: a set moved by v, mean |v . u| of unit vectors u; Gaussians of two widths on a line."""
+    dice = np.random.default_rng(1)
+    for d in (1, 3, 147):
+        points, v = dice.standard_normal((50, d)), dice.standard_normal(d)
+        expected = np.linalg.norm(v) * math.gamma(d / 2) / (math.sqrt(math.pi) * math.gamma((d + 1) / 2))
+        found = generate.sliced_wasserstein(points, dice.permutation(points) + v, dice, 2048)
+        assert abs(found / expected - 1) < (1e-12 if d == 1 else 0.05)
+        assert generate.sliced_wasserstein(points, points[::-1], dice) < 1e-12
+    a, b = dice.standard_normal((2, 20000, 1))
+    found = generate.sliced_wasserstein(a, 3 * b, dice, 64)  # 2 E|x|
+    assert abs(found / (2 * math.sqrt(2 / math.pi)) - 1) < 0.02
+
+
+def test_patches():
+    """Patches come from the image, in every place, normalised by channel over all of them."""
+    n, count = 3, 4000
+    x = torch.arange(n * 3 * 10 * 10, dtype=torch.float64).reshape(n, 3, 10, 10)
+    found = generate.patches(x, np.random.default_rng(0), count).reshape(n * count, 3, 7, 7)
+    found = torch.from_numpy(found)
+    assert abs(found.mean((0, 2, 3))).max() < 1e-9 and abs(found.var((0, 2, 3)) - 1).max() < 1e-4
+    scale = 1 / (found[0, :, 0, 1] - found[0, :, 0, 0])  # neighbours differ by 1
+    raw = found * scale[:, None, None]
+    corner = raw[:, :, :1, :1]
+    assert abs(raw - corner - x[0, 0, :7, :7]).max() < 1e-6
+    places = (corner[:, 0, 0, 0] - corner[:, 0].min()).round().long().reshape(n, count)
+    expected = {y * 10 + x for y in range(4) for x in range(4)}
+    for i, row in enumerate(places.tolist()):
+        assert {place - 300 * i for place in row} == expected
+    constant = generate.patches(torch.full((2, 3, 8, 8), 0.5), np.random.default_rng(0))
+    assert np.isfinite(constant).all() and constant.shape == (2 * 128, 147)
+
+
+def test_patch_distances():
+    """Blind to brightness and contrast, larger for what differs more, the same for the same seed."""
+    def smooth(seed, coarse):
+        noise = torch.from_numpy(np.random.default_rng(seed).random((16, 3, coarse, coarse), np.float32))
+        return F.interpolate(noise, size=32, mode="bilinear")
+    a, b, rough = smooth(1, 4), smooth(2, 4), smooth(3, 32)
+    alike, brighter, unlike = (generate.patch_distances(a, x, 5) for x in (b, 0.3 * b + 0.4, rough))
+    assert list(alike) == list(unlike) == [32, 16]
+    print(alike, unlike)
+    assert all(abs(brighter[size] / alike[size] - 1) < 1e-3 for size in alike)
+    assert unlike[32] > 2 * alike[32] and unlike[16] > alike[16]  # 16 images have little to say of 16x16
+    assert generate.patch_distances(a, b, 5) == alike != generate.patch_distances(a, b, 6)
+
+
+def test_frechet_distance():
+    """Closed forms: equal, moved, scaled, commuting and, in two dimensions, any covariances."""
+    dice = np.random.default_rng(2)
+    for d in (2, 7):
+        means = dice.standard_normal((2, d))
+        a, b = (factor @ factor.T for factor in dice.standard_normal((2, d, d)))
+        moved = np.square(means[0] - means[1]).sum()
+        assert abs(generate.frechet_distance(means[0], a, means[0], a)) < 1e-9
+        assert np.isclose(generate.frechet_distance(means[0], a, means[1], a), moved)
+        assert np.isclose(generate.frechet_distance(means[0], a, means[1], 9 * a), moved + 4 * np.trace(a))
+        turn = np.linalg.qr(dice.standard_normal((d, d)))[0]
+        x, y = dice.random((2, d))
+        expected = moved + np.square(np.sqrt(x) - np.sqrt(y)).sum()
+        assert np.isclose(generate.frechet_distance(means[0], turn * x @ turn.T, means[1], turn * y @ turn.T),
+                          expected)
+        if d == 2:  # the trace of the root of a 2x2 matrix M: sqrt(tr M + 2 sqrt(det M))
+            trace = math.sqrt(np.trace(a @ b) + 2 * math.sqrt(np.linalg.det(a @ b)))
+            assert np.isclose(generate.frechet_distance(means[0], a, means[1], b),
+                              moved + np.trace(a) + np.trace(b) - 2 * trace)
+        low = np.outer(means[0], means[0])  # rank 1
+        assert np.isclose(generate.frechet_distance(means[0], low, means[0], 4 * low), np.trace(low))
+
+
+def quality_words(tmp_path, held_out, count=6):
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    return ["--model_filename", tmp_path / "w.bin", "--num_images", count, "--sample_steps", 2,
+            "--device", "cpu", "--output_name", tmp_path / "x.png", "--quality", held_out]
+
+
+def test_quality(tmp_path, images8, capsys, monkeypatch):
+    """--quality prints seed, count and the numbers of patch_distances, and that FID is left out."""
+    monkeypatch.setitem(sys.modules, "pytorch_fid", None)
+    printed = []
+    for seed in (4, 3, 3):
+        assert call(generate, *quality_words(tmp_path, images8), "--seed", seed) == ""
+        printed.append(capsys.readouterr().out)
+    assert printed[0] != printed[1] == printed[2]
+    lines = printed[1].splitlines()[1:]
+    assert lines[0].startswith(f"quality, seed 3: 5 pictures against 5 images of {images8}; as a yardstick")
+    assert lines[1].split()[-2:] == ["8x8", "mean"] and lines[4].startswith("FID is left out: ")
+    assert "pip install pytorch-fid" in lines[4] and len(lines) == 5
+    order = unet_io.permutation(3, 0, 11)
+    real = torch.from_numpy(unet_io.read_images(images8).floats(order[:10]))
+    grid = picture(tmp_path / "x.png")
+    cells = [grid[2 + 10 * (n // 3):, 2 + 10 * (n % 3):][:8, :8] for n in range(5)]
+    drawn = torch.from_numpy(np.moveaxis(np.stack(cells), -1, 1)).float() / 127.5 - 1
+    for line, images in ((lines[2], drawn), (lines[3], real[5:])):
+        expected = generate.patch_distances(images, real[:5], 3)[8]
+        assert all(abs(float(word) - expected) < 0.02 for word in line.split()[-2:])
+    for held_out, count, says in ((images8, 1, "2 pictures"), (tmp_path / "none.bin", 6, "none.bin")):
+        assert says in call(generate, *quality_words(tmp_path, held_out, count))
+
+
+def test_fid(tmp_path, images8, capsys, monkeypatch):
+    """With another network in pytorch-fid's place: its features' Frechet distance; never a download."""
+    class Network(torch.nn.Module):
+        def forward(self, x):
+            assert x.min() >= 0 and x.max() <= 1
+            return [x.mean((2, 3), keepdim=True)]
+    package = types.ModuleType("pytorch_fid.inception")
+    package.FID_WEIGHTS_URL, package.InceptionV3 = "https://example.org/weights.pth", Network
+    monkeypatch.setitem(sys.modules, "pytorch_fid", types.ModuleType("pytorch_fid"))
+    monkeypatch.setitem(sys.modules, "pytorch_fid.inception", package)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    assert call(generate, *quality_words(tmp_path, images8)) == ""
+    last = capsys.readouterr().out.splitlines()[-1]
+    weights = tmp_path / "checkpoints/weights.pth"
+    assert last == f"FID is left out: save https://example.org/weights.pth as {weights}"
+    weights.parent.mkdir()
+    weights.write_text("")
+    assert call(generate, *quality_words(tmp_path, images8)) == ""
+    last = capsys.readouterr().out.splitlines()[-1]
+    real = unet_io.read_images(images8).floats(unet_io.permutation(0, 0, 11)[:10])
+    features = (real.astype(np.float64) / 2 + 0.5).mean((2, 3))
+    expected = generate.frechet_distance(*(moment for half in (features[5:], features[:5])
+                                           for moment in (half.mean(0), np.cov(half.T))))
+    assert re.fullmatch(rf"FID: \d+\.\d\d for 5 pictures, {expected:.2f} for 5 held-out images", last)
+
+
+# ----------------------------------------------------------------------------------------------------
 # command lines
 
 def refused(*command, status=1, says=(), **options):
@@ -1411,6 +1684,39 @@ def test_help():
         assert re.search(rf"^  --{flag}\b", text, re.M), flag
     assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
     assert run(TRAIN, "-h").stdout == text
+
+
+def completed(*words, program="./train_unet", cwd=ROOT):
+    """What completion.bash offers for the last of these words, sorted."""
+    shell = '''source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _train_unet
+               [ ${#COMPREPLY[@]} = 0 ] || printf '%s\n' "${COMPREPLY[@]}"'''
+    words = run("bash", "-c", shell, ROOT / "completion.bash", program, *words, cwd=cwd).stdout.splitlines()
+    return sorted(words)
+
+
+def test_completion(tmp_path):
+    """Flags, choices, presets and file names, all from the program's --help."""
+    help = run(TRAIN, "--help").stdout
+    flags = sorted(re.findall(r"^  (--\w+)", help, re.M))
+    assert len(flags) > 30
+    for words in (["--"], [""], ["--flip", "--"], ["--steps", 4, "--"], ["--preset", "tiny", ""]):
+        assert completed(*words, program=TRAIN) == flags, words
+    assert completed("--adam_", program=TRAIN) == ["--adam_eps"]
+    presets = sorted(unet_io.PRESETS)
+    assert completed("--preset", "", program=TRAIN) == completed("--preset", "=", program=TRAIN) == presets
+    assert completed("--preset", "=", "ti", program=TRAIN) == ["tiny"]
+    assert completed("--preset=ti", program=TRAIN) == ["--preset=tiny"]  # as zsh splits words
+    for flag, choices in re.findall(r"^  (--\w+) (\w+(?:\|\w+)+) ", help, re.M):
+        assert completed(flag, "", program=TRAIN) == sorted(choices.split("|")), flag
+    assert "linear" in completed("--noise_schedule", "l", program=TRAIN)
+    for name in ("my data.bin", "my.bin", "other.bin"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "runs").mkdir()
+    for flag in ("--data_file", "--val_file", "--model_weights", "--output_name"):
+        assert completed(flag, "m", program=TRAIN, cwd=tmp_path) == ["my data.bin", "my.bin"]
+    assert completed("--resume", "r", program=TRAIN, cwd=tmp_path) == ["runs"]
+    assert completed("--lr", "", program=TRAIN, cwd=tmp_path) == completed("--lrr", "", program=TRAIN) == []
+    assert completed("--", program="./none") == []
 
 
 def test_zero_terminal_snr_weights():
@@ -1523,6 +1829,8 @@ def test_weights_files(tmp_path, images8):
     (tmp_path / "cut.bin").write_bytes(good[:-1000])
     refused(TRAIN, *toy, "--model_weights", tmp_path / "cut.bin", says=["cut.bin", "damaged"])
     refused(TRAIN, *toy, "--data_file", tmp_path / "w.bin", says="no image file")
+    (tmp_path / "w.pt").write_bytes(b"PK" + good)
+    refused(TRAIN, *toy, "--model_weights", tmp_path / "w.pt", says=["w.pt", "generate.py --import"])
     refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "nowhere", says=["checkpoint", "nowhere"])
     draw = [TRAIN, "--generate", 1, "--model_weights", tmp_path / "w.bin"]
     refused(*draw, "--sample_steps", 2000, says="2000")
@@ -1589,7 +1897,8 @@ AGAIN = {
              (test_profile, ())],
     "fp32": [*((test_training, (name,)) for name in TRAINING), (test_validation_loss, ()),
              (test_resume, ()), (test_resume_in_pytorch, ()), (test_pictures_from_averaged_weights, ()),
-             *((test_pictures, (name,)) for name in PICTURES)],
+             *((test_pictures, (name,)) for name in PICTURES), (test_seeds_and_strips, ()),
+             (test_interpolation, ()), (test_drawing_while_training, ())],
 }
 
 
@@ -1780,6 +2089,131 @@ def test_ladders_cover_the_model(tmp_path, monkeypatch):
         timed = {(case["heads"] * case["d"], round(case["T"]**0.5)) if stem == "attention" else
                  tuple(case[size] for size in "COH" if size in case) for case in cases}
         assert len(shapes) > 1 and shapes <= timed, (stem, shapes - timed)
+
+
+def test_ladders_of_make():
+    """make takes what has a .cu and a .py for a ladder, and none of the tools."""
+    stems = {path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
+    for folder in (ROOT, ROOT / "dev"):
+        database = run("make", "-pn", "-C", folder, "clean").stdout
+        assert set(re.search(r"^LADDERS := (.*)$", database, re.M)[1].split()) == stems
+
+
+# ----------------------------------------------------------------------------------------------------
+# a run's log, in pictures and for TensorBoard
+
+def metrics_file(path, steps=range(10, 60, 10), ending="", **more):
+    """A metrics.jsonl as ./train_unet writes it; `more` goes into every line of a loss."""
+    lines = []
+    for step in steps:
+        line = dict(step=step, loss=10 / step, smoothed=20 / step, grad_norm=1.5, lr=1e-4 * step)
+        lines.append(line | more)
+        lines += [dict(step=step, val_loss=5 / step)] * (step % 20 == 0)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + ending)
+    return path
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Import a tool of dev/ by its name."""
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    return importlib.import_module
+
+
+def test_read_metrics(tmp_path, tools):
+    """The later line of a step counts; cut lines, other lines and nulls do no harm."""
+    read = tools("plot_log").read_metrics
+    whole = read(metrics_file(tmp_path / "a.jsonl"))
+    assert whole["loss"] == {10: 1, 20: 0.5, 30: 10 / 30, 40: 0.25, 50: 0.2}
+    assert whole["val_loss"] == {20: 0.25, 40: 0.125} and "step" not in whole
+    cut = ('[1]\n3\n\n{"loss": 1}\n{"step": null}\n{"step": Infinity}\n'
+           '{"step": 60, "loss": null, "lr": 1}\n{"step": 70, "lo')
+    assert read(metrics_file(tmp_path / "b.jsonl", ending=cut))["loss"] == whole["loss"]
+    resumed = '{"step": 55, "loss": 3}\n{"step": 30, "loss": 7}\n{"step": 40, "val_loss": 8}\n'
+    again = read(metrics_file(tmp_path / "c.jsonl", ending=resumed))
+    assert list(again["loss"].items()) == [(10, 1), (20, 0.5), (30, 7), (40, 0.25), (50, 0.2), (55, 3)]
+    assert again["val_loss"] == {20: 0.25, 40: 8}
+    for name, content, says in (("none", None, "no such file"), ("empty", "", "holds no line"),
+                                ("cut", '{"step": 1', "holds no line")):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=f"(?i){name}.*{says}"):
+            read(tmp_path / name)
+
+
+def test_plot_log(tmp_path, tools):
+    pytest.importorskip("matplotlib")
+    plot_log = tools("plot_log")
+    logs = [metrics_file(tmp_path / "a.jsonl"),
+            metrics_file(tmp_path / "b.jsonl", [7], '{"step": 9', loss_quartiles=[4, 3, None, 1])]
+    figure = plot_log.plot({path.name: plot_log.read_metrics(path) for path in logs})
+    lines = {axis.get_ylabel(): [line.get_xydata().tolist() for line in axis.lines] for axis in figure.axes}
+    assert list(lines) == ["loss", "loss by timestep", "gradient norm", "learning rate"]
+    steps = [10, 20, 30, 40, 50]
+    assert lines["loss"] == [[[step, 10 / step] for step in steps], [[step, 20 / step] for step in steps],
+                             [[20, 0.25], [40, 0.125]], [[7, 10 / 7]], [[7, 20 / 7]]]
+    assert lines["loss by timestep"] == [[[7, 4]], [[7, 3]], [[7, 1]]]
+    assert lines["learning rate"] == [[[step, 1e-4 * step] for step in steps], [[7, 7e-4]]]
+    target = tmp_path / "loss.png"
+    assert "loss by timestep" in script("dev/plot_log.py", *logs, "--output_name", target).stdout
+    assert picture(target, "RGBA").std() > 10
+    target = tmp_path / "no/x.png"
+    refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+
+
+def test_missing_packages(tmp_path, tools, monkeypatch):
+    """Where an optional package is not installed, a sentence says which."""
+    log = metrics_file(tmp_path / "metrics.jsonl")
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for package, module, words in (
+            ("matplotlib", tools("plot_log"), [log, "--output_name", tmp_path / "x.png"]),
+            ("tensorboard", tools("to_tensorboard"), [log, "--output_dir", tmp_path / "x"]),
+            ("safetensors", generate, ["--model_filename", tmp_path / "w.bin", "--export",
+                                       tmp_path / "x.safetensors"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        sentence = call(module, *words)
+        assert "pip install" in sentence and package in sentence and len(sentence.splitlines()) == 1
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_plots_of_a_run(tmp_path, images8, tools):
+    """What the program itself writes can be plotted and converted."""
+    read = tools("plot_log").read_metrics
+    run(TRAIN, *start_flags(Config(**TOY), images8, tmp_path / "run", 4, log_every=1, val_file=images8,
+                            val_every=2))
+    metrics = read(tmp_path / "run/metrics.jsonl")
+    assert metrics["loss"] == losses_in(tmp_path / "run") and list(metrics["val_loss"]) == [2, 4]
+    assert all(key in metrics for key in ("smoothed", "grad_norm", "lr"))
+
+
+def test_to_tensorboard(tmp_path, tools):
+    """Every number and grid is in the event file, once, also after a second call."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    log = metrics_file(tmp_path / "metrics.jsonl", loss_quartiles=[4, 3, None, 1])
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 14, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "samples_00000040.png")
+    Image.fromarray(pixels).save(tmp_path / "other.png")
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/mine.txt").write_text("kept")
+    for _ in range(2):
+        assert call(tools("to_tensorboard"), log, "--output_dir", tmp_path / "events") == ""
+    assert len(list((tmp_path / "events").iterdir())) == 2
+    events = EventAccumulator(str(tmp_path / "events"), size_guidance={"images": 0})
+    events.Reload()
+    found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    expected = {key: {step: float(np.float32(value)) for step, value in points.items()}
+                for key, points in tools("plot_log").read_metrics(log).items() if key != "loss_quartiles"}
+    for n, value in ((1, 4), (2, 3), (4, 1)):
+        expected[f"loss_quartiles/{n}"] = {step: value for step in expected["loss"]}
+    assert found == expected
+    [image] = events.Images("samples")
+    assert image.step == 40
+    assert same_bits(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), pixels)
+    target = tmp_path / "x"
+    assert "none.jsonl" in call(tools("to_tensorboard"), tmp_path / "none.jsonl", "--output_dir", target)
+    assert not target.exists()
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -6872,7 +6872,8 @@ static WeightsFile open_weights(const std::string& path) {
     if (header[0] == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", path.c_str());
     if (header[0] != UNET_MAGIC)
-        fail("%s is no weights file: it starts with an unknown number", path.c_str());
+        fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)",
+             path.c_str());
     if (header[FIELD_VERSION] != UNET_VERSION)
         fail("%s has version %d of the weights format; this program reads version %d", path.c_str(),
              header[FIELD_VERSION], UNET_VERSION);

@@ -250,12 +250,16 @@ def set_parameters(parameters, flat, path):
 
 
 def load_model(path, use_ema=True, overrides=None):
-    """(UNet, Checkpoint) from a .bin, old or new, or a .pt with a state dict of an old model.
+    """(UNet, Checkpoint) from a .bin, old or new, or from a .pt or .safetensors that save_weights wrote, or a
+    .pt with the state dict of an old model.
 
     use_ema: take the averaged weights where the file has them. overrides: Config values that replace those of
-    the file (a .pt tells only its width: it is taken for an old model of 64x64 images, max_period 1000).
+    the file (an old .pt tells only its width: it is taken for a model of 64x64 images, max_period 1000).
     """
-    checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
+    if path.endswith(".safetensors"):
+        checkpoint = _read_safetensors(path)
+    else:
+        checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
     overrides = dict(overrides or {})
     if checkpoint.old and "image_size" in overrides:  # attention at the third and fourth level
         size = overrides["image_size"]
@@ -274,8 +278,13 @@ def load_model(path, use_ema=True, overrides=None):
     return model, checkpoint
 
 
+def _first_line(error):
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def _read_pt(path):
-    """Checkpoint of an old model from a state dict, whose values stand in the order of the parameters."""
+    """Checkpoint from save_weights' .pt, or of an old model from a state dict in the order of its parameters.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -284,7 +293,9 @@ def _read_pt(path):
         raise UserError(f"{path} is no plain state dict: for safety only tensors are loaded from a"
                         f" .pt") from None
     except Exception as error:
-        raise UserError(f"{path} can't be loaded as a PyTorch file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} can't be loaded as a PyTorch file: {_first_line(error)}") from None
+    if isinstance(state, dict) and isinstance(state.get("config"), dict):
+        return _from_state(path, state.get("state_dict"), state["config"], state.get("step", 0))
     for key in ("state_dict", "model"):
         state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
     if not isinstance(state, dict) or not state or not all(torch.is_tensor(v) for v in state.values()):
@@ -301,6 +312,84 @@ def _read_pt(path):
                             f" {tuple(parameter.shape)}")
     weights = np.concatenate([value.reshape(-1) for value in state.values()])
     return Checkpoint(config, {"weights": weights}, tensors=len(state), old=True)
+
+
+def _read_safetensors(path):
+    """Checkpoint from save_weights' .safetensors."""
+    safetensors = _need_safetensors(path)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror or 'no such file'}") from None
+    except Exception as error:
+        raise UserError(f"{path} is damaged or no safetensors file: {_first_line(error)}") from None
+    if "config" not in metadata:
+        raise UserError(f"{path} does not tell the configuration of its model: only files that python"
+                        f" generate.py --export wrote can be read")
+    try:
+        config, step = json.loads(metadata["config"]), int(metadata.get("step", 0))
+    except ValueError:
+        config = step = None
+    return _from_state(path, state, config, step)
+
+
+def _need_safetensors(path):
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError(f"{path} needs the package safetensors: pip install safetensors") from None
+    return safetensors
+
+
+def _from_state(path, state, config, step):
+    """Checkpoint from tensors by PyTorch's names and a dict with the configuration's fields."""
+    known = {field.name: field.type for field in dataclasses.fields(Config)}
+    try:
+        unknown = [str(name) for name in config if name not in known]
+        values = {name: tuple(map(int, value)) if known[name] is tuple else known[name](value)
+                  for name, value in config.items() if name in known}
+        step = int(step)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        raise UserError(f"{path} is damaged: its configuration can't be read") from None
+    if unknown:
+        raise UserError(f"{path} has the setting {unknown[0]}, which this program doesn't know")
+    config = Config(**values).check(path)
+    if not isinstance(state, dict) or not all(torch.is_tensor(value) for value in state.values()):
+        raise UserError(f"{path} holds no state dict of tensors")
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in UNet(config).named_parameters()}
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            raise UserError(f"{path}: {name} is {found.get(name, 'missing')} there and"
+                            f" {expected.get(name, 'no parameter')} in the model of its configuration")
+    weights = np.concatenate([state[name].float().numpy().reshape(-1) for name in expected])
+    return Checkpoint(config, {"weights": weights}, step=step, tensors=len(expected))
+
+
+def save_weights(path, model, checkpoint):
+    """Write a model's weights alone, with the configuration and step of the checkpoint they came from.
+
+    By the ending of `path`: .bin, for ./train_unet; .pt, a dict of "state_dict", "config" and "step" that
+    torch.load reads with weights_only=True; .safetensors, with "config" (JSON) and "step" in its metadata.
+    """
+    config, step = dataclasses.asdict(checkpoint.config), checkpoint.step
+    state = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
+    if path.endswith(".bin"):
+        weights = dict(weights=to_numpy(state.values()))
+        unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=checkpoint.run))
+    elif path.endswith((".pt", ".pth")):
+        with unet_io.replacing(path) as file:
+            torch.save(dict(state_dict=state, config=config, step=step), file)
+    elif path.endswith(".safetensors"):
+        metadata = dict(format="pt", config=json.dumps(config), step=str(step))
+        block = _need_safetensors(path).torch.save(state, metadata)
+        with unet_io.replacing(path) as file:
+            file.write(block)
+    else:
+        raise UserError(f"{path} must end in .bin, .pt or .safetensors, which says how weights are written")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -1013,7 +1102,7 @@ RUN_FLAGS = {  # name: (default, help)
     "data_file": ("data/emoji.bin", "images from prepare_data.py"),
     "data_dir": ("", "a folder of images, prepared into OUT_DIR first; replaces --data_file"),
     "val_file": ("", "images for a validation loss at every save"),
-    "model_weights": ("", "a .bin or .pt to start from instead of new weights"),
+    "model_weights": ("", "a .bin, .pt or .safetensors to start from instead of new weights"),
     "out_dir": ("out", "folder for checkpoints, metrics.jsonl and samples"),
     "log_every": (50, "steps between two lines of the log"),
     "save_every": (1000, "steps between two checkpoints, 0 for none but the last"),

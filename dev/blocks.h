@@ -5,7 +5,8 @@
 
 namespace blocks {
 
-// Allowed of what a chain of layers in bf16 computes; in fp32 the usual.
+// What a chain of layers in bf16 is allowed: twice what PyTorch's own bf16 is off at these cases, 0.0104 at the
+// most (a bias gradient of a residual block). In fp32 the usual.
 static const double LIMIT = sizeof(floatX) == 2 ? 2e-2 : 0;
 #ifdef __CUDACC__
 static const Type PROGRAM = FLOATX;

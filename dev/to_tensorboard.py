@@ -1,0 +1,64 @@
+"""A run's metrics.jsonl, and the grids of samples beside it, as TensorBoard event files.
+
+    python dev/to_tensorboard.py out/mine/metrics.jsonl --output_dir out/mine/tensorboard
+    tensorboard --logdir out
+
+Called again, for a run that went on, it replaces what it wrote. Needs PyTorch and the package tensorboard.
+"""
+import os
+import pathlib
+import re
+import sys
+
+import numpy as np
+from PIL import Image
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+import unet_io
+from plot_log import number, read_metrics
+from unet_io import UserError
+
+SUFFIX = ".metrics"  # ends the names of our event files, so that we can tell them from others
+
+
+def convert(log, folder):
+    """Write scalars, lists as one scalar an element, and samples_STEP.png as images. -> how many of each"""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("event files need PyTorch and tensorboard: pip install torch tensorboard") from None
+    metrics, beside = read_metrics(log), os.path.dirname(log) or "."
+    os.makedirs(folder, exist_ok=True)
+    for name in os.listdir(folder):
+        if name.endswith(SUFFIX):
+            os.remove(os.path.join(folder, name))
+    scalars = grids = 0
+    with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
+        for key, points in metrics.items():
+            for step, value in points.items():
+                several = isinstance(value, list)
+                for n, element in enumerate(value if several else [value], 1):
+                    if element is not None:
+                        writer.add_scalar(f"{key}/{n}" if several else key, number(element), step)
+                        scalars += 1
+        for name in sorted(os.listdir(beside)):
+            if match := re.fullmatch(r"samples_(\d+)\.png", name):
+                with Image.open(os.path.join(beside, name)) as image:
+                    pixels = np.asarray(image.convert("RGB"))  # (H, W, 3)
+                writer.add_image("samples", pixels, int(match[1]), dataformats="HWC")
+                grids += 1
+    return scalars, grids
+
+
+def main():
+    parser = unet_io.Parser(description=__doc__)
+    parser.add_argument("log", metavar="metrics.jsonl")
+    parser.add_argument("--output_dir", required=True, metavar="FOLDER", help="for the event files")
+    args = parser.parse_args()
+    scalars, grids = convert(args.log, args.output_dir)
+    print(f"wrote {scalars} scalars and {grids} grids of samples; see them with"
+          f" tensorboard --logdir {args.output_dir}")
+
+
+if __name__ == "__main__":
+    unet_io.run_script(main)
