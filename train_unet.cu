@@ -7359,7 +7359,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
             sampler_step(x, saved, m->input, unet_output(m), m->limits, m->begins, s, B, H, H,
                          (uint32_t)i + 1);
-            if (s.save_x == 0) {  // a step ends, and what is saved is x0
+            if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
                 int last = sampler_steps(c) - 1;
                 for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
                      column++)
