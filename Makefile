@@ -3,6 +3,7 @@
 #   DEVICE=cpu|cuda     what train_unet is built for   (default: cuda where nvcc and a GPU are found)
 #   PRECISION=bf16|fp32 what the GPU computes in       (default: bf16; the CPU always computes in fp32)
 #   GPU_ARCH=80|86|89|90 the GPU to build for          (default: the one in this machine)
+#   PRESET=NAME         what make train trains         (default: unet64; small32 on a GPU under 8 GB, tiny on a CPU)
 #   BLAS=openblas|own   matrix products on the CPU     (default: openblas where found)
 #   ALL_ARCHS=1         make test also compiles for every GPU architecture and precision
 
@@ -20,6 +21,7 @@ OPENBLAS := $(call compiles,extern "C" void openblas_set_num_threads(int); int m
 BLAS ?= $(if $(OPENBLAS),openblas,own)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 GPU := $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+GPU_MEMORY := $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
 GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 DEVICE ?= $(if $(and $(NVCC),$(GPU)),cuda,cpu)
 PRECISION ?= bf16
@@ -145,11 +147,14 @@ $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
 
 # ---- the demo -----------------------------------------------------------------------------------------------
 
+# A GPU with little memory is a slow one too.
+SMALL_GPU := $(shell [ "$(GPU_MEMORY)" -lt 8000 ] 2>/dev/null && echo yes)
+PRESET ?= $(if $(filter cpu,$(DEVICE)),tiny,$(if $(SMALL_GPU),small32,unet64))
 # Continues where an earlier `make train` was stopped.
-PRESET := $(if $(filter cuda,$(DEVICE)),unet64,tiny)
 train: train_unet
-	./train_unet --preset $(PRESET) --out_dir out/$(PRESET) \
-		$$(ls out/$(PRESET)/checkpoint_*.bin >/dev/null 2>&1 && echo --resume)
+	@if ls out/$(PRESET)/checkpoint_*.bin >/dev/null 2>&1; then run="--resume out/$(PRESET)"; \
+		else run="--preset $(PRESET) --out_dir out/$(PRESET)"; fi; \
+		echo ./train_unet $$run; exec ./train_unet $$run
 
 # ---- tests and benchmark ------------------------------------------------------------------------------------
 

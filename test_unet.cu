@@ -1735,8 +1735,7 @@ static void test_refusals() {
                                Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
         good &= refusal([&] { check_config(config_of(flags)); }).empty();
     for (const Preset& preset : PRESETS) {
-        Config config = default_config();
-        apply_preset(&config, preset.name);
+        Config config = given_config(preset_flags(preset.name));
         good &= refusal([&] { check_config(config); }).empty();
     }
     report(good, "presets", "and other sound configurations are let through");
@@ -1783,7 +1782,7 @@ static void test_refusals() {
         std::vector<char*> argv;
         for (std::string& word : words) argv.push_back(&word[0]);
         std::string message = refusal([&] {
-            Config config = typed_config(parse_command_line((int)argv.size(), argv.data()));
+            Config config = given_config(parse_command_line((int)argv.size(), argv.data()));
             check_config(config);
             Plan plan = make_plan(config, config.batch_size, true);
             if (plan.blocks.empty() || !plan.num_parameters) fail("!! no plan");
@@ -2216,19 +2215,89 @@ static void test_valid_files(std::vector<Victim>* victims) {
     // Lines of steps that will be done again go; so does one that was cut short.
     std::string metrics = folder + "/metrics.jsonl", kept;
     FILE* f = fopen(metrics.c_str(), "w");
-    fprintf(f,
-            "{\"step\": 1, \"loss\": 0.5}\n{\"step\": 10, \"loss\": 0.25}\nrubbish\n{\"step\": 11, \"loss\": "
-            "0.1}\n");
+    std::string before =
+        "{\"step\": 1, \"loss\": 0.5}\n{\"step\": 4, \"val_loss\": 0.5}\n{\"step\": 8, \"val_loss\": 0.25}\n"
+        "{\"step\": 10, \"val_loss\": nan}\n{\"step\": 10, \"loss\": 0.25}\n";
+    fprintf(f, "%srubbish\n{\"step\": 11, \"loss\": 0.1}\n{\"step\": 12, \"val_loss\": 0.1}\n",
+            before.c_str());
     fprintf(f, "{\"step\": 2, \"lo");
     fclose(f);
-    f = open_metrics(metrics, 10);
+    Best best;
+    f = open_metrics(metrics, 10, &best);
     fprintf(f, "{\"step\": 11, \"loss\": 0.2}\n");
     fclose(f);
     kept = file_text(metrics);
-    report(
-        kept ==
-            "{\"step\": 1, \"loss\": 0.5}\n{\"step\": 10, \"loss\": 0.25}\n{\"step\": 11, \"loss\": 0.2}\n",
-        "metrics on resume", "%zu bytes kept", kept.size());
+    report(kept == before + "{\"step\": 11, \"loss\": 0.2}\n" && best.step == 8 && best.loss == 0.25,
+           "metrics on resume", "%zu bytes kept, best validation loss known", kept.size());
+}
+
+static void test_config_files() {
+    // Whatever the flags are, the file that is written for them says the same.
+    Dice dice{31};
+    std::string bad, path = test_folder + "/config.txt";
+    const char* const pieces[] = {" ", "#", "\"", "\\", "=", "a", "x/y", "\t", "'", "é"};
+    for (int i = 0; i < 2000 && bad.empty(); i++) {
+        std::string name;
+        for (int k = 1 + dice.below(6); k > 0; k--) name += pieces[dice.below(10)];
+        Config config = config_of({{"data_file", name},
+                                   {"out_dir", name + "é"},
+                                   {"model_weights", i % 2 ? name : ""},
+                                   {"lr", text("%.9g", 1e-4 * (1 + dice.below(1000000) * 1e-6))},
+                                   {"seed", text("%u", dice.next())},
+                                   {"attention_resolutions", i % 3 ? "16,4" : "0"},
+                                   {"predict", "v"},
+                                   {"flip", "1"}});
+        std::string contents = config_text(config);
+        write_whole(path, std::vector<char>(contents.begin(), contents.end()), contents.size());
+        std::string message = refusal([&] {
+            Config again = given_config(read_config_file(path));
+            for (const Flag& flag : FLAGS)
+                if (is_setting(flag) && flag_text(again, flag) != flag_text(config, flag)) bad = flag.name;
+        });
+        if (!message.empty()) bad = message;
+    }
+    report(bad.empty(), "configuration, written and read", "names with spaces, quotes and #: %s",
+           bad.c_str());
+
+    const struct {
+        const char *line, *flag, *value;
+    } forms[] = {{"lr 1e-3", "lr", "0.001"},
+                 {"  lr=1e-3   # quick", "lr", "0.001"},
+                 {"\tlr\t=\t1e-3\r", "lr", "0.001"},
+                 {"out_dir = my run#2 # comment", "out_dir", "my run#2"},
+                 {"out_dir \"my # \\\"run\\\" \"  # comment", "out_dir", "my # \"run\" "},
+                 {"val_file =", "val_file", ""},
+                 {"val_file", "val_file", ""},
+                 {"data_file = =x", "data_file", "=x"},
+                 {"channel_mult 1,2", "channel_mult", "1,2"}};
+    for (auto& form : forms) {
+        Config config = given_config({parse_config_line(form.line, "here")});
+        if (flag_text(config, *find_flag(form.flag)) != form.value) bad += form.line;
+    }
+    report(bad.empty(), "lines of a configuration", "%zu ways to write them%s", sizeof forms / sizeof *forms,
+           bad.c_str());
+
+    // Random bytes in such a file: an answer or one sentence.
+    int accepted = 0, rejected = 0;
+    std::string whole = config_text(default_config());
+    for (int i = 0; i < 3000; i++) {
+        std::string broken = whole;
+        for (int k = dice.below(3); k >= 0; k--) {
+            size_t at = dice.below((uint32_t)broken.size());
+            if (dice.one_in(2))
+                broken[at] = (char)dice.next();
+            else
+                broken.erase(at, 1 + dice.below(3));
+        }
+        write_whole(path, std::vector<char>(broken.begin(), broken.end()), broken.size());
+        std::string message = refusal([&] { check_config(given_config(read_config_file(path))); });
+        for (char& c : message) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
+        message.empty() ? accepted++ : rejected++;
+        if (refusal_count > 1 || !error_place.empty() || (!message.empty() && !is_sentence(message)))
+            bad = message;
+    }
+    report(bad.empty() && accepted > 300 && rejected > 300, "broken configurations",
+           "%d accepted, %d refused with one sentence each%s", accepted, rejected, bad.c_str());
 }
 
 static void test_corrupted_fields(const std::vector<Victim>& victims) {
@@ -2499,6 +2568,7 @@ static void test_readers(long mutations, uint32_t seed) {
     victims.push_back(make_victim(OLD_IMAGES, 4));
     int files = open_files();
     test_valid_files(&victims);
+    test_config_files();
     test_corrupted_fields(victims);
     test_truncated_files(victims);
     test_crafted_files(victims);

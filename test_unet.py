@@ -20,6 +20,7 @@ import json
 import math
 import os
 import pathlib
+import pty
 import random
 import re
 import resource
@@ -861,13 +862,150 @@ def test_flags_of_both_programs(tmp_path):
             assert float(listed[field.name]) == default, field.name
         else:
             assert listed[field.name] == str(default), field.name
+    shared = {field.name for field in dataclasses.fields(Config)} | train_unet.RUN_FLAGS.keys()
+    standard = effective()
     for preset, values in unet_io.PRESETS.items():
-        words = re.search(rf"^  {preset}:(.*)$", text, re.M).group(1).split()
-        given = dict(zip(words[::2], words[1::2])) if words[0].startswith("--") else {}
+        theirs = effective("--preset", preset)
+        assert {name for name in shared & theirs.keys() if theirs[name] != standard[name]} <= values.keys()
         for name, value in values.items():
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            theirs = given[f"--{name}"]
-            assert theirs == str(shown) or float(theirs) == float(shown), name
+            assert theirs[name] == str(shown) or float(theirs[name]) == float(shown), (preset, name)
+        for name in ("data_file", "val_file"):
+            assert not theirs[name] or (ROOT / f"{theirs[name]}.gz").exists(), (preset, name)
+    listed = re.search(r"^Presets\n(.*)", text, re.M | re.S).group(1)
+    assert re.findall(r"^  (\w+):", listed, re.M) == list(unet_io.PRESETS)
+
+
+# ----------------------------------------------------------------------------------------------------
+# configuration files
+
+def settings(text):
+    """The flags of a configuration file without quotes: a dict of texts."""
+    return dict(re.findall(r"^(\w+) = ?(.*)$", text, re.M))
+
+
+def effective(*flags):
+    """The flags' values as ./train_unet --print_config tells them."""
+    return settings(run(TRAIN, *flags, "--print_config").stdout)
+
+
+def stored_flags():
+    """The rows of FLAGS in train_unet.cu that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
+    text = (ROOT / "train_unet.cu").read_text()
+    rows = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (FREE|FIXED), ([1-9]\d*), AT\(\w+\),\s+"[^"]*",'
+                      r'\s+[-\w.]+,\s+([-\w.]+),\s+(0|"[^"]*"),', text)
+    return {name: (kind, freedom, float(most), choices.strip('"').split("|"))
+            for name, kind, freedom, _, most, choices in rows}
+
+
+def another(name, value):
+    """A value of the flag that is not `value` and that the flag takes."""
+    kind, _, most, choices = stored_flags()[name]
+    if kind == "CHOICE":
+        return next(choice for choice in choices if choice != value)
+    if kind == "BOOL":
+        return str(1 - int(value))
+    if "FLOAT" in kind:
+        return "0.25" if value != "0.25" else "0.5"
+    if kind == "LIST":
+        return "2" if value != "2" else "1"
+    return str(int(value) + (1 if int(value) < most else -1))
+
+
+def test_config_precedence(tmp_path):
+    """defaults < preset < file < typed, wherever the preset is named; comments, both ways to write a line."""
+    path = tmp_path / "my settings.txt"
+    path.write_text("# a comment\n\n  steps 77   # another\nlr = 5e-4\npreset tiny\nout_dir = a b # c\n"
+                    "flip=true\n")
+    flags = effective("--steps", 99, "--config", path)
+    assert (flags["steps"], flags["lr"], flags["batch_size"], flags["num_channels"], flags["flip"]) == (
+        "99", "0.0005", "8", "32", "1")
+    assert flags["out_dir"] == "a b"
+    assert effective("--config", path, "--preset", "small32")["batch_size"] == "64"
+    assert effective("--config", path)["steps"] == "77"
+
+
+@pytest.mark.parametrize("preset", unet_io.PRESETS)
+def test_print_config(tmp_path, preset):
+    """What --print_config writes is what it reads; grouped as in --help."""
+    printed = run(TRAIN, "--preset", preset, "--print_config").stdout
+    (tmp_path / "printed.txt").write_text(printed)
+    assert run(TRAIN, "--config", tmp_path / "printed.txt", "--print_config").stdout == printed
+    assert [line for line in re.findall(r"^# (\w+)$", printed, re.M)] == ["Files", "Model", "Diffusion",
+                                                                          "Training", "Sampling"]
+    assert stored_flags().keys() <= settings(printed).keys()
+
+
+@pytest.mark.parametrize("text, status, says", [
+    ("lr 1e-4\n\nbatchsize 4\n", 2, [", line 3: ", "'batchsize'", "batch_size?"]),
+    ("--lr 1e-4\n", 2, [", line 1: ", "'--lr'", "mean lr?"]), ("lr = fast\n", 2, [", line 1: ", "'fast'"]),
+    ("# x\nlr =   # nothing\n", 2, [", line 2: ", "--lr", "''"]),
+    ("out_dir\n", 2, [", line 1: ", "--out_dir"]),
+    ("steps 10 20\n", 2, [", line 1: ", "'10 20'"]), ("preset huge\n", 2, [", line 1: ", "'huge'", "tiny"]),
+    ("resume out\n", 2, [", line 1: ", "--resume"]), ("config x\n", 2, [", line 1: ", "--config"]),
+    ('out_dir "a b\n', 2, [", line 1: ", "quote"]), ("num_channels 48\n", 1, ["--num_channels", "48"]),
+    ("lr 1e-4\0\n", 1, ["no configuration"]), ("= 3\n", 2, [", line 1: "])])
+def test_config_refusals(tmp_path, text, status, says):
+    (tmp_path / "c.txt").write_text(text)
+    line = refused(TRAIN, "--config", tmp_path / "c.txt", "--print_config", status=status, says=says)
+    assert ", line" not in line or line.startswith(f"error: {tmp_path}/c.txt, line ")
+
+
+def test_config_no_file(tmp_path):
+    refused(TRAIN, "--config", tmp_path / "none.txt", says=["none.txt", "No such file"])
+    refused(TRAIN, "--config", tmp_path, says=[tmp_path, "not a regular file"])
+    refused(TRAIN, "--config", "", status=2, says="--config")
+    refused(TRAIN, "--config", ROOT / "data/faces.bin.gz", says=["faces.bin.gz", "no configuration"])
+
+
+def test_config_that_can_not_be_written(tmp_path, images8):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    flags = start_flags(RESUMED, images8, tmp_path / "run", 2)
+    refused(TRAIN, *flags, says=["run/config.txt", "too large"], preexec_fn=limit)
+    assert not list((tmp_path / "run").iterdir())
+    refused(TRAIN, *flags, "--out_dir", "/proc/run", says="/proc/run")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([TRAIN, "--print_config"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1 and re.fullmatch(r"error: .*No space left.*\n", result.stderr)
+
+
+def test_config_reproduces(tmp_path, images8):
+    """A run's config.txt, alone, makes the run again, bit for bit; names with spaces and quotes survive."""
+    data = tmp_path / 'my "data" #1.bin'
+    shutil.copy(images8, data)
+    folder = tmp_path / "the run # 2"
+    config = dataclasses.replace(RESUMED, adam_eps=3e-7, seed=12)
+    run(TRAIN, *start_flags(config, data, folder, 6, val_file=data, save_every=3))
+    again = run(TRAIN, "--config", folder / "config.txt", "--out_dir", tmp_path / "other")
+    other = tmp_path / "other"
+    for step in (3, 6):
+        assert checkpoint_in(folder, step).read_bytes() == checkpoint_in(other, step).read_bytes()
+    assert losses_in(folder) == losses_in(other)
+    texts = [(place / "config.txt").read_text() for place in (folder, other)]
+    assert texts[0].replace(f'out_dir = "{folder}"', f"out_dir = {other}") == texts[1]
+    # the commands that the end prints can be pasted
+    words = re.search(r"^pictures: +\./train_unet (.+)$", again.stdout, re.M).group(1)
+    subprocess.run(f"{TRAIN} {words} --output_name {tmp_path}/p.png --sample_steps 1", shell=True, check=True,
+                   capture_output=True)
+    first = run(TRAIN, "--resume", folder).stdout
+    words = re.search(r"^continue: +\./train_unet (.+)$", first, re.M).group(1)
+    assert words.endswith("--steps 12 --lr_schedule constant")  # the cosine has come to its end
+    subprocess.run(f"{TRAIN} {words}", shell=True, check=True, capture_output=True)
+    assert checkpoint_in(folder, 12).exists()
+
+
+def test_config_of_new_run_from_weights(tmp_path, images8):
+    """--model_weights brings its own architecture, which the run's config.txt holds."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 2, *QUICK)
+    run(TRAIN, *flags, "--out_dir", tmp_path / "run")
+    run(TRAIN, "--config", tmp_path / "run/config.txt", "--out_dir", tmp_path / "again")
+    assert "channel_mult = 1,2\n" in (tmp_path / "run/config.txt").read_text()
+    found, expected = (checkpoint_in(tmp_path / name, 2).read_bytes() for name in ("again", "run"))
+    assert found == expected
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -911,6 +1049,91 @@ def test_resume_with_more_steps(tmp_path, images8):
     header, other = (np.frombuffer(data[:1024], "<i4") for data in (expected, found))
     assert np.flatnonzero(header != other).tolist() == [2, 54]
     assert found != checkpoint_in(tmp_path / "parts", 10).read_bytes()
+
+
+def test_fixed_on_resume(tmp_path, images8):
+    """Every flag that would make it another run is refused with both values, typed or in a file."""
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 2))
+    current, fixed = effective("--resume", tmp_path / "run"), 0
+    for name, (_, freedom, *_) in stored_flags().items():
+        if freedom == "FIXED":
+            fixed += 1
+            value, other = current[name], another(name, current[name])
+            assert effective("--resume", tmp_path / "run", f"--{name}", value) == current
+            refused(TRAIN, "--resume", tmp_path / "run", f"--{name}", other,
+                    says=[f"--{name} {other} contradicts", f"made with {value};", "checkpoint_00000002.bin"])
+    assert fixed >= 14
+    (tmp_path / "c.txt").write_text("log_every 7\nseed 3\n")
+    refused(TRAIN, "--resume", tmp_path / "run", "--config", tmp_path / "c.txt",
+            says=["--seed 3 (", "c.txt, line 2)", "made with 0"])
+    refused(TRAIN, "--resume", tmp_path / "run", "--preset", "large64",
+            says=["(--preset large64)", "contradicts", "made with"])
+    assert not list((tmp_path / "run").glob("*.tmp")) and len(losses_in(tmp_path / "run")) == 2
+
+
+def test_free_on_resume(tmp_path, images8):
+    """What may change is logged with both values, noted in config.txt, and holds from then on."""
+    folder = tmp_path / "run"
+    run(TRAIN, *start_flags(RESUMED, images8, folder, 4))
+    before = effective("--resume", folder)
+    (tmp_path / "c.txt").write_text(f"val_file {images8}\nlog_every 1\nlr 1\n")
+    changes = {"steps": "8", "lr": "0.002", "weight_decay": "0.25", "keep": "5", "keep_every": "3",
+               "save_every": "2", "warmup_steps": "1", "lr_schedule": "constant", "beta2": "0.99",
+               "num_samples": "2", "log_every": "1", "val_file": images8}
+    typed = [word for name, value in changes.items() if name not in ("val_file", "log_every")
+             for word in (f"--{name}", value)]
+    output = run(TRAIN, "--resume", folder, "--config", tmp_path / "c.txt", *typed).stdout
+    logged = re.findall(r"^changed on resume: --(\w+) (\S+) \(was (\S*)\)$", output, re.M)
+    assert sorted(logged) == sorted((name, value, before[name]) for name, value in changes.items())
+    text = (folder / "config.txt").read_text()
+    for name, value in changes.items():
+        assert settings(text)[name] == value
+        assert f"\n# from step 4 on: --{name} {value} (was {before[name]})\n" in text
+    again = run(TRAIN, "--resume", folder, "--steps", 9).stdout
+    assert re.findall(r"^changed on resume: (.+)$", again, re.M) == ["--steps 9 (was 8)"]
+    text = (folder / "config.txt").read_text()
+    assert text.count("# from step 4 on: ") == len(changes)
+    assert "\n# from step 8 on: --steps 9 (was 8)\n" in text
+    assert effective("--resume", folder) == before | changes | {"steps": "9", "out_dir": str(folder)}
+    # a preset is for a run's start: a resumed one keeps what it had
+    run(TRAIN, *start_flags(Config(**TOY), images8, tmp_path / "plain", 2, lr=0.5))
+    assert effective("--resume", tmp_path / "plain")["lr"] == "0.5"
+
+
+def test_kept_checkpoints(tmp_path, images8):
+    """The newest --keep, and every --keep_every-th for ever."""
+    def steps():
+        return sorted(int(path.stem[-8:]) for path in (tmp_path / "run").glob("checkpoint_*.bin"))
+
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 12, save_every=1, keep=2, keep_every=5))
+    assert steps() == [5, 10, 11, 12]
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 16)
+    assert steps() == [5, 10, 15, 16]
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 18, "--keep_every", 0, "--keep", 1)
+    assert steps() == [18]
+
+
+def test_best_validation_survives(tmp_path, images8):
+    """The summary knows the best validation loss of the whole run, resumed or not."""
+    def summary(*command):
+        line = r"^validation: best loss (\S+) at step (\d+) \(its checkpoint is (there|not kept)\)$"
+        loss, step, checkpoint = re.search(line, run(*command).stdout, re.M).groups()
+        return float(loss), int(step), checkpoint
+
+    folder = tmp_path / "run"
+    flags = dict(val_file=images8, val_every=2, save_every=2, keep=9, lr=0.01)
+    first = summary(TRAIN, *start_flags(RESUMED, images8, folder, 8, **flags))
+    text = (folder / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    loss, step = min((row["val_loss"], row["step"]) for row in rows if "val_loss" in row)
+    assert first == (pytest.approx(loss, abs=6e-6), step, "there")
+    text = re.sub(r'(\{"step": 4, "val_loss": )[^,}]+', r"\g<1>0.015625", text)
+    text = re.sub(r'(\{"step": 8, "val_loss": )[^,}]+', r"\g<1>0.0001", text)
+    (folder / "metrics.jsonl").write_text(text)
+    checkpoint_in(folder, 8).unlink()  # so step 8 is done again, and what it said is forgotten
+    checkpoint_in(folder, 4).unlink()
+    again = summary(TRAIN, "--resume", folder, "--steps", 10)
+    assert again == (pytest.approx(0.015625, abs=6e-6), 4, "not kept")
 
 
 def test_schedule_is_not_bent(tmp_path, images8):
@@ -960,7 +1183,7 @@ def test_killed_twenty_times(tmp_path, images4):
     assert not list(folder.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped(tmp_path, images8, number):
     """Ctrl-C and SIGTERM: the step is finished and saved, exit 0, and the printed command goes on."""
     flags = dict(save_every=0, sample_every=0, log_every=1)
@@ -983,6 +1206,73 @@ def test_stopped(tmp_path, images8, number):
     words = re.search(r"^continue: +\./train_unet (.+)$", output, re.M).group(1).split()
     run(TRAIN, *words)
     assert checkpoint_in(folder, 60).read_bytes() == checkpoint_in(tmp_path / "calm", 60).read_bytes()
+
+
+def test_reader_gone(tmp_path, images8):
+    """./train_unet | head: the run saves and ends when nobody reads on, and goes on to the same bits."""
+    flags = dict(save_every=0, sample_every=0, log_every=1)
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "calm", 100, **flags))
+    folder = tmp_path / "piped"
+    command = [TRAIN, *map(str, start_flags(RESUMED, images8, folder, 100, **flags))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "step 1/" not in process.stdout.readline():
+            pass
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0, process.stderr.read()
+    steps = [int(path.stem[-8:]) for path in folder.glob("checkpoint_*.bin")]
+    assert len(steps) == 1 and 1 <= steps[0] < 100
+    run(TRAIN, "--resume", folder)
+    assert checkpoint_in(folder, 100).read_bytes() == checkpoint_in(tmp_path / "calm", 100).read_bytes()
+
+
+def test_nohup(tmp_path, images8):
+    """A run that was told to ignore the hang-up does."""
+    command = [TRAIN, *map(str, start_flags(RESUMED, images8, tmp_path / "run", 100, save_every=0))]
+    ignore = dict(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **ignore) as process:
+        while "step 1/" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=60)
+    assert process.returncode == 0 and checkpoint_in(tmp_path / "run", 100).exists()
+
+
+def test_log(tmp_path, images8):
+    """In a file: plain lines. At the end: the mean time of all steps but the first, and the files."""
+    folder = tmp_path / "run"
+    output = run(TRAIN, *start_flags(RESUMED, images8, folder, 6, log_every=1, save_every=0)).stdout
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    mean, rate = map(float, re.search(r"^done at step 6 after 6 steps: ([\d.]+) ms a step without the first,"
+                                      r" ([\d.]+) images/s$", output, re.M).groups())
+    assert abs(mean - np.mean([line["ms"] for line in lines[1:]])) < 0.07
+    assert abs(rate * np.mean([line["ms"] for line in lines[1:]]) / 3000 - 1) < 0.02
+    named = dict(re.findall(r"^(checkpoint|samples|metrics|config): +(.+)$", output, re.M))
+    assert len(named) == 4 and all(pathlib.Path(path).parent == folder for path in named.values())
+    assert all(pathlib.Path(path).exists() for path in named.values())
+
+
+def test_log_in_a_terminal(tmp_path, images8):
+    """Between two log lines one line is written over and over; it fits 80 columns, and goes at the end."""
+    ours, theirs = pty.openpty()
+    flags = start_flags(RESUMED, images8, tmp_path / "run", 1000000, log_every=1000000, save_every=0)
+    with subprocess.Popen([TRAIN, *map(str, flags)], stdout=theirs) as process:
+        os.close(theirs)
+        output, deadline, stopped = b"", time.time() + 60, False
+        while time.time() < deadline:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            output += piece
+            if output.count(b"\r\x1b[Kstep ") > 3 and not stopped:
+                process.send_signal(signal.SIGTERM)
+                stopped = True
+    os.close(ours)
+    assert process.returncode == 0
+    live = re.findall(r"\r\x1b\[K(step \d+/\d+ \| loss [\d.]+ \| ETA [^\r\n]*)\r\x1b\[K", output.decode())
+    assert len(live) >= 2 and all(len(line) < 80 for line in live)
+    assert "\r\x1b[K\r\nstopped at step" in output.decode()
 
 
 def test_damaged_checkpoint_is_passed_over(tmp_path, images8):
@@ -1039,9 +1329,12 @@ def test_full_disk(tmp_path, images4, kind):
 
 def test_checkpoint_round_trip(tmp_path, images8):
     """.bin -> PyTorch -> .bin: the same bits; and PyTorch's checkpoint resumes in the program."""
-    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 4, save_every=2, val_file=images8, keep=3))
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 4, save_every=2, val_file=images8, keep=3,
+                            keep_every=7))
     path = checkpoint_in(tmp_path / "run", 2)
     first = unet_io.read_checkpoint(str(path))
+    unet_io.write_checkpoint(tmp_path / "same.bin", first)
+    assert (tmp_path / "same.bin").read_bytes() == path.read_bytes() and first.run["keep_every"] == 7
     for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed",
                  "zero_terminal_snr", "offset_noise"):
         assert getattr(first.config, name) == getattr(RESUMED, name), name
@@ -1670,7 +1963,9 @@ def refused(*command, status=1, says=(), **options):
     (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
     (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
     (["--channel_mult", "1,x"], "--channel_mult"), (["--offset_noise", "-1"], "--offset_noise"),
-    (["--flip=perhaps"], "--flip")])
+    (["--flip=perhaps"], "--flip"), (["--preset", "small23"], ["'small23'", "mean small32?"]),
+    (["--out_dir", ""], ["--out_dir", "''"]), (["--data_file="], "--data_file"),
+    (["--out_dir", "a\nb"], ["--out_dir", "line break"])])
 def test_usage(words, says):
     refused(TRAIN, *words, status=2, says=says)
 
@@ -1680,7 +1975,7 @@ def test_help():
     for flag in ("data_file val_file model_weights out_dir resume preset image_size num_channels channel_mult"
                  " num_res_blocks attention_resolutions num_head_channels norm_groups diffusion_steps"
                  " noise_schedule predict batch_size steps lr weight_decay seed log_every save_every"
-                 " sample_every generate dry_run").split():
+                 " sample_every generate dry_run config print_config keep keep_every").split():
         assert re.search(rf"^  --{flag}\b", text, re.M), flag
     assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
     assert run(TRAIN, "-h").stdout == text
@@ -1728,7 +2023,7 @@ def test_zero_terminal_snr_weights():
 
 def test_dry_run(tmp_path):
     """The plan, the parameters and the memory, without data and without a trace."""
-    text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run").stdout
+    text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run", "--data_file", tmp_path / "none").stdout
     assert "20494211 parameters in 326 tensors" in text and "middle_block.1" in text and "in all" in text
     assert not (tmp_path / "run").exists()
     needed = [float(re.search(r"([\d.]+) GB in all", run(TRAIN, "--dry_run", *flags).stdout)[1])
@@ -1740,6 +2035,25 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
     refused(TRAIN, "--dry_run", "--zero_terminal_snr", says=["--predict eps", "v or x0"])
+
+
+def test_time_of_a_dry_run():
+    """What a step and all steps will take here; where the memory is too small, the plan and that."""
+    for flags, steps in (((), 20000), ((*flags_of(Config(**TOY)), "--steps", 100), 100)):
+        text = run(TRAIN, *flags, "--dry_run").stdout
+        line = r"^one training step: ([\d.]+) ms, ([\d.]+) images/s \((measured|an estimate from steps of)"
+        ms, rate, _ = re.search(line, text, re.M).groups()
+        batch, all_steps = 32 if steps == 20000 else TOY["batch_size"], float(ms) * steps / 1e3
+        assert abs(float(ms) * float(rate) / (1e3 * batch) - 1) < 0.1
+        parts = re.findall(r"(\d+)([dhms])", re.search(rf"^{steps} steps: ([\ddhms ]+), ", text, re.M)[1])
+        units = dict(d=86400, h=3600, m=60, s=1)
+        shown = sum(int(number) * units[unit] for number, unit in parts)
+        assert abs(shown - all_steps) < 1.01 * units[parts[-1][1]] + 0.01 * all_steps
+    assert "(measured, on random images)" in text
+    result = run(TRAIN, "--dry_run", "--batch_size", 65536, status=1)
+    assert "middle_block.1" in result.stdout and "GB in all" in result.stdout
+    sentence = r"error: this run needs \S+ GB of memory and \S+ GB are free; .*would fit.*\n"
+    assert re.fullmatch(sentence, result.stderr)
 
 
 def profile_tables(text):
@@ -1841,8 +2155,8 @@ def test_run_folders(tmp_path, images8):
     folder = tmp_path / "a/b/run"
     toy = start_flags(RESUMED, images8, folder, 2)
     run(TRAIN, *toy)
-    assert {path.name for path in folder.iterdir()} == {"checkpoint_00000002.bin", "metrics.jsonl",
-                                                        "samples_00000002.png"}
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_00000002.bin", "config.txt",
+                                                        "metrics.jsonl", "samples_00000002.png"}
     refused(TRAIN, *toy, says=[folder, "step 2", "--resume", "--out_dir"])
     refused(TRAIN, "--resume", folder, "--num_channels", 64, says=["--num_channels 64", "32"])
     refused(TRAIN, "--resume", folder, "--batch_size", 7, says=["--batch_size 7", "3"])
@@ -1894,7 +2208,9 @@ AGAIN = {
     "bf16": [(test_resume, ()), (test_resume_with_more_steps, ()), (test_stopped, (signal.SIGINT,)),
              (test_damaged_checkpoint_is_passed_over, ()), (test_checkpoint_round_trip, ()),
              (test_initial_weights, (5,)), (test_run_folders, ()), (test_nan_keeps_the_checkpoint, ()),
-             (test_profile, ())],
+             (test_profile, ()), (test_config_reproduces, ()), (test_free_on_resume, ()),
+             (test_best_validation_survives, ()), (test_reader_gone, ()),
+             (test_time_of_a_dry_run, ())],
     "fp32": [*((test_training, (name,)) for name in TRAINING), (test_validation_loss, ()),
              (test_resume, ()), (test_resume_in_pytorch, ()), (test_pictures_from_averaged_weights, ()),
              *((test_pictures, (name,)) for name in PICTURES), (test_seeds_and_strips, ()),

@@ -101,10 +101,15 @@ static void exit_with_message(int status, const char* message) {
 }
 static void (*fail_handler)(int status, const char* message) = exit_with_message;
 
+// "FILE, line N: " while a configuration file is read; every sentence starts with it.
+static std::string error_place;
+
 [[noreturn]] static void vfail(int status, const char* format, va_list args) {
     char message[2048];
     vsnprintf(message, sizeof message, format, args);
-    fail_handler(status, message);
+    std::string sentence = error_place + message;
+    error_place.clear();
+    fail_handler(status, sentence.c_str());
     abort();
 }
 [[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char* format, ...) {
@@ -152,6 +157,7 @@ struct Config {
     char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
     char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
     char output_dir[MAX_PATH_LENGTH];
+    char config[MAX_PATH_LENGTH];
     // architecture
     int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
@@ -162,12 +168,13 @@ struct Config {
     unsigned seed;
     float lr, weight_decay, beta1, beta2, adam_eps, ema_rate, min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, num_samples;
+    int keep_every;
     // sampling
     char seeds[MAX_PATH_LENGTH];
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
     float eta;
     // what to do
-    int resume_given, dry_run, profile, help;
+    int resume_given, print_config, dry_run, profile, help;
 };
 
 // A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
@@ -205,7 +212,7 @@ struct Flag {
 #define AT(member) offsetof(Config, member)
 static const Flag FLAGS[] = {
     {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
-     "a named set of defaults: tiny (32x32, for a CPU) or unet64 (the defaults below)"},
+     "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
     {"data_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(data_file), "data/emoji.bin", 0, 0, 0,
      "training images, made by prepare_data.py"},
     {"val_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(val_file), "", 0, 0, 0,
@@ -279,6 +286,8 @@ static const Flag FLAGS[] = {
     {"save_every", FLAG_INT, GROUP_TRAINING, FREE, 63, AT(save_every), "1000", 0, 1e9, 0,
      "steps between two checkpoints; 0: only at the end"},
     {"keep", FLAG_INT, GROUP_TRAINING, FREE, 64, AT(keep), "2", 1, 1e9, 0, "newest checkpoints to keep"},
+    {"keep_every", FLAG_INT, GROUP_TRAINING, FREE, 106, AT(keep_every), "0", 0, 1e9, 0,
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
     {"sample_every", FLAG_INT, GROUP_TRAINING, FREE, 65, AT(sample_every), "1000", 0, 1e9, 0,
      "steps between two sample grids; 0: only at the end"},
     {"val_every", FLAG_INT, GROUP_TRAINING, FREE, 66, AT(val_every), "1000", 1, 1e9, 0,
@@ -305,8 +314,12 @@ static const Flag FLAGS[] = {
     {"use_ema", FLAG_BOOL, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 1, 0,
      "sample with the running mean of the weights where there is one"},
 
+    {"config", FLAG_PATH, GROUP_OTHER, FREE, 0, AT(config), "", 0, 0, 0,
+     "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
+    {"print_config", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(print_config), "0", 0, 1, 0,
+     "print every flag's value as a file for --config, and exit"},
     {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
-     "print the plan and the memory it needs, and exit"},
+     "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
     {"profile", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(profile), "0", 0, 1, 0,
      "print what a training step's time goes to, by kind of kernel and by block, and exit; needs no data"},
     {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
@@ -316,13 +329,12 @@ enum {
     FIELD_LR_STEPS = 54
 };  // the schedule's length has no flag
 
-// A preset is a list of flags that come before those the user types.
+// A preset is a list of flags that come before those of --config and those the user types.
 struct Preset {
     const char* name;
     std::vector<std::pair<const char*, const char*>> flags;
 };
 static const Preset PRESETS[] = {
-    {"unet64", {}},
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      {{"data_file", "data/faces.bin"},
@@ -343,6 +355,36 @@ static const Preset PRESETS[] = {
       {"save_every", "1000"},
       {"sample_every", "1000"},
       {"val_every", "1000"}}},
+    {"small32",
+     {{"image_size", "32"},
+      {"num_channels", "64"},
+      {"channel_mult", "1,2,2"},
+      {"num_res_blocks", "2"},
+      {"attention_resolutions", "16,8"},
+      {"predict", "v"},
+      {"noise_schedule", "cosine"},
+      {"batch_size", "64"},
+      {"lr", "3e-4"},
+      {"lr_schedule", "cosine"},
+      {"warmup_steps", "500"},
+      {"steps", "20000"}}},
+    {"unet64", {}},
+    {"large64",
+     {{"image_size", "64"},
+      {"num_channels", "128"},
+      {"channel_mult", "1,2,3,4"},
+      {"num_res_blocks", "3"},
+      {"attention_resolutions", "32,16,8"},
+      {"num_head_channels", "64"},
+      {"noise_schedule", "cosine"},
+      {"batch_size", "64"},
+      {"lr", "1e-4"},
+      {"warmup_steps", "1000"},
+      {"ema_rate", "0.9999"},
+      {"steps", "200000"},
+      {"save_every", "5000"},
+      {"sample_every", "5000"},
+      {"val_every", "5000"}}},
 };
 
 // ---- flags as text ----------------------------------------------------------------------------------------
@@ -369,10 +411,12 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return row[b.size()];
 }
 
-static const char* nearest_flag(const std::string& name) {
-    const Flag* best = FLAGS;
-    for (const Flag& flag : FLAGS)
-        if (edit_distance(name, flag.name) < edit_distance(name, best->name)) best = &flag;
+// The name in a table (FLAGS, PRESETS) that `name` resembles most.
+template <typename Entry, size_t N>
+static const char* nearest(const Entry (&table)[N], const std::string& name) {
+    const Entry* best = table;
+    for (const Entry& entry : table)
+        if (edit_distance(name, entry.name) < edit_distance(name, best->name)) best = &entry;
     return best->name;
 }
 
@@ -434,6 +478,9 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         case FLAG_OPTIONAL_PATH: {
             size_t room = flag.offset == AT(preset) ? sizeof config->preset : (size_t)MAX_PATH_LENGTH;
             if (value.size() >= room) fail_usage("--%s is longer than %zu characters", flag.name, room - 1);
+            if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+            if (value.find_first_of("\r\n") != std::string::npos)
+                fail_usage("--%s must not hold a line break", flag.name);
             strcpy((char*)target, value.c_str());
             break;
         }
@@ -500,15 +547,39 @@ static void print_help() {
     }
 }
 
-// What the user typed, in order. The flags are applied later, over the defaults, a preset and a file's
-// configuration.
-struct TypedFlag {
+// A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
+struct GivenFlag {
     const Flag* flag;
-    std::string value;
+    std::string value, origin;
 };
 
-static std::vector<TypedFlag> parse_command_line(int argc, char** argv) {
-    std::vector<TypedFlag> typed;
+static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
+    const GivenFlag* last = nullptr;
+    for (const GivenFlag& g : given)
+        if (!strcmp(g.flag->name, name)) last = &g;
+    return last;
+}
+
+static std::vector<GivenFlag> preset_flags(const std::string& name) {
+    std::vector<GivenFlag> given;
+    std::string names;
+    for (const Preset& preset : PRESETS) {
+        names += std::string(names.empty() ? "" : ", ") + preset.name;
+        if (name != preset.name) continue;
+        for (auto& [flag, value] : preset.flags)
+            given.push_back({find_flag(flag), value, "--preset " + name});
+        return given;
+    }
+    fail_usage("there is no preset '%s'; did you mean %s? (there are: %s)", name.c_str(),
+               nearest(PRESETS, name), names.c_str());
+}
+
+static std::vector<GivenFlag> read_config_file(const std::string& path);
+
+// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
+// applied later, over the defaults or a checkpoint's configuration.
+static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
+    std::vector<GivenFlag> given;
     for (int i = 1; i < argc; i++) {
         std::string argument = argv[i];
         if (argument == "-h") argument = "--help";
@@ -519,7 +590,7 @@ static std::vector<TypedFlag> parse_command_line(int argc, char** argv) {
         const Flag* flag = find_flag(name);
         if (!flag)
             fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-                       nearest_flag(name));
+                       nearest(FLAGS, name));
         bool more = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
         std::string value;
         if (equals != std::string::npos)
@@ -532,16 +603,19 @@ static std::vector<TypedFlag> parse_command_line(int argc, char** argv) {
             value = argv[++i];
         else
             fail_usage("--%s needs a value", name.c_str());
-        typed.push_back({flag, value});
+        given.push_back({flag, value, ""});
     }
-    return typed;
-}
-
-static const TypedFlag* was_typed(const std::vector<TypedFlag>& typed, const char* name) {
-    const TypedFlag* last = nullptr;
-    for (const TypedFlag& t : typed)
-        if (!strcmp(t.flag->name, name)) last = &t;
-    return last;
+    if (const GivenFlag* file = was_given(given, "config")) {
+        std::vector<GivenFlag> more = read_config_file(file->value);
+        given.insert(given.begin(), more.begin(), more.end());
+    }
+    if (const GivenFlag* preset = was_given(given, "preset")) {
+        if (!preset->origin.empty()) error_place = preset->origin + ": ";
+        std::vector<GivenFlag> more = preset_flags(preset->value);
+        error_place.clear();
+        given.insert(given.begin(), more.begin(), more.end());
+    }
+    return given;
 }
 
 static Config default_config() {
@@ -551,21 +625,9 @@ static Config default_config() {
     return config;
 }
 
-static void apply_preset(Config* config, const std::string& name) {
-    std::string names;
-    for (const Preset& preset : PRESETS) {
-        if (name == preset.name) {
-            for (auto& [flag, value] : preset.flags) set_flag(config, *find_flag(flag), value);
-            return;
-        }
-        names += std::string(names.empty() ? "" : ", ") + preset.name;
-    }
-    fail_usage("there is no preset '%s'; there are: %s", name.c_str(), names.c_str());
-}
-
-static void apply_typed(Config* config, const std::vector<TypedFlag>& typed) {
-    for (const TypedFlag& t : typed) set_flag(config, *t.flag, t.value);
-    config->resume_given = was_typed(typed, "resume") != nullptr;
+static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
+    for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
+    config->resume_given = was_given(given, "resume") != nullptr;
 }
 
 // Images that go through the network at a time while it is trained.
@@ -5663,24 +5725,28 @@ static size_t memory_needed(const Config& config, int batch, bool training) {
     return lay_out_model(&m, nullptr) + workspace_bytes();
 }
 
+// Refuses what this machine's memory can't hold.
+static void check_memory(const Config& config, int batch, bool training) {
+    size_t needed = memory_needed(config, batch, training), available = backend_memory_available();
+    if (!available || needed <= available) return;
+    int fits = batch;
+    while (fits > 0 && memory_needed(config, fits, training) > available) fits /= 2;
+    std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
+    fail("this run needs %s of memory and %s are free; %s", human_bytes((double)needed).c_str(),
+         human_bytes((double)available).c_str(),
+         fits ? text("%s--batch_size %d would fit", parts.c_str(), fits).c_str()
+              : "no batch size would fit: use a smaller model");
+}
+
 static void build_model(Model* m, const Config& config, int batch, bool training) {
+    check_memory(config, batch, training);
     m->config = config;
     m->plan = make_plan(config, batch, training);
     m->bytes = lay_out_model(m, nullptr);
-    size_t needed = m->bytes + workspace_bytes(), available = backend_memory_available();
-    if (available && needed > available) {
-        int fits = batch;
-        while (fits > 0 && memory_needed(config, fits, training) > available) fits /= 2;
-        std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
-        fail("this run needs %s of memory and %s are free; %s", human_bytes((double)needed).c_str(),
-             human_bytes((double)available).c_str(),
-             fits ? text("%s--batch_size %d would fit", parts.c_str(), fits).c_str()
-                  : "no batch size would fit: use a smaller model");
-    }
     m->memory = (char*)backend_allocate(m->bytes);
     if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
-             human_bytes((double)needed).c_str());
+             human_bytes((double)(m->bytes + workspace_bytes())).c_str());
     backend_zero(m->memory, m->bytes);
     lay_out_model(m, m->memory);
 }
@@ -7087,24 +7153,149 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
     write_png(path, rgb, width, height);
 }
 
+// ---- configuration files ----------------------------------------------------------------------------------
+
+// What a configuration file holds: everything but what is to be done this time.
+static bool is_setting(const Flag& flag) {
+    return flag.group != GROUP_OTHER && flag.kind != FLAG_OPTIONAL_PATH;
+}
+
+// `value` as it is written into a file for --config: in quotes where it would be read as something else.
+static std::string quoted_value(const std::string& value) {
+    bool plain =
+        value.empty() || (!isspace((unsigned char)value.front()) && value.front() != '"' &&
+                          !isspace((unsigned char)value.back()) && value.find('#') == std::string::npos);
+    if (plain) return value;
+    std::string quoted = "\"";
+    for (char c : value) quoted += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
+    return quoted + '"';
+}
+
+// One line of a configuration file: NAME VALUE or NAME = VALUE. A # starts a comment at the head of a line or
+// after a space; a value in double quotes (where \" is a quote and \\ a backslash) holds anything.
+static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
+    const char* space = " \t\r";
+    size_t start = line.find_first_not_of(space), end = line.find_first_of(" \t\r=", start);
+    std::string name = line.substr(start, end - start), value;
+    const Flag* flag = find_flag(name);
+    if (!flag)
+        fail_usage("there is no flag '%s'; did you mean %s? (--help lists them all)", name.c_str(),
+                   nearest(FLAGS, name));
+    if (!is_setting(*flag)) fail_usage("%s can only be typed, as --%s", flag->name, flag->name);
+    size_t at = line.find_first_not_of(space, end);
+    if (at < line.size() && line[at] == '=') at = line.find_first_not_of(space, at + 1);
+    if (at < line.size() && line[at] == '"') {
+        for (at++; at < line.size() && line[at] != '"'; at++) {
+            if (line[at] == '\\' && at + 1 < line.size()) at++;
+            value += line[at];
+        }
+        if (at >= line.size()) fail_usage("the quote after %s does not end", flag->name);
+        at = line.find_first_not_of(space, at + 1);
+        if (at < line.size() && line[at] != '#') fail_usage("more follows %s's quoted value", flag->name);
+    } else if (at < line.size()) {
+        while (at < line.size() && (line[at] != '#' || !strchr(space, line[at - 1]))) value += line[at++];
+        value.erase(value.find_last_not_of(space) + 1);
+    }
+    return {flag, value, origin};
+}
+
+static std::vector<GivenFlag> read_config_file(const std::string& path) {
+    if (path.empty()) fail_usage("--config needs a file's name, not ''");
+    std::vector<GivenFlag> given;
+    Reader in(path);
+    std::string contents(std::min(in.size, (size_t)1 << 20), '\0');
+    in.read(&contents[0], contents.size());
+    if (in.size > contents.size() || contents.find('\0') != std::string::npos)
+        fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
+    Config scratch;  // sets each flag once here, so that a bad value is named with its line
+    int number = 0;
+    for (size_t start = 0; start < contents.size(); number++) {
+        size_t end = std::min(contents.find('\n', start), contents.size());
+        std::string line = contents.substr(start, end - start);
+        start = end + 1;
+        size_t first = line.find_first_not_of(" \t\r");
+        if (first == std::string::npos || line[first] == '#') continue;
+        std::string origin = text("%s, line %d", path.c_str(), number + 1);
+        error_place = origin + ": ";
+        given.push_back(parse_config_line(line, origin));
+        set_flag(&scratch, *given.back().flag, given.back().value);
+        error_place.clear();
+    }
+    return given;
+}
+
+// Every setting as a file that --config reads, under the titles of --help.
+static std::string config_text(const Config& config) {
+    std::string lines =
+        "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
+    for (int group = 0; group < GROUP_OTHER; group++) {
+        lines += text("\n# %s\n", GROUP_TITLES[group]);
+        for (const Flag& flag : FLAGS)
+            if (flag.group == group && is_setting(flag) && flag.offset != AT(preset))
+                lines += text("%s =%s", flag.name, *flag_text(config, flag).c_str() ? " " : "") +
+                         quoted_value(flag_text(config, flag)) + "\n";
+    }
+    return lines;
+}
+
+// config.txt of a run's folder: its configuration, and in comments what was changed on resuming.
+static void write_config(const Config& config, long step, const std::vector<std::string>& changes) {
+    std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
+    if (FILE* old = fopen(path.c_str(), "r")) {
+        for (char line[4096]; fgets(line, sizeof line, old);) {
+            long changed;
+            if (sscanf(line, "# from step %ld on:", &changed) == 1 && changed <= step && strchr(line, '\n'))
+                contents += line;
+        }
+        fclose(old);
+    }
+    for (const std::string& change : changes) contents += text("# from step %ld on: ", step) + change + "\n";
+    Writer out(path);
+    out.write(contents.data(), contents.size());
+    out.commit();
+}
+
 // ---- logs -------------------------------------------------------------------------------------------------
 
 static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
     if (s < 60) return text("%lds", s);
     if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
-    return text("%ldh %02ldm", s / 3600, s / 60 % 60);
+    if (s < 48 * 3600) return text("%ldh %02ldm", s / 3600, s / 60 % 60);
+    return text("%ldd %02ldh", s / 86400, s / 3600 % 24);
+}
+
+// The lowest validation loss of a run so far.
+struct Best {
+    double loss = INFINITY;
+    long step = -1;
+    void update(double new_loss, long new_step) {
+        if (new_loss < loss) loss = new_loss, step = new_step;
+    }
+};
+
+// A path as a word for the shell.
+static std::string shell_word(const std::string& path) {
+    bool plain = !path.empty();
+    std::string quoted;
+    for (char c : path) {
+        plain &= isalnum((unsigned char)c) || strchr("/._-+,=:@%", c);
+        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    }
+    return plain ? path : "'" + quoted + "'";
 }
 
 // metrics.jsonl of a run's folder, a line at a time. On resume, lines of steps that are about to be done
-// again are dropped.
-static FILE* open_metrics(const std::string& path, long resumed_step) {
+// again are dropped; the others tell the best validation loss so far.
+static FILE* open_metrics(const std::string& path, long resumed_step, Best* best) {
     std::string kept;
     if (FILE* old = fopen(path.c_str(), "r")) {
         for (char line[1024]; fgets(line, sizeof line, old);) {
             long step;
-            if (sscanf(line, "{\"step\": %ld", &step) == 1 && step <= resumed_step && strchr(line, '\n'))
-                kept += line;
+            if (sscanf(line, "{\"step\": %ld", &step) != 1 || step > resumed_step || !strchr(line, '\n'))
+                continue;
+            kept += line;
+            if (const char* at = strstr(line, "\"val_loss\": ")) best->update(atof(strchr(at, ' ')), step);
         }
         fclose(old);
     }
@@ -7122,10 +7313,11 @@ static FILE* open_metrics(const std::string& path, long resumed_step) {
 
 static volatile sig_atomic_t stop_requested = 0;
 
-// The first Ctrl-C or SIGTERM finishes the step, saves and ends; the second ends at once.
+// The first Ctrl-C or SIGTERM finishes the step, saves and ends; the second ends at once. A closed terminal
+// and a pipe whose reader has gone do so too, and then whatever is still printed is lost.
 static void request_stop(int signal_number) {
     stop_requested = 1;
-    signal(signal_number, SIG_DFL);
+    signal(signal_number, signal_number == SIGPIPE ? SIG_IGN : SIG_DFL);
 }
 
 // ---- a training step --------------------------------------------------------------------------------------
@@ -7143,6 +7335,8 @@ struct Trainer {
     long begun = 0;      // steps given to the device
     long step = 0;       // optimiser steps done, as far as the host knows
     float smoothed = 0;  // running mean of the loss
+    // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> changes;
     // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
     double quartile_sums[4] = {0};
     long quartile_counts[4] = {0};
@@ -7439,12 +7633,12 @@ static double median(std::vector<float> values) {
 
 // Median milliseconds of 20 runs of a sequence, or of those (3 or more) that fit 10 seconds; `after` each.
 template <typename Launches, typename After>
-static double time_replays(Launches launches, After after) {
+static double time_replays(Launches launches, After after, double seconds = 10, int least = 3) {
     const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
     Recording recording;
     std::vector<float> ms;
     double start = seconds_now();
-    for (int n = 0; n < WARMUP + 20 && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
+    for (int n = 0; n < WARMUP + 20 && (n < WARMUP + least || seconds_now() - start < seconds); n++) {
         backend_stamp(0);
         backend_replay(&recording, launches);
         backend_stamp(1);
@@ -7492,6 +7686,51 @@ static void print_profile(std::string Profile::Entry::* name, bool sorted, doubl
                peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
 }
 
+// A new run of this configuration on random images.
+static void prepare_made_up_run(Trainer* t, const Config& config) {
+    int B = config.batch_size, H = config.image_size;
+    t->images.count = B, t->images.size = H, t->images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
+    for (size_t i = 0; i < t->images.bytes.size(); i++)
+        t->images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
+    build_model(&t->model, config, microbatch_of(config), true);
+    upload_schedule(&t->model);
+    initialise_weights(&t->model, config.seed);
+    prepare_steps(t);
+    send_orders(t, t->source.slots - 1);  // as many epochs as there is room for; then they come again
+}
+
+// Milliseconds of a training step of `batch` images.
+static double time_step(Config config, int batch, double seconds, int least) {
+    Trainer t;
+    config.batch_size = batch;
+    prepare_made_up_run(&t, config);
+    double ms = time_replays([&] { enqueue_step(&t); }, [] {}, seconds, least);
+    finish_steps(&t);
+    free_model(&t.model);
+    return ms;
+}
+
+// Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
+// the batch only: this has to be quick.
+static void print_time(const Config& config, long steps_done) {
+    int batch = config.batch_size;
+#ifndef __CUDACC__
+    double one = time_step(config, 1, 0, 1);
+    batch = std::max(1, std::min(batch, (int)(1000 / one)));
+    double ms = batch > 1 ? time_step(config, batch, 2, 1) : one;
+#else
+    double ms = time_step(config, batch, 2, 3);
+#endif
+    std::string how = batch == config.batch_size ? "measured, on random images"
+                                                 : text("an estimate from steps of %d", batch);
+    ms *= (double)config.batch_size / batch;
+    long left = std::max(0L, config.steps - steps_done);
+    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms,
+           1e3 * config.batch_size / ms, how.c_str());
+    printf("%ld steps: %s, besides validation, samples and checkpoints\n", left,
+           human_time(left * ms / 1e3).c_str());
+}
+
 // Times a training step on random images, then one call of the network as it is made to draw.
 static int run_profile(Config config) {
     check_config(config);
@@ -7500,15 +7739,7 @@ static int run_profile(Config config) {
     Trainer t;
     Model* m = &t.model;
     int B = config.batch_size, H = config.image_size;
-    t.images.count = B, t.images.size = H, t.images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
-    for (size_t i = 0; i < t.images.bytes.size(); i++)
-        t.images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
-    build_model(m, config, microbatch_of(config), true);
-    upload_schedule(m);
-    initialise_weights(m, config.seed);
-    prepare_steps(&t);
-    send_orders(&t, t.source.slots - 1);  // as many epochs as there is room for; then they come again
-
+    prepare_made_up_run(&t, config);
     double step_ms = time_replays([&] { enqueue_step(&t); }, [] {});
     auto profiled_step = [&] {
         profile.on = true, profile.next = 0, profile.stray = 0;
@@ -7551,18 +7782,20 @@ static int run_profile(Config config) {
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
 
-// Refuses a typed flag of the given kind that contradicts what a file stores, with both values.
-static void refuse_contradictions(const std::vector<TypedFlag>& typed, const WeightsFile& file,
+// Refuses a given flag of this kind that contradicts what a file stores, with both values.
+static void refuse_contradictions(const std::vector<GivenFlag>& given, const WeightsFile& file,
                                   bool model_only) {
-    for (const TypedFlag& t : typed) {
-        bool is_model = t.flag->group == GROUP_MODEL || t.flag->group == GROUP_DIFFUSION;
-        if (t.flag->on_resume != FIXED || (model_only && !is_model)) continue;
+    for (const Flag& flag : FLAGS) {
+        const GivenFlag* g = was_given(given, flag.name);
+        bool is_model = flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION;
+        if (!g || flag.on_resume != FIXED || (model_only && !is_model)) continue;
         Config wanted = file.config;
-        set_flag(&wanted, *t.flag, t.value);
-        std::string asked = flag_text(wanted, *t.flag), stored = flag_text(file.config, *t.flag);
+        set_flag(&wanted, flag, g->value);
+        std::string asked = flag_text(wanted, flag), stored = flag_text(file.config, flag);
         if (asked != stored)
-            fail("--%s %s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-                 t.flag->name, asked.c_str(), file.path.c_str(), stored.c_str());
+            fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
+                 flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
+                 file.path.c_str(), stored.c_str());
     }
 }
 
@@ -7572,10 +7805,9 @@ static void take_model_flags(Config* config, const Config& from) {
             set_flag(config, flag, flag_text(from, flag));
 }
 
-static Config typed_config(const std::vector<TypedFlag>& typed) {
+static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
-    if (const TypedFlag* preset = was_typed(typed, "preset")) apply_preset(&config, preset->value);
-    apply_typed(&config, typed);
+    apply_flags(&config, given);
     return config;
 }
 
@@ -7666,11 +7898,11 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-static int run_generate(const std::vector<TypedFlag>& typed) {
-    Config config = typed_config(typed);
+static int run_generate(const std::vector<GivenFlag>& given) {
+    Config config = given_config(given);
     std::string folder = *config.resume ? config.resume : config.out_dir;
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder);
-    refuse_contradictions(typed, file, true);
+    refuse_contradictions(given, file, true);
     take_model_flags(&config, file.config);
     check_config(config);
     std::vector<PictureNoise> begins = wanted_pictures(config);
@@ -7721,33 +7953,39 @@ static int run_generate(const std::vector<TypedFlag>& typed) {
 }
 
 // Sets up a run from its flags: new, from given weights, or resumed.
-static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config* config) {
-    *config = typed_config(typed);
+static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config) {
+    *config = given_config(given);
     WeightsFile file;
     if (config->resume_given) {
         std::string folder = *config->resume ? config->resume : config->out_dir;
         file = newest_checkpoint(folder);
-        refuse_contradictions(typed, file, false);
+        refuse_contradictions(given, file, false);
+        // a preset's free flags were for the run's start: what was typed then came over them
+        given.erase(std::remove_if(given.begin(), given.end(),
+                                   [](const GivenFlag& g) { return !g.origin.compare(0, 2, "--"); }),
+                    given.end());
         *config = file.config;
-        apply_typed(config, typed);
+        apply_flags(config, given);
         strcpy(config->out_dir, folder.c_str());
-        for (const TypedFlag& flag : typed)
-            if (flag.flag->field && flag.flag->on_resume == FREE &&
-                flag_text(file.config, *flag.flag) != flag_text(*config, *flag.flag))
-                printf("changed on resume: --%s %s (was %s)\n", flag.flag->name,
-                       flag_text(*config, *flag.flag).c_str(), flag_text(file.config, *flag.flag).c_str());
+        for (const Flag& flag : FLAGS) {
+            std::string before = flag_text(file.config, flag), now = flag_text(*config, flag);
+            bool stored = flag.field || flag.offset == AT(data_file) || flag.offset == AT(val_file);
+            if (stored && before != now)
+                t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), before.c_str()));
+        }
+        t->step = file.step, t->smoothed = file.smoothed;
         for (const char* section : {"adam_m", "adam_v", config->ema_rate > 0 ? "ema" : "weights"})
             if (!file.find(section))
                 fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
                      file.path.c_str(), section);
     } else if (*config->model_weights) {
         file = open_weights(config->model_weights);
-        refuse_contradictions(typed, file, true);
+        refuse_contradictions(given, file, true);
         take_model_flags(config, file.config);
     }
     if (!config->resume_given) config->lr_steps = config->steps;
     check_config(*config);
-    if (config->dry_run) return;
+    if (config->dry_run || config->print_config) return;
 
     if (!config->resume_given && !list_checkpoints(config->out_dir).empty())
         fail(
@@ -7764,7 +8002,6 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
         read_parameters(t->model.adam_m, file, "adam_m", t->model.plan);
         read_parameters(t->model.adam_v, file, "adam_v", t->model.plan);
         if (t->model.ema) read_parameters(t->model.ema, file, "ema", t->model.plan);
-        t->step = file.step, t->smoothed = file.smoothed;
         use_weights(&t->model, t->model.master);
     } else if (*config->model_weights) {
         read_parameters(t->model.master, file, "weights", t->model.plan);
@@ -7775,6 +8012,7 @@ static void prepare_run(Trainer* t, const std::vector<TypedFlag>& typed, Config*
         initialise_weights(&t->model, config->seed);
     }
     prepare_steps(t);
+    write_config(*config, t->step, t->changes);
 }
 
 static void save(const Trainer& t) {
@@ -7782,7 +8020,12 @@ static void save(const Trainer& t) {
     write_checkpoint(checkpoint_path(c.out_dir, t.step), t.model, t.step, t.smoothed);
     std::vector<long> steps = list_checkpoints(c.out_dir);
     for (size_t i = 0; i < steps.size(); i++)
-        if ((int)i >= c.keep && steps[i] != t.step) unlink(checkpoint_path(c.out_dir, steps[i]).c_str());
+        if ((int)i >= c.keep && steps[i] != t.step && !(c.keep_every && steps[i] % c.keep_every == 0))
+            unlink(checkpoint_path(c.out_dir, steps[i]).c_str());
+}
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
 
 static void save_samples(Trainer* t) {
@@ -7791,7 +8034,7 @@ static void save_samples(Trainer* t) {
     double start = seconds_now();
     auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
-    std::string path = text("%s/samples_%08ld.png", c.out_dir, t->step);
+    std::string path = samples_path(c.out_dir, t->step);
     write_grid(path, pictures, c.num_samples, c.image_size);
     printf("%d pictures in %s: %s\n", c.num_samples, human_time(seconds_now() - start).c_str(), path.c_str());
 }
@@ -7816,9 +8059,39 @@ static std::string take_quartiles(Trainer* t) {
 // The next step after `step` that `every` divides; never where every is 0.
 static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
 
+// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+static void print_summary(const Trainer& t, long first, double seconds, const Best& best) {
+    const Config& c = t.model.config;
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    long steps = t.step - first;
+    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    if (steps > 1) {
+        double ms = 1e3 * seconds / (steps - 1);
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
+               c.batch_size * 1e3 / ms);
+    }
+    printf("\n");
+    if (best.step >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best.loss, best.step,
+               file_exists(checkpoint_path(c.out_dir, best.step)) ? "there" : "not kept");
+    printf("checkpoint: %s\n", checkpoint.c_str());
+    std::string samples = samples_path(c.out_dir, t.step);
+    if (file_exists(samples)) printf("samples:    %s\n", samples.c_str());
+    printf("metrics:    %s/metrics.jsonl\nconfig:     %s/config.txt\n", c.out_dir, c.out_dir);
+    printf("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
+    if (t.step < c.steps) {
+        printf("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
+    } else {
+        bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
+        printf("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
+               std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
+    }
+}
+
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    FILE* metrics = open_metrics(text("%s/metrics.jsonl", c.out_dir), t->step);
+    Best best;
+    FILE* metrics = open_metrics(text("%s/metrics.jsonl", c.out_dir), t->step, &best);
     long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
     double start = seconds_now(), log_start = start, paused = 0, shown = start;
     bool terminal = isatty(1);
@@ -7842,7 +8115,9 @@ static void train(Trainer* t) {
                 std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1,
                 last_saved ? checkpoint_path(c.out_dir, last_saved).c_str() : "not saved yet: start again");
         }
-        double rate = (t->step - first) / (now - start - paused);
+        // the first step, in which much is set up, counts only while there is no other
+        double rate =
+            t->step == first + 1 ? 1 / (now - start) : (t->step - first - 1) / (now - start - paused);
         std::string to_go = human_time((c.steps - t->step) / rate);
         // a line every log_every steps, the first step, and at least every 30 seconds
         if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
@@ -7872,6 +8147,7 @@ static void train(Trainer* t) {
             double loss = validation_loss(t);
             printf("%sstep %ld | validation loss %.5f\n", terminal ? "\r\033[K" : "", t->step, loss);
             fprintf(metrics, "{\"step\": %ld, \"val_loss\": %.9g}\n", t->step, loss);
+            best.update(loss, t->step);
             fflush(metrics);
         }
         if (due(c.save_every)) save(*t), last_saved = t->step;
@@ -7879,21 +8155,15 @@ static void train(Trainer* t) {
         fflush(stdout);
         double after = seconds_now();  // saving, sampling and validating are no part of a step's time
         paused += after - now, log_start += after - now;
+        if (t->step == first + 1) start = after, paused = 0;
     }
     while (t->step < t->begun && std::isfinite(await_step(t).loss)) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - start - paused;
     if (terminal) printf("\r\033[K");
     if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(*t);
     if (last_sampled != t->step && !stop_requested) save_samples(t);
     fclose(metrics);
-    std::string path = checkpoint_path(c.out_dir, t->step);
-    if (t->step > first)
-        printf("%s after %ld steps, %s a step\n", stop_requested ? "stopped" : "done", t->step - first,
-               text("%.1f ms", 1e3 * (seconds_now() - start - paused) / (t->step - first)).c_str());
-    printf("checkpoint: %s\n", path.c_str());
-    if (stop_requested)
-        printf("continue:   ./train_unet --resume %s\n", c.out_dir);
-    else
-        printf("pictures:   ./train_unet --generate 64 --model_weights %s\n", path.c_str());
+    print_summary(*t, first, seconds, best);
 }
 
 #ifndef TESTING
@@ -7901,10 +8171,17 @@ int main(int argc, char** argv) {
     // Threads that spin while they wait are no faster here, and many times slower where something else runs
     // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
-    std::vector<TypedFlag> typed = parse_command_line(argc, argv);
-    Config config = typed_config(typed);
+    std::vector<GivenFlag> given = parse_command_line(argc, argv);
+    Config config = given_config(given);
+    Trainer trainer;
     if (config.help) {
         print_help();
+        return 0;
+    }
+    if (config.print_config) {
+        prepare_run(&trainer, given, &config);
+        printf("%s", config_text(config).c_str());
+        if (fflush(stdout)) fail("could not write the configuration: %s", strerror(errno));
         return 0;
     }
     backend_init();
@@ -7913,14 +8190,18 @@ int main(int argc, char** argv) {
 #endif
     signal(SIGINT, request_stop);
     signal(SIGTERM, request_stop);
+    signal(SIGPIPE, request_stop);
+    if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
     print_build(config.profile ? text(", batch %d", config.batch_size) : "");
     if (config.profile) return run_profile(config);
-    if (config.generate || *config.seeds || config.interpolate) return run_generate(typed);
-    Trainer trainer;
-    prepare_run(&trainer, typed, &config);
+    if (config.generate || *config.seeds || config.interpolate) return run_generate(given);
+    prepare_run(&trainer, given, &config);
+    for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
     if (config.dry_run) {
         print_run(config, make_plan(config, microbatch_of(config), true),
                   memory_needed(config, microbatch_of(config), true));
+        check_memory(config, microbatch_of(config), true);
+        print_time(config, trainer.step);
         return 0;
     }
     print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());

@@ -342,11 +342,18 @@ class Config:
 
 
 PRESETS = {
-    "unet64": {},
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine",
                  batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
                  steps=4000, save_every=1000, sample_every=1000, data_file="data/faces.bin"),
+    "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
+                    attention_resolutions=(16, 8), predict="v", noise_schedule="cosine", batch_size=64,
+                    lr=3e-4, lr_schedule="cosine", warmup_steps=500, steps=20000),
+    "unet64": {},
+    "large64": dict(image_size=64, num_channels=128, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
+                    attention_resolutions=(32, 16, 8), num_head_channels=64, noise_schedule="cosine",
+                    batch_size=64, lr=1e-4, warmup_steps=1000, ema_rate=0.9999, steps=200000, save_every=5000,
+                    sample_every=5000),
 }
 
 
@@ -605,7 +612,7 @@ class Checkpoint:
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
               "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "microbatch": (72, 0),
-              "eta": (92, 0), "threshold": (93, 0)}
+              "eta": (92, 0), "threshold": (93, 0), "keep_every": (106, 0)}
 
 
 def _pack_config(header, config):
