@@ -203,6 +203,9 @@ enum {
 static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
+static void append(std::vector<double>* numbers, const PictureNoise& p) {
+    numbers->insert(numbers->end(), {(double)p.seed, (double)p.other, p.weight, p.other_weight});
+}
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
     numbers->insert(numbers->end(), {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps,
@@ -630,7 +633,8 @@ static void test_embedding(int B, int C) {
 }
 
 static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
-    std::string shape = text("B%d H%d W%d%s", B, H, W, predict == PREDICT_V ? " v" : "");
+    const char* const predictions[] = {"eps", "v", "x0"};
+    std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * IMAGE_CHANNELS * H * W;
     int elements = IMAGE_CHANNELS * H * W;
     Floats images(n, 0.5f), signal(1000), noise(1000), weights(1000), target(n), x(n),
@@ -641,18 +645,30 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
           add_noise, add_noise_cpu, [&](auto f, auto on) {
               f(on(x_t), on(target), on(images), on(t), on(signal), on(noise), B, H, W, predict, 77,
-                STREAM_NOISE, 5, on(state, with_state));
+                STREAM_NOISE, 5, with_state ? 0.3f : 0.0f, on(state, with_state));
           });
     target.upload();
 
     Output input_output = {&input, WRITTEN, "input", LIMIT};
+    std::vector<PictureNoise> noises = noise_of_seeds(consecutive_seeds(41, B));
+    noises.back() = {7, 4000000000u, 0.8f, 0.6f};
+    Pair<PictureNoise> begins(noises);
+    Floats limits(B, 0.1f), saved(n);
     check("sampler start", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, sampler_start,
-          sampler_start_cpu, [&](auto f, auto on) { f(on(x), on(input), B, H, W, 41); });
-    for (float sigma : {0.21f, 0.0f}) {
-        SamplerStep s = {500, 1.1f, -0.4f, 0.3f, 0.65f, sigma};
-        check("sampler step", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output}, sampler_step,
-              sampler_step_cpu, [&](auto f, auto on) { f(on(x), on(input), on(out), s, B, H, W, 41, 9); });
-    }
+          sampler_start_cpu, [&](auto f, auto on) { f(on(x), on(input), on(begins), B, H, W); });
+    for (float sigma : {0.21f, 0.0f})
+        for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
+            SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            x.upload();
+            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
+                  sampler_limits_cpu, [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, H, W); });
+            limits.upload();
+            check("sampler step", shape,
+                  {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
+                  sampler_step, sampler_step_cpu, [&](auto f, auto on) {
+                      f(on(x), on(saved), on(input), on(out), on(limits), on(begins), s, B, H, W, 9);
+                  });
+        }
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
@@ -963,7 +979,7 @@ static void check_all(const Plan& plan) {
 
     test_embedding(1, 64), test_embedding(32, 64), test_embedding(3, 32), test_embedding(300, 32);
     test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, true);
-    test_diffusion(2, 64, 64, PREDICT_EPS, false);
+    test_diffusion(2, 64, 64, PREDICT_EPS, false), test_diffusion(2, 8, 8, PREDICT_X0, true);
     report_lines();
 
     test_step(5, 7, 6, 3, LR_COSINE, true), test_step(5, 7, 6, 2500, LR_COSINE, false);
@@ -1751,7 +1767,9 @@ static void test_refusals() {
         {{{"channel_mult", ""}}, "whole number"},
         {{{"channel_mult", "1,1,1,1,1,1,1,1,1"}}, "at most 8"},
         {{{"attention_resolutions", "16;8"}}, "whole number"},
-        {{{"predict", "x0"}}, "eps|v"},
+        {{{"predict", "x1"}}, "eps|v|x0"},
+        {{{"zero_terminal_snr", "1"}}, "--predict v or x0"},
+        {{{"offset_noise", "-0.1"}}, "between"},
         {{{"noise_schedule", ""}}, "linear|cosine"},
         {{{"flip", "maybe"}}, "0 or 1"},
         {{{"ema_rate", "0.9,fast"}}, "a number"},
@@ -1938,30 +1956,34 @@ static void test_batches() {
 static void test_sampling() {
     bool same = true;
     double worst = 0;
-    for (const char* sampler : {"ddim", "ddpm"}) {
-        Config config = config_of(with(
-            toy_flags(), {{"sampler", sampler}, {"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}));
+    for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
+                      Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
+        Config config = config_of(
+            with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
+        size_t n = (size_t)IMAGE_CHANNELS * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
-            std::vector<float> pictures, one;
-            same &= draw_pictures(&m, &pictures, 4, 100, false) && draw_pictures(&m, &one, 1, 102, false);
-            size_t n = (size_t)IMAGE_CHANNELS * 8 * 8;
+            std::vector<float> pictures, one, strip;
+            same &= draw_pictures(&m, &pictures, noise_of_seeds({100, 5, 102, 7}), false, &strip, 3) &&
+                    draw_pictures(&m, &one, noise_of_seeds({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (!(error <= worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
+            for (size_t i = 0; i < 4; i++)  // a row of the strip ends with its picture
+                same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
+                        !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
             free_model(&m);
         }
         double error = error_of(drawn[0], drawn[1]);
         if (!(error <= worst)) worst = error;
-        same &= !same_bits(&drawn[0][0], &drawn[0][192], 192 * sizeof(float));
+        same &= !same_bits(&drawn[0][0], &drawn[0][n], n * sizeof(float));
     }
-    report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from seed 100 or 102: %.2g apart",
-           worst);
+    report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from any seeds: %.2g apart", worst);
 }
 
 // ===========================================================================================================
@@ -2896,13 +2918,18 @@ static void twin_case(const Case& c, Verdict* v) {
     } else if (c.is("batches")) {  // args: seed, images
         Orders orders(c.arg(1), (int)(n / c.arg(1)) + 1, c.word(0));
         for (size_t i = 0; i < n; i++) differ(orders.at(i), values[i]);
-    } else if (c.is("abar")) {  // args: T, schedule
-        std::vector<double> abar = make_abar(c.arg(0), c.arg(1));
-        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(abar.at(t) / values[t] - 1));
+    } else if (c.is("abar")) {  // args: T, schedule, zero terminal SNR
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        config.zero_terminal_snr = c.arg(2);
+        std::vector<double> abar = make_abar(config);
+        for (size_t t = 0; t < n; t++)
+            v->note(text("t = %zu", t), values[t] ? fabs(abar.at(t) / values[t] - 1) : abar.at(t));
         wrong = abar.size() != n;
     } else if (c.is("weights")) {  // args: T, schedule, predict; reals: gamma
-        std::vector<float> weights =
-            make_loss_weights(make_abar(c.arg(0), c.arg(1)), c.arg(2), c.at("reals")[0]);
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        std::vector<float> weights = make_loss_weights(make_abar(config), c.arg(2), c.at("reals")[0]);
         for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(weights.at(t) / values[t] - 1));
     } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
         Config config = default_config();
@@ -2918,6 +2945,39 @@ static void twin_case(const Case& c, Verdict* v) {
             for (int k = 0; k < 5; k++)
                 v->note(text("step %zu, number %d", i, k),
                         fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
+        }
+    } else if (c.is("chain")) {
+        // args: predict, schedule, zero terminal SNR, sampler, steps, threshold, T, H, seeds; reals: eta;
+        // values (B, 3, H, H): pictures of the network that takes x for noise on a picture 1.6 tanh(x + t /
+        // 2T)
+        Config config = default_config();
+        config.predict = c.arg(0), config.noise_schedule = c.arg(1), config.zero_terminal_snr = c.arg(2);
+        config.sampler = c.arg(3), config.sample_steps = c.arg(4), config.threshold = c.arg(5);
+        config.diffusion_steps = c.arg(6), config.eta = (float)c.at("reals")[0];
+        int B = 2, H = c.arg(7), image = IMAGE_CHANNELS * H * H;
+        std::vector<double> abar = make_abar(config);
+        std::vector<PictureNoise> begins = noise_of_seeds({c.word(8), c.word(9)});
+        std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
+        sampler_start_cpu(x.data(), input.data(), begins.data(), B, H, H);
+        uint32_t call = 0;
+        for (const SamplerStep& s : make_sampler(config)) {
+            double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
+            for (size_t i = 0; i < x.size(); i++) {
+                double x0 = 1.6 * tanh(input[i] + (double)s.timestep / config.diffusion_steps / 2);
+                double eps = (input[i] - a * x0) / b;
+                out[i] = (float)(config.predict == PREDICT_EPS ? eps
+                                 : config.predict == PREDICT_V ? a * eps - b * x0
+                                                               : x0);
+            }
+            sampler_limits_cpu(limits.data(), x.data(), out.data(), s, B, H, H);
+            sampler_step_cpu(x.data(), saved.data(), input.data(), out.data(), limits.data(), begins.data(),
+                             s, B, H, H, ++call);
+        }
+        wrong = x.size() != n;
+        for (size_t i = 0; i < n && !wrong; i++) {
+            size_t b = i / image, e = i % image;
+            v->note(text("value %zu", i),
+                    fabs(x[b * image + e % (H * H) * IMAGE_CHANNELS + e / (H * H)] - values[i]));
         }
     } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped; reals: lr, last fraction, rates
         const std::vector<double>& reals = c.at("reals");  // at: steps; values (n, 3)
@@ -2940,7 +3000,7 @@ static void twin_case(const Case& c, Verdict* v) {
 
 static void test_twin(const char* path) {
     for (const Case& c : read_cases(path)) {
-        Verdict verdict(c.is("abar") ? 1e-10 : 2e-6);
+        Verdict verdict(c.is("abar") ? 1e-10 : c.is("chain") ? 5e-5 : 2e-6);  // chain: hundreds of steps
         running = c.name;
         twin_case(c, &verdict);
         verdict.line(c.name);

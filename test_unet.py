@@ -11,6 +11,7 @@ TEST_UNET_ASAN, TEST_UNET_OWN, TEST_UNET_OPENBLAS and LADDERS name others. TRAIN
 the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and TRAIN_UNET_FP32.
 """
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -484,6 +485,11 @@ TRAINING = {
                                          seed=3, lr_schedule="linear", warmup_steps=3, lr_steps=20,
                                          final_lr_fraction=0.2, grad_clip=1.0, adam_eps=1e-3,
                                          weight_decay=2.0, ema_rate=(0.5, 0.9, 0.8, 0.7)),
+    "x0, zero terminal SNR, offset noise, min-SNR": Config(**TOY | dict(
+        image_size=16, predict="x0", seed=6, batch_size=3, zero_terminal_snr=True, offset_noise=0.3,
+        min_snr_gamma=5.0)),
+    "v, zero terminal SNR": Config(**TOY | dict(image_size=16, predict="v", seed=12, diffusion_steps=50,
+                                                noise_schedule="cosine", zero_terminal_snr=True)),
     "eps, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=6, min_snr_gamma=5.0)),
     "v, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=7, predict="v",
                                       noise_schedule="cosine", min_snr_gamma=1.5)),
@@ -694,7 +700,8 @@ def test_throughput(tmp_path, images8):
 
 
 def test_validation_loss(tmp_path, images8):
-    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2, min_snr_gamma=2.0))
+    config = Config(**TOY | dict(ema_rate=0.0, batch_size=3, seed=2, min_snr_gamma=2.0,
+                                 offset_noise=0.5))  # which is for training alone
     held_out = write_toy_images(tmp_path / "val.bin", n=7, seed=9)
     model = perturbed_file(tmp_path / "start.bin", config)
     run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", images8,
@@ -754,6 +761,43 @@ def respaced_sampler(T, schedule, predict, sampler, count):
     return np.array(rows)
 
 
+class Network:
+    """A made-up network, the same in test_unet.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
+    def __init__(self, config):
+        self.config = config
+        self.abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule,
+                                       config.zero_terminal_snr)
+
+    def __call__(self, x, t):
+        a, x = self.abar[int(t[0])], x.double()
+        x0 = 1.6 * torch.tanh(x + int(t[0]) / self.config.diffusion_steps / 2)
+        eps = (x - np.sqrt(a) * x0) / np.sqrt(1 - a)
+        v = np.sqrt(a) * eps - np.sqrt(1 - a) * x0
+        return {"eps": eps, "v": v, "x0": x0}[self.config.predict].float()
+
+
+def chain_cases(add):
+    """Whole pictures by every sampler from the made-up network."""
+    for sampler, flags, predict, schedule, zero in (
+            ("ddim", {}, "eps", "linear", False), ("ddim", dict(eta=0.7), "v", "cosine", False),
+            ("ddim", dict(eta=1.0, threshold="dynamic"), "v", "linear", True),
+            ("ddpm", {}, "x0", "linear", True), ("ddpm", dict(threshold="none"), "eps", "linear", False),
+            ("dpmpp", {}, "v", "cosine", True), ("dpmpp", dict(threshold="dynamic"), "eps", "linear", False),
+            ("dpmpp", dict(sample_steps=1), "x0", "cosine", False),
+            ("dpmpp", dict(sample_steps=2), "v", "linear", False),
+            ("heun", {}, "eps", "linear", False), ("heun", dict(threshold="dynamic"), "x0", "cosine", False),
+            ("heun", dict(threshold="none", sample_steps=40), "v", "linear", True)):
+        config = Config(**TOY | dict(image_size=9, channel_mult=(1,), diffusion_steps=300, predict=predict,
+                                     zero_terminal_snr=zero, noise_schedule=schedule))
+        pictures = train_unet.sample(Network(config), [5, 4000000000], sampler, **flags).numpy()
+        assert np.isfinite(pictures).all() and pictures.std() > 0.1
+        args = [["eps", "v", "x0"].index(predict), schedule == "cosine", zero,
+                list(train_unet.SAMPLERS).index(sampler), flags.get("sample_steps", 0),
+                ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9, 5, 4000000000]
+        name = " ".join(["chain", sampler, predict, schedule, *map(str, flags.values()), *["to 0"] * zero])
+        add(name, args, pictures.reshape(-1), reals=np.array([flags.get("eta", 0.0)]))
+
+
 def twin_cases():
     tensors = {}
 
@@ -788,7 +832,9 @@ def twin_cases():
     add("batches across epochs", [6, 7],
         np.concatenate([unet_io.batch_indices(6, step, 5, 7) for step in range(6)]))
     for T, schedule in ((1000, "linear"), (1000, "cosine"), (100, "linear"), (20, "linear"), (77, "cosine")):
-        add(f"abar {schedule} {T}", [T, schedule == "cosine"], unet_io.alphas_bar(T, schedule))
+        for zero in (False, True):
+            add(f"abar {schedule} {T} zero {zero}", [T, schedule == "cosine", zero],
+                unet_io.alphas_bar(T, schedule, zero))
     for T, schedule, predict, sampler, count in (
             (1000, "linear", "eps", "ddim", 50), (1000, "linear", "eps", "ddpm", 1000),
             (1000, "cosine", "v", "ddim", 50), (1000, "cosine", "v", "ddpm", 250),
@@ -797,6 +843,7 @@ def twin_cases():
         add(f"sampler {schedule} {T} {predict} {sampler} {count}",
             [T, schedule == "cosine", predict == "v", sampler == "ddpm", count],
             respaced_sampler(T, schedule, predict, sampler, count).reshape(-1))
+    chain_cases(add)
     at = [0, 1, 2, 4, 5, 6, 9, 10, 50, 98, 99, 100, 101, 5000]
     kinds = ("constant", "cosine", "linear")
     for schedule, warmup, length, last, skipped in (
@@ -826,7 +873,7 @@ def test_device_twin(images8):
         rows = torch.tensor([0, 1, 31, 2**31 + 5])
         words = train_unet.device_words(seed, stream, 400, rows, torch.tensor([step]))
         assert np.array_equal(words.numpy(), unet_io.words(seed, stream, 400, rows.numpy(), step))
-    config = Config(**TOY | dict(flip=True, batch_size=5, seed=3))
+    config = Config(**TOY | dict(flip=True, batch_size=5, seed=3, offset_noise=0.2))
     images = unet_io.read_images(images8)
     replayed = train_unet.DeviceReplay(train_unet.UNet(config), images, config, 7, "cpu")
     for step in range(7):
@@ -851,12 +898,39 @@ def test_schedule_by_known_values():
     """The published schedule's ends, and guided-diffusion's choice of 10 of 1000 timesteps."""
     abar = unet_io.alphas_bar(1000, "linear")
     assert abs(abar[0] - 0.9999) < 1e-12 and abs(abar[-1] - 4.0358e-5) < 1e-8
+    # zero terminal SNR, from the paper's algorithm by way of its betas
+    alphas = (np.sqrt(abar) - np.sqrt(abar[-1])) / (np.sqrt(abar[0]) - np.sqrt(abar[-1])) * np.sqrt(abar[0])
+    alphas = alphas**2
+    betas = 1 - np.append(alphas[0], alphas[1:] / alphas[:-1])
+    rescaled = unet_io.alphas_bar(1000, "linear", True)
+    assert np.abs(np.cumprod(1 - betas) - rescaled).max() < 1e-12
+    assert rescaled[-1] == 0 and abs(rescaled[0] - abar[0]) < 1e-15 and (np.diff(rescaled) < 0).all()
     assert unet_io.space_timesteps(1000, 10).tolist() == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
     assert unet_io.space_timesteps(1000, 1).tolist() == [0]
-    rows = respaced_sampler(1000, "linear", "eps", "ddpm", 100)
-    tables = unet_io.sampler_tables(1000, "linear", 100)
-    for column, name in ((3, "x0_weight"), (4, "x_weight"), (5, "sigma")):
-        assert error_of(tables[name][::-1], rows[:, column]) < 1e-6
+
+
+@pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True)])
+def test_order_of_samplers(schedule, zero):
+    """Of data N(0.3, 0.5^2) the perfect network and the exact picture of a noise are known. Twice the steps:
+    half the error of a sampler of first order, a quarter of one of second."""
+    class Perfect(Network):
+        def __call__(self, x, t):
+            a = self.abar[int(t[0])]
+            x0 = 0.3 + 0.25 * np.sqrt(a) / (0.25 * a + 1 - a) * (x.double() - 0.3 * np.sqrt(a))
+            return np.sqrt(a) * (x - np.sqrt(a) * x0) / np.sqrt(1 - a) - np.sqrt(1 - a) * x0
+
+    config = Config(**TOY | dict(diffusion_steps=4000, predict="v", noise_schedule=schedule,
+                                 zero_terminal_snr=zero))
+    network, seeds = Perfect(config), [1, 2]
+    # the noise of picture y at the first timestep is the same multiple of its standard deviation
+    a = network.abar[-1]
+    z = train_unet.seed_noise(seeds, (3, 8, 8)).double()
+    exact = 0.3 + 0.5 * (z - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
+    for sampler, least, most in (("ddim", 1.9, 2.1), ("dpmpp", 3, 6), ("heun", 3.7, 6)):
+        drawn = [train_unet.sample(network, seeds, sampler, n, threshold="none") for n in (100, 200)]
+        errors = [float((x - exact).abs().max()) for x in drawn]
+        print(sampler, errors)
+        assert least < errors[0] / errors[1] < most and errors[1] < 0.03
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 2])
@@ -1060,7 +1134,7 @@ def start_flags(config, data, folder, steps, **more):
 
 
 RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
-                           predict="v", ema_rate=0.9, batch_size=3)
+                           predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1)
 RESUMED = Config(**RESUMED_FLAGS)
 
 
@@ -1413,7 +1487,8 @@ def test_checkpoint_round_trip(tmp_path, images8):
     first = unet_io.read_checkpoint(str(path))
     unet_io.write_checkpoint(tmp_path / "same.bin", first)
     assert (tmp_path / "same.bin").read_bytes() == path.read_bytes() and first.run["keep_every"] == 7
-    for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed"):
+    for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed",
+                 "zero_terminal_snr", "offset_noise"):
         assert getattr(first.config, name) == getattr(RESUMED, name), name
     assert first.sections["data_file"] == first.sections["val_file"] == images8
     model, _ = train_unet.load_model(str(path), use_ema=False)
@@ -1676,6 +1751,12 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
     "ddim v": (Config(**TOY | dict(image_size=16, predict="v", noise_schedule="cosine")), [], 2),
     "ddim eps": (Config(**TOY | dict(batch_size=8, lr=2e-3)), ["--sample_steps", 20], 2),
     "ddpm v": (Config(**TOY | dict(predict="v", diffusion_steps=100)), ["--sampler", "ddpm"], 2),
+    "ddim eta": (Config(**TOY | dict(predict="v")), ["--eta", 0.6, "--threshold", "dynamic"], 2),
+    "dpmpp": (Config(**TOY | dict(predict="v", noise_schedule="cosine")), ["--sampler", "dpmpp"], 2),
+    "dpmpp x0": (Config(**TOY | dict(predict="x0", zero_terminal_snr=True)),
+                 ["--sampler", "dpmpp", "--threshold", "none", "--sample_steps", 11], 2),
+    "heun": (Config(**TOY | dict(predict="v", zero_terminal_snr=True)),
+             ["--sampler", "heun", "--threshold", "dynamic"], 2),
 }
 
 
@@ -1709,6 +1790,115 @@ def test_pictures(tmp_path, images8, name):
     assert np.abs(picture(tmp_path / "c.png")[2:-2, 2:-2] - third).max() <= 1
     assert np.abs(picture(tmp_path / "single/000042.png") - third).max() <= most
     assert not (third == first).all()
+
+
+def test_seeds_and_strips(tmp_path):
+    """Any seeds in batches of any size: in the grid, as single files, with their strips; in both programs."""
+    config = Config(**TOY | dict(predict="v"))
+    perturbed_file(tmp_path / "w.bin", config)
+    weights, common = tmp_path / "w.bin", ["--seeds", "3,40-42", "--strip", 4, "--sampler", "heun",
+                                           "--sample_steps", 6]
+    for name, batch in (("a", 3), ("b", 4)):
+        text = run(TRAIN, "--model_weights", weights, *common, "--batch_size", batch, "--output_name",
+                   tmp_path / f"{name}.png", "--output_dir", tmp_path / f"single_{name}").stdout
+        assert "raw weights, step 0), Heun in 6 steps (11 network calls), seeds 3,40-42" in text
+    assert call(generate, "--model_filename", weights, *common, "--batch_size", 3, "--device", "cpu",
+                "--output_name", tmp_path / "c.png", "--output_dir", tmp_path / "single_c") == ""
+    names = [f"{seed:06d}.png" for seed in (3, 40, 41, 42)]
+    grids, strips = ([picture(tmp_path / f"{name}{part}.png") for name in "abc"] for part in ("", "_strip"))
+    assert grids[0].shape == (22, 22, 3) and strips[0].shape == (4 * 10 + 2, 4 * 10 + 2, 3)
+    for other, most in ((1, 1), (2, 2)):
+        for ours, theirs in ((grids[0], grids[other]), (strips[0], strips[other])):
+            assert np.abs(ours - theirs).max() <= most
+    for place, name in enumerate(names):
+        single = picture(tmp_path / "single_a" / name)
+        x, y = 2 + place % 2 * 10, 2 + place // 2 * 10
+        assert (single == grids[0][y:y + 8, x:x + 8]).all()
+        row = [strips[0][2 + 10 * place:][:8, 2 + 10 * column:][:, :8] for column in range(4)]
+        assert (single == row[-1]).all()
+        assert all(np.abs(first - then).max() > 2 for first, then in zip(row, row[1:]))  # it goes on
+        assert np.abs(picture(tmp_path / "single_c" / name) - single).max() <= 2
+    for folder in "abc":
+        assert sorted(os.listdir(tmp_path / f"single_{folder}")) == names
+    run(TRAIN, "--model_weights", weights, "--generate", 1, "--seed", 41, *common[4:],
+        "--output_name", tmp_path / "d.png")
+    alone = picture(tmp_path / "d.png")[2:-2, 2:-2]
+    assert np.abs(alone - picture(tmp_path / "single_a/000041.png")).max() <= 1
+
+
+def test_drawing_while_training(tmp_path, images8):
+    """It leaves the training as it is, bit for bit, and --resume goes on drawing in the same way."""
+    config = Config(**TOY | dict(predict="v", offset_noise=0.1))
+    how = dict(sampler="heun", threshold="dynamic", sample_steps=3, num_samples=2)
+    for name, every in (("with", 2), ("without", 0)):
+        run(TRAIN, *start_flags(config, images8, tmp_path / name, 4, **how | dict(sample_every=every)))
+    drawn, plain = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4)))
+                    for name in ("with", "without"))
+    for section in unet_io.TENSOR_SECTIONS:
+        assert same_bits(drawn.sections[section], plain.sections[section])
+    assert drawn.run["sampler"] == 3 and drawn.run["threshold"] == 1 and drawn.run["eta"] == 0
+    text = run(TRAIN, "--resume", tmp_path / "with", "--steps", 6).stdout
+    assert re.search(r"\bsampler +heun\b", text) and re.search(r"\bthreshold +dynamic\b", text)
+    run(TRAIN, "--out_dir", tmp_path / "with", "--seeds", "0-1", "--sampler", "heun", "--sample_steps", 3,
+        "--threshold", "dynamic", "--output_name", tmp_path / "a.png")
+    again = picture(tmp_path / "a.png") - picture(tmp_path / "with/samples_00000006.png")
+    assert np.abs(again).max() <= 1
+    run(TRAIN, "--resume", tmp_path / "with", "--steps", 7, "--sampler", "ddim", "--eta", 0.25)
+    stored = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "with", 7))).run["eta"]
+    assert np.int32(stored).view(np.float32) == 0.25
+
+
+def test_interpolation(tmp_path):
+    """From one seed's picture to another's, past noise that is as long as theirs."""
+    config = Config(**TOY | dict(predict="v", zero_terminal_snr=True))
+    perturbed_file(tmp_path / "w.bin", config)
+    common = ["--seeds", "9,4", "--sampler", "dpmpp", "--batch_size", 2]
+    between = [*common, "--interpolate", 5]
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", *between, "--output_name", tmp_path / "a.png",
+        "--output_dir", tmp_path / "single")
+    assert call(generate, "--model_filename", tmp_path / "w.bin", *between, "--device", "cpu",
+                "--output_name", tmp_path / "b.png") == ""
+    assert np.abs(picture(tmp_path / "a.png") - picture(tmp_path / "b.png")).max() <= 2
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", *common, "--output_name", tmp_path / "c.png",
+        "--output_dir", tmp_path / "ends")
+    path = [picture(tmp_path / f"single/{n:06d}.png") for n in range(5)]
+    for n, seed in ((0, 9), (4, 4)):
+        assert np.abs(path[n] - picture(tmp_path / f"ends/{seed:06d}.png")).max() <= 1
+    assert all(np.abs(first - then).max() > 2 for first, then in zip(path, path[1:]))
+    noise = generate.slerp(*train_unet.seed_noise([9, 4], (3, 8, 8)), 5).flatten(1)
+    lengths = noise.norm(dim=1)
+    shorter, longer = sorted((lengths[0], lengths[4]))
+    assert 0.99 * shorter < lengths.min() and lengths.max() < 1.01 * longer
+
+
+@pytest.mark.parametrize("words, says, status", [
+    (["--seeds", "5-3"], "5-3", 2), (["--seeds", "1,,2"], "1,,2", 2), (["--seeds", "4294967296"], "up to", 2),
+    (["--seeds", "0-3", "--{count}", "9"], ["{count}", "seeds", "4 pictures"], 1),
+    (["--seeds", "0-4294967295"], "million", 2), (["--strip", "11", "--sample_steps", "10"], "--strip 11", 1),
+    (["--interpolate", "3"], "two seeds", 1), (["--interpolate", "3", "--seeds", "1-3"], "two seeds", 1),
+    (["--interpolate", "3", "--seeds", "1,1"], "two seeds", 1),
+    (["--interpolate", "3", "--seeds", "1,2", "--eta", "0.5"], "no noise", 1),
+    (["--interpolate", "3", "--seeds", "1,2", "--sampler", "ddpm"], "no noise", 1),
+    (["--eta", "0.5", "--sampler", "heun"], ["--eta 0.5", "ddim"], 1)])
+def test_refused_pictures(tmp_path, words, says, status):
+    """Both programs, in one sentence, before they draw."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    says = [says] if isinstance(says, str) else says
+    output = ["--output_name", tmp_path / "x.png"]
+    there = [word.format(count="generate") for word in words]
+    if not {"--seeds", "--interpolate"} & set(words):
+        there += ["--generate", 1]
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", *there, *output, status=status,
+            says=[text.format(count="generate") for text in says])
+    here = [word.format(count="num_images") for word in words]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            errors.write(call(generate, "--model_filename", tmp_path / "w.bin", *here, *output))
+        except SystemExit as end:
+            assert end.code == 2 == status
+    for text in says:
+        assert text.format(count="num_images") in errors.getvalue()
+    assert len(errors.getvalue().splitlines()) == 1 and not (tmp_path / "x.png").exists()
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):
@@ -1937,7 +2127,7 @@ def refused(*command, status=1, says=(), **options):
     (["--lr", "fast"], ["--lr", "'fast'"]), (["--lr=-1"], "--lr"), (["--steps", "1e12"], "--steps"),
     (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
     (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
-    (["--channel_mult", "1,x"], "--channel_mult"),
+    (["--channel_mult", "1,x"], "--channel_mult"), (["--offset_noise", "-1"], "--offset_noise"),
     (["--flip=perhaps"], "--flip"), (["--preset", "small23"], ["'small23'", "mean small32?"]),
     (["--out_dir", ""], ["--out_dir", "''"]), (["--data_file="], "--data_file"),
     (["--out_dir", "a\nb"], ["--out_dir", "line break"])])
@@ -2009,6 +2199,7 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+    refused(TRAIN, "--dry_run", "--zero_terminal_snr", says=["--predict eps", "v or x0"])
 
 
 def test_time_of_a_dry_run():
@@ -2189,7 +2380,8 @@ AGAIN = {
              (test_decay_of_matrices_only, ()), (test_clipping, ()), (test_skipped_outliers, ()),
              (test_resume_with_everything, ()), (test_resume, ()), (test_resume_in_pytorch, ()),
              (test_pictures_from_averaged_weights, ()),
-             *((test_pictures, (name,)) for name in PICTURES)],
+             *((test_pictures, (name,)) for name in PICTURES), (test_seeds_and_strips, ()),
+             (test_interpolation, ()), (test_drawing_while_training, ())],
 }
 
 
@@ -2358,7 +2550,8 @@ def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
 def test_ladders_cover_the_model(tmp_path, monkeypatch):
     """Every shape of the default model's plan is a case that dev/ times."""
     plan = run(TRAIN, "--dry_run", "--out_dir", tmp_path).stdout
-    wanted = {stem: set() for stem in ("conv3x3", "conv1x1", "groupnorm", "attention", "upsample", "downsample")}
+    stems = ("conv3x3", "conv1x1", "groupnorm", "attention", "upsample", "downsample")
+    wanted = {stem: set() for stem in stems}
     row = r"^\d+ +\S+ +(\w+) +(\d+) \d+ (\d+)(?: \+ (\d+))? +\d+ \d+ (\d+)"
     for kind, H, C, C2, O in re.findall(row, plan, re.M):
         H, K, O = int(H), int(C) + int(C2 or 0), int(O)

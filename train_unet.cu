@@ -149,28 +149,32 @@ enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3,
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
-enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM };
+enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
+enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
 
 struct Config {
     // files
     char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
     char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
+    char output_dir[MAX_PATH_LENGTH];
     char config[MAX_PATH_LENGTH];
     // architecture
     int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
-    int diffusion_steps, noise_schedule, predict;
+    int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
     int batch_size, microbatch, steps, flip, lr_schedule, warmup_steps, lr_steps;
     unsigned seed;
     float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers,
-        min_snr_gamma;
+        min_snr_gamma, offset_noise;
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
     int log_every, save_every, sample_every, val_every, keep, num_samples;
     int keep_every;
     // sampling
-    int generate, sampler, sample_steps, use_ema;
+    char seeds[MAX_PATH_LENGTH];
+    int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
+    float eta;
     // what to do
     int resume_given, print_config, dry_run, profile, help;
 };
@@ -224,6 +228,8 @@ static const Flag FLAGS[] = {
      "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
     {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
      "PNG grid that --generate writes"},
+    {"output_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_dir), "", 0, 0, 0,
+     "folder into which --generate also writes each picture, as SEED.png"},
 
     {"image_size", FLAG_INT, GROUP_MODEL, FIXED, 16, AT(image_size), "64", 4, 1024, 0,
      "height and width in pixels"},
@@ -246,8 +252,10 @@ static const Flag FLAGS[] = {
      "timesteps T of the noising chain"},
     {"noise_schedule", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 41, AT(noise_schedule), "linear", 0, 0,
      "linear|cosine", "how fast the chain adds noise"},
-    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v",
-     "what the network predicts: the noise, or the velocity v"},
+    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v|x0",
+     "what the network predicts: the noise, the velocity v, or the image"},
+    {"zero_terminal_snr", FLAG_BOOL, GROUP_DIFFUSION, FIXED, 90, AT(zero_terminal_snr), "0", 0, 1, 0,
+     "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
     {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
     {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
@@ -278,6 +286,8 @@ static const Flag FLAGS[] = {
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
     {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
      "mirror half of the images left to right"},
+    {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
+     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
     {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
      "decides weights, order, noise; with --generate the first picture's seed"},
     {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
@@ -294,12 +304,22 @@ static const Flag FLAGS[] = {
 
     {"generate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(generate), "0", 0, 1e6, 0,
      "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
+    {"seeds", FLAG_PATH, GROUP_SAMPLING, FREE, 0, AT(seeds), "", 0, 0, 0,
+     "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
+    {"interpolate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(interpolate), "0", 0, 1e6, 0,
+     "draw this many pictures on the way from the first of two --seeds to the second"},
+    {"strip", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(strip), "0", 0, 1000, 0,
+     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
     {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 1, 1e6, 0,
      "pictures of a sample grid while training"},
-    {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm",
-     "ddim (deterministic) or ddpm (ancestral)"},
+    {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm|dpmpp|heun",
+     "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)"},
     {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
-     "network calls a picture; 0: 50 for ddim, all diffusion_steps for ddpm"},
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
+    {"eta", FLAG_FLOAT, GROUP_SAMPLING, FREE, 92, AT(eta), "0", 0, 1, 0,
+     "how much of ddpm's noise ddim adds at every step"},
+    {"threshold", FLAG_CHOICE, GROUP_SAMPLING, FREE, 93, AT(threshold), "clamp", 0, 0, "clamp|dynamic|none",
+     "how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile"},
     {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 4, 0,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
@@ -698,6 +718,12 @@ static void check_config(const Config& c) {
                  float_text(c.ema_rate[i]).c_str());
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the %d averaged weights of --ema_rate", c.use_ema, ema_count(c));
+    if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
+        fail(
+            "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
+            "nothing of the image; use --predict v or x0");
+    if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
+        fail("--eta %g goes with --sampler ddim only; leave it out", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
         fail("--sample_steps %d is more than the chain's --diffusion_steps %d", c.sample_steps,
              c.diffusion_steps);
@@ -1088,7 +1114,8 @@ enum Stream {  // mirrored in unet_io.py
     STREAM_VAL_TIMESTEP,
     STREAM_VAL_NOISE,
     STREAM_PERTURB,
-    STREAM_LABEL
+    STREAM_LABEL,
+    STREAM_OFFSET
 };
 
 struct Philox {
@@ -1112,7 +1139,6 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-#ifdef CPU_LAYERS
 // The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3).
 static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                   uint32_t sample, uint32_t step) {
@@ -1124,7 +1150,6 @@ static inline void random_normals(float normal[4], uint32_t seed, uint32_t strea
         normal[pair + 1] = (float)(r * sin(angle));
     }
 }
-#endif
 
 HOST_DEVICE static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample,
                                                    uint32_t step, int diffusion_steps) {
@@ -5145,6 +5170,13 @@ enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
 
+// Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
+// a sampler adds later is the seed's.
+struct PictureNoise {
+    uint32_t seed, other;
+    float weight, other_weight;
+};
+
 // Section 5 and up own the memory; a block sees it through these.
 struct Model {
     Config config;
@@ -5167,6 +5199,8 @@ struct Model {
     float* losses;          // (batch_size, loss_parts)
     float* norm_parts;      // one a NORM_CHUNK of the parameters
     float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    PictureNoise* begins;   // (B): of the pictures being drawn
+    float* limits;          // (B): theirs, for dynamic thresholding
     float* loss_weights;    // (diffusion_steps): what the loss of a timestep counts for
     char* memory;
     size_t bytes;
@@ -5731,6 +5765,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     m->noise = (float*)place(m->config.diffusion_steps * sizeof(float));
     m->loss_weights = (float*)place(m->config.diffusion_steps * sizeof(float));
     m->losses = (float*)place(whole * loss_parts((int)image) * sizeof(float));
+    m->begins = (PictureNoise*)place(B * sizeof(PictureNoise));
+    m->limits = (float*)place(B * sizeof(float));
     return total;
 }
 
@@ -5894,8 +5930,11 @@ static double loss_of(const Model* m, int B) {
 // ---- schedules --------------------------------------------------------------------------------------------
 
 // The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
-// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17.
-static std::vector<double> make_abar(int T, int schedule) {
+// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17. Zero
+// terminal SNR: sqrt(abar) shifted so that its last is 0 and scaled so that its first stays, algorithm 1 of
+// Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
+static std::vector<double> make_abar(const Config& c) {
+    int T = c.diffusion_steps, schedule = c.noise_schedule;
     std::vector<double> abar(T);
     double product = 1;
     auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
@@ -5905,6 +5944,9 @@ static std::vector<double> make_abar(int T, int schedule) {
                                                   : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
         abar[t] = product *= 1 - std::min(beta, 0.999);
     }
+    double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
+    for (int t = 0; t < T && c.zero_terminal_snr; t++)
+        abar[t] = pow((sqrt(abar[t]) - last) * first / (first - last), 2);
     return abar;
 }
 
@@ -5933,28 +5975,36 @@ static std::vector<int> space_timesteps(int T, int count) {
 
 // ---- noising ----------------------------------------------------------------------------------------------
 
+// What the network is to predict of x0 and eps, where x_t = signal x0 + noise eps.
+HOST_DEVICE static inline float target_of(int predict, float x0, float eps, float signal, float noise) {
+    return predict == PREDICT_EPS ? eps : predict == PREDICT_V ? signal * eps - noise * x0 : x0;
+}
+
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
-// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D. x_t, target (B, H, W,
-// 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t). Image
-// b's noise is that of sample first + b. The step is the
-// state's (null: 0).
+// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. x_t, target (B,
+// H, W, 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t).
+// Image b's noise is that of sample first + b. The step is the state's (null: 0). Offset noise: eps has
+// `offset` times one more normal, the same for all pixels of a channel, so that the network learns to move a
+// picture's mean.
 #ifdef CPU_LAYERS
 static void add_noise_cpu(float* x_t, float* target, const float* images, const int* timesteps,
                           const float* signal, const float* noise, int B, int H, int W, int predict,
-                          uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+                          uint32_t seed, Stream stream, uint32_t first, float offset,
+                          const StepState* state) {
     PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
     int elements = IMAGE_CHANNELS * H * W;
     uint32_t step = state ? (uint32_t)state->step : 0;
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++)
         for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float eps[4], a = signal[timesteps[b]], s = noise[timesteps[b]];
+            float eps[4], shift[4] = {}, a = signal[timesteps[b]], s = noise[timesteps[b]];
             random_normals(eps, seed, stream, quad, first + b, step);
+            if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, first + b, step);
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                float x0 = images[(size_t)b * elements + e], n = eps[e % 4];
+                float x0 = images[(size_t)b * elements + e], n = eps[e % 4] + offset * shift[e / (H * W)];
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
                 x_t[at] = a * x0 + s * n;
-                target[at] = predict == PREDICT_V ? a * n - s * x0 : n;
+                target[at] = target_of(predict, x0, n, a, s);
             }
         }
 }
@@ -6002,16 +6052,17 @@ struct PixelQuad {
 enum { QUAD_THREADS = 64 };
 static dim3 quad_blocks(int B, int pixels) { return dim3(ceil_div(pixels, 4 * QUAD_THREADS), B); }
 
-// x_t = signal x0 + noise eps; target = eps, or signal eps - noise x0. Device memory: images in, x_t, target
-// out.
+// x_t = signal x0 + noise eps; target = eps, signal eps - noise x0, or x0. Device memory: images in, x_t,
+// target out.
 __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ target,
                                  const float* __restrict__ images, const int* timesteps, const float* signal,
-                                 const float* noise, int pixels, bool predict_v, uint32_t seed,
-                                 uint32_t stream, uint32_t first, const StepState* state) {
+                                 const float* noise, int pixels, int predict, uint32_t seed, uint32_t stream,
+                                 uint32_t first, float offset, const StepState* state) {
     PixelQuad q(pixels);
     uint32_t step = state ? (uint32_t)state->step : 0;
     if (q.n <= 0) return;
-    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]];
+    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]], shift[4] = {};
+    if (offset > 0) random_normals_device(shift, seed, STREAM_OFFSET, 0, first + q.b, step);
 #pragma unroll
     for (int c = 0; c < IMAGE_CHANNELS; c++) {
         float eps[4];
@@ -6020,19 +6071,19 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if (i >= q.n) break;
-            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i];
+            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i], n = eps[i] + offset * shift[c];
             size_t at = q.pixel(i, c, pixels);
-            x_t[at] = (floatX)(a * x0 + s * eps[i]);
-            target[at] = predict_v ? a * eps[i] - s * x0 : eps[i];
+            x_t[at] = (floatX)(a * x0 + s * n);
+            target[at] = target_of(predict, x0, n, a, s);
         }
     }
 }
 static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
                       const float* signal, const float* noise, int B, int H, int W, int predict,
-                      uint32_t seed, Stream stream, uint32_t first, const StepState* state) {
+                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
     PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
     launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
-           noise, H * W, predict == PREDICT_V, seed, stream, first, state);
+           noise, H * W, predict, seed, stream, first, offset, state);
 }
 #else
 #define add_noise add_noise_cpu
@@ -6040,124 +6091,254 @@ static void add_noise(floatX* x_t, float* target, const float* images, const int
 
 // ---- samplers ---------------------------------------------------------------------------------------------
 
-// One step of a sampler is linear in the clamped prediction and the noisy image, whichever sampler it is:
-//   x0 = clamp(from_x x + from_out out, -1, 1),  x <- to_x0 x0 + to_x x + sigma noise
+// A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
+// the picture, the noisy picture x and what an earlier call saved,
+//   x0 = threshold(from_x x + from_out out)
+//   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
+// with the old x and saved on the right.
 struct SamplerStep {
     int timestep;  // what the network is told
-    float from_x, from_out, to_x0, to_x, sigma;
+    int threshold;
+    float from_x, from_out, to_x0, to_x, to_saved, sigma;
+    float save_x0, save_x;  // 1 and 0, so that x0 itself is saved, but where Heun's step has a second call
 };
 
-// The steps from pure noise to a picture, in the order they are taken.
-//   DDPM: equation 7 of Ho et al. with the posterior variance. DDIM: equation 12 of Song et al. (2021) with
-//   eta = 0, its noise derived again from the clamped x0.
-static std::vector<SamplerStep> make_sampler(const Config& c) {
-    std::vector<double> abar = make_abar(c.diffusion_steps, c.noise_schedule);
-    int count = c.sample_steps              ? c.sample_steps
-                : c.sampler == SAMPLER_DDIM ? std::min(50, c.diffusion_steps)
-                                            : c.diffusion_steps;
-    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, count);
-    std::vector<SamplerStep> steps;
-    for (int i = count - 1; i >= 0; i--) {
-        double a = abar[timesteps[i]], before = i ? abar[timesteps[i - 1]] : 1.0, beta = 1 - a / before;
-        SamplerStep s;
-        s.timestep = timesteps[i];
-        s.from_x = (float)(c.predict == PREDICT_V ? sqrt(a) : 1 / sqrt(a));
-        s.from_out = (float)(c.predict == PREDICT_V ? -sqrt(1 - a) : -sqrt(1 / a - 1));
-        if (c.sampler == SAMPLER_DDPM) {
-            s.to_x0 = (float)(beta * sqrt(before) / (1 - a));
-            s.to_x = (float)((1 - before) * sqrt(1 - beta) / (1 - a));
-            s.sigma = i ? (float)sqrt(beta * (1 - before) / (1 - a)) : 0.0f;
-        } else {
-            double keep = sqrt((1 - before) / (1 - a));
-            s.to_x0 = (float)(sqrt(before) - keep * sqrt(a));
-            s.to_x = (float)keep;
-            s.sigma = 0;
-        }
-        steps.push_back(s);
-    }
-    return steps;
+static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
+
+static int sampler_steps(const Config& c) {
+    if (c.sample_steps) return c.sample_steps;
+    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
+    return std::min(usual, c.diffusion_steps);
 }
 
-// Pictures number n and on of a run with seed s are those of seeds s + n and on, whatever the batch they are
-// drawn in.
+// The calls from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
+// timestep to timestep of the shortened chain and at last to abar = 1, which is x0 itself:
+//   DDIM   equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
+//          (equation 16). With eta = 1 it is DDPM's step, equation 7 of Ho et al. with the posterior
+//          variance.
+//   DPM-Solver++(2M)  algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the one
+//          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. Three steps are of first order, which
+//          is DDIM: the first lacks one before, the last ends where lambda is infinite, and the last but one
+//          is so much longer in lambda than its predecessor that extrapolation would overshoot.
+//   Heun   algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise level
+//          sqrt(1 - abar) / alpha: a DDIM step, then the same again with the mean of the slopes at both ends.
+//          The first call saves what does not depend on the second. The last step is DDIM's, and so is one
+//          from a level above HEUN_MOST_NOISE, such as the infinite one of zero terminal SNR: the levels at
+//          the ends are so far apart that the mean of the slopes would magnify the difference of the
+//          predictions.
+static const double HEUN_MOST_NOISE = 1000;
+static std::vector<SamplerStep> make_sampler(const Config& c) {
+    std::vector<double> abar = make_abar(c);
+    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
+    double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
+    auto call_at = [&](int timestep) {
+        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
+        SamplerStep s = SamplerStep();
+        s.timestep = timestep, s.threshold = c.threshold, s.save_x0 = 1;
+        switch (c.predict) {
+            case PREDICT_EPS: s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha); break;
+            case PREDICT_V: s.from_x = (float)alpha, s.from_out = (float)-noise; break;
+            case PREDICT_X0: s.from_x = 0, s.from_out = 1; break;
+        }
+        return s;
+    };
+    auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
+    std::vector<SamplerStep> calls;
+    for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
+        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
+        double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
+        double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
+        double to_x0 = sqrt(next) - keep * sqrt(a);
+        SamplerStep s = call_at(timesteps[i]);
+        s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
+        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
+            double before = abar[timesteps[i + 1]];
+            double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
+            s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);
+        }
+        if (c.sampler == SAMPLER_HEUN && i > 0 && sqrt(1 - a) <= HEUN_MOST_NOISE * sqrt(a)) {
+            s.save_x0 = (float)(to_x0 / 2), s.save_x = (float)((sqrt(next / a) + keep) / 2);
+            calls.push_back(s);
+            s = call_at(timesteps[i - 1]);
+            double half = (1 - sqrt((1 / a - 1) / (1 / next - 1))) / 2;
+            s.to_x0 = (float)(-half * sqrt(next)), s.to_x = (float)half, s.to_saved = 1;
+        }
+        calls.push_back(s);
+    }
+    return calls;
+}
+
+// The picture that a call predicts, kept within [-1, 1]; limit: of dynamic thresholding.
+HOST_DEVICE static inline float predicted_x0(const SamplerStep& s, float x, float out) {
+    return s.from_x * x + s.from_out * out;
+}
+HOST_DEVICE static inline float thresholded_x0(const SamplerStep& s, float x, float out, float limit) {
+    float x0 = predicted_x0(s, x, out);
+    if (s.threshold == THRESHOLD_NONE) return x0;
+    if (s.threshold == THRESHOLD_CLAMP) limit = 1;
+    return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
+}
+
+// Of dynamic thresholding: the 99.5th percentile of a picture's |x0|, at least 1 (Saharia et al.,
+// "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, number
+// percentile_rank of n in rising order. Floats above 0 are in the order of their bits, so that the value is
+// found exactly, eight bits at a time: count what agrees in the bits found so far by the next eight.
+static int percentile_rank(int n) { return (int)((995L * (n - 1) + 999) / 1000); }
+HOST_DEVICE static inline uint32_t magnitude_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits & 0x7FFFFFFF;
+}
+HOST_DEVICE static inline float limit_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value > 1 ? value : 1;
+}
+
+// sampler_start: x (B, H, W, 3) becomes noise, and input, its copy for the network.
+// sampler_limits: limits (B) for the call s.
+// sampler_step: x, its copy and saved (B, H, W, 3) updated in place from out (B, H, W, 3), the network's
+// answer; call counts the network's calls from 1.
+// A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
 #ifdef CPU_LAYERS
-// x (B, H, W, 3): pure noise; input is its copy for the network.
-static void sampler_start_cpu(float* x, float* input, int B, int H, int W, uint32_t first_seed) {
+static void sampler_start_cpu(float* x, float* input, const PictureNoise* begins, int B, int H, int W) {
     int elements = IMAGE_CHANNELS * H * W;
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++)
         for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float normal[4];
-            random_normals(normal, first_seed + b, STREAM_SAMPLER, quad, 0, 0);
+            float normal[4], other[4] = {};
+            PictureNoise from = begins[b];
+            random_normals(normal, from.seed, STREAM_SAMPLER, quad, 0, 0);
+            if (from.other_weight != 0) random_normals(other, from.other, STREAM_SAMPLER, quad, 0, 0);
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                input[at] = x[at] = normal[e % 4];
+                input[at] = x[at] = from.weight * normal[e % 4] + from.other_weight * other[e % 4];
             }
         }
 }
 
-// x (B, H, W, 3) updated in place, and input, its copy for the network, from out (B, H, W, 3), the network's
-// prediction; call counts the network's calls from 1.
-static void sampler_step_cpu(float* x, float* input, const float* out, SamplerStep s, int B, int H, int W,
-                             uint32_t first_seed, uint32_t call) {
+static void sampler_limits_cpu(float* limits, const float* x, const float* out, SamplerStep s, int B, int H,
+                               int W) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for
+    for (int b = 0; b < B; b++) {
+        uint32_t found = 0;
+        int rank = percentile_rank(elements);  // among what agrees with the bits found
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            int counts[256] = {}, digit = 0;
+            for (size_t i = (size_t)b * elements; i < (size_t)(b + 1) * elements; i++) {
+                uint32_t bits = magnitude_bits(predicted_x0(s, x[i], out[i]));
+                if ((bits ^ found) >> shift < 256) counts[bits >> shift & 255]++;
+            }
+            while (rank >= counts[digit]) rank -= counts[digit++];
+            found |= (uint32_t)digit << shift;
+        }
+        limits[b] = limit_of_bits(found);
+    }
+}
+
+static void sampler_step_cpu(float* x, float* saved, float* input, const float* out, const float* limits,
+                             const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
     int elements = IMAGE_CHANNELS * H * W;
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++)
         for (int quad = 0; quad < (elements + 3) / 4; quad++) {
             float normal[4] = {0};
-            if (s.sigma > 0) random_normals(normal, first_seed + b, STREAM_SAMPLER, quad, 0, call);
+            if (s.sigma > 0) random_normals(normal, begins[b].seed, STREAM_SAMPLER, quad, 0, call);
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                float x0 = s.from_x * x[at] + s.from_out * out[at];
-                x0 = x0 < -1.0f ? -1.0f : x0 > 1.0f ? 1.0f : x0;
-                input[at] = x[at] = s.to_x0 * x0 + s.to_x * x[at] + s.sigma * normal[e % 4];
+                float x0 = thresholded_x0(s, x[at], out[at], limits[b]), before = x[at];
+                input[at] = x[at] =
+                    s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[e % 4];
+                saved[at] = s.save_x0 * x0 + s.save_x * before;
             }
         }
 }
 #endif
 #ifdef __CUDACC__
 // A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
-__global__ void sampler_start_kernel(float* x, floatX* input, int pixels, uint32_t first_seed) {
+__global__ void sampler_start_kernel(float* x, floatX* input, const PictureNoise* begins, int pixels) {
     PixelQuad q(pixels);
-    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
-        float normal[4];
-        random_normals_at(normal, first_seed + q.b, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < q.n)
-                x[q.pixel(i, c, pixels)] = normal[i], input[q.pixel(i, c, pixels)] = (floatX)normal[i];
-    }
-}
-static void sampler_start(float* x, floatX* input, int B, int H, int W, uint32_t first_seed) {
-    launch(sampler_start_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, H * W, first_seed);
-}
-
-// x0 = clamp(from_x x + from_out out, -1, 1), x = to_x0 x0 + to_x x + sigma noise, in place.
-__global__ void sampler_step_kernel(float* x, floatX* input, const floatX* out, SamplerStep s, int pixels,
-                                    uint32_t first_seed, uint32_t call) {
-    PixelQuad q(pixels);
-    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
-        float normal[4] = {};
-        if (s.sigma > 0)
-            random_normals_at(normal, first_seed + q.b, STREAM_SAMPLER, c * pixels + q.first, 0, call);
+    if (q.n <= 0) return;
+    PictureNoise from = begins[q.b];
+    for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        float normal[4], other[4] = {};
+        random_normals_at(normal, from.seed, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
+        if (from.other_weight != 0)
+            random_normals_at(other, from.other, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if (i >= q.n) break;
             size_t at = q.pixel(i, c, pixels);
-            float x0 = s.from_x * x[at] + s.from_out * (float)out[at];
-            x0 = x0 < -1.0f ? -1.0f : x0 > 1.0f ? 1.0f : x0;  // a NaN stays one
-            x[at] = s.to_x0 * x0 + s.to_x * x[at] + s.sigma * normal[i];
+            x[at] = from.weight * normal[i] + from.other_weight * other[i];
             input[at] = (floatX)x[at];
         }
     }
 }
-static void sampler_step(float* x, floatX* input, const floatX* out, SamplerStep s, int B, int H, int W,
-                         uint32_t first_seed, uint32_t call) {
-    launch(sampler_step_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, out, s, H * W, first_seed,
-           call);
+static void sampler_start(float* x, floatX* input, const PictureNoise* begins, int B, int H, int W) {
+    launch(sampler_start_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, begins, H * W);
+}
+
+// A block a picture: |x0|'s value number `rank` in rising order, eight bits a round. Its counts are integers,
+// so that it does not matter in which order they are added up.
+__global__ void sampler_limits_kernel(float* limits, const float* x, const floatX* out, SamplerStep s,
+                                      int elements, int rank) {
+    __shared__ int counts[256], rank_left;
+    __shared__ uint32_t found;
+    x += (size_t)blockIdx.x * elements, out += (size_t)blockIdx.x * elements;
+    int digit = threadIdx.x;
+    if (digit == 0) found = 0, rank_left = rank;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        if (digit < 256) counts[digit] = 0;
+        __syncthreads();
+        uint32_t prefix = found;
+        int wanted = rank_left, below = 0;
+        for (int i = threadIdx.x; i < elements; i += blockDim.x) {
+            uint32_t bits = magnitude_bits(predicted_x0(s, x[i], (float)out[i]));
+            if ((bits ^ prefix) >> shift < 256) atomicAdd(counts + (bits >> shift & 255), 1);
+        }
+        __syncthreads();
+        for (int i = 0; i < digit && digit < 256; i++) below += counts[i];
+        if (digit < 256 && below <= wanted && wanted < below + counts[digit])  // for one thread
+            found = prefix | (uint32_t)digit << shift, rank_left = wanted - below;
+        __syncthreads();
+    }
+    if (digit == 0) limits[blockIdx.x] = limit_of_bits(found);
+}
+static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
+                           int W) {
+    int elements = IMAGE_CHANNELS * H * W;
+    launch(sampler_limits_kernel, B, 1024, 0, limits, x, out, s, elements, percentile_rank(elements));
+}
+
+// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x, in place.
+__global__ void sampler_step_kernel(float* x, float* saved, floatX* input, const floatX* out,
+                                    const float* limits, const PictureNoise* begins, SamplerStep s,
+                                    int pixels, uint32_t call) {
+    PixelQuad q(pixels);
+    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
+        float normal[4] = {};
+        if (s.sigma > 0)
+            random_normals_at(normal, begins[q.b].seed, STREAM_SAMPLER, c * pixels + q.first, 0, call);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= q.n) break;
+            size_t at = q.pixel(i, c, pixels);
+            float x0 = thresholded_x0(s, x[at], (float)out[at], limits[q.b]), before = x[at];
+            x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[i];
+            saved[at] = s.save_x0 * x0 + s.save_x * before;
+            input[at] = (floatX)x[at];
+        }
+    }
+}
+static void sampler_step(float* x, float* saved, floatX* input, const floatX* out, const float* limits,
+                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
+    launch(sampler_step_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, saved, input, out, limits, begins,
+           s, H * W, call);
 }
 #else
 #define sampler_start sampler_start_cpu
+#define sampler_limits sampler_limits_cpu
 #define sampler_step sampler_step_cpu
 #endif
 
@@ -7124,10 +7305,12 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
     out.commit();
 }
 
-// pictures (N, H, W, 3) in [-1, 1] as a grid, as square as it can be, two white pixels apart.
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H) {
-    const int gap = 2;
-    int columns = (int)ceil(sqrt((double)N)), rows = (N + columns - 1) / columns;
+// pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square as
+// it can be.
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H,
+                       int columns = 0, int gap = 2) {
+    if (!columns) columns = (int)ceil(sqrt((double)N));
+    int rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
     std::vector<uint8_t> rgb((size_t)width * height * 3, 255);
     for (int n = 0; n < N; n++)
@@ -7333,7 +7516,7 @@ struct Trainer {
 };
 
 static void upload_schedule(Model* m) {
-    std::vector<double> abar = make_abar(m->config.diffusion_steps, m->config.noise_schedule);
+    std::vector<double> abar = make_abar(m->config);
     std::vector<float> signal, noise;
     for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
     std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
@@ -7409,7 +7592,7 @@ static void enqueue_step(Trainer* t) {
         int B = std::min(m->plan.batch, batch - first);
         load_images(m->images, m->sources + first, t->source, B);
         add_noise(m->input, m->target, m->images, m->timesteps + first, m->signal, m->noise, B, H, H,
-                  c.predict, c.seed, STREAM_NOISE, first, m->state);
+                  c.predict, c.seed, STREAM_NOISE, first, c.offset_noise, m->state);
         unet_forward(m, B, first);
         mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
             m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
@@ -7499,7 +7682,7 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
-                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, nullptr);
+                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0, nullptr);
         unet_forward(m, B);
         mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
         sum += loss_of(m, B) * B;
@@ -7510,40 +7693,72 @@ static double validation_loss(Trainer* t) {
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
 
-// pictures (count, H, W, 3): those of seeds first_seed and on. Says how far it is where asked; stops early,
-// and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
-static bool draw_pictures(Model* m, std::vector<float>* pictures, int count, uint32_t first_seed,
-                          bool show_progress) {
+// Pictures as the seeds say, without interpolation.
+static std::vector<PictureNoise> noise_of_seeds(const std::vector<uint32_t>& seeds) {
+    std::vector<PictureNoise> begins;
+    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f});
+    return begins;
+}
+static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
+    std::vector<uint32_t> seeds;
+    for (int i = 0; i < count; i++) seeds.push_back(first + i);
+    return seeds;
+}
+
+// pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
+// was predicted to be after steps evenly spread from the first to the last. Says how far it is where asked;
+// stops early, and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
+// While nothing is trained target and images are free for x and what the sampler saves.
+static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<PictureNoise>& begins,
+                          bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
-    int H = c.image_size, elements = IMAGE_CHANNELS * H * H;
-    std::vector<SamplerStep> steps = make_sampler(c);
+    int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
+    std::vector<SamplerStep> calls = make_sampler(c);
     pictures->resize((size_t)count * elements);
+    if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
-    float* x = m->target;  // (B, H, W, 3): free while nothing is trained
+    float *x = m->target, *saved = m->images;  // (B, H, W, 3)
     double start = seconds_now(), shown = 0;
-    long calls = 0, all_calls = (long)steps.size() * ((count + m->plan.batch - 1) / m->plan.batch);
+    long done = 0, all_calls = (long)calls.size() * ((count + m->plan.batch - 1) / m->plan.batch);
+    Recording network;
     for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, count - first);
-        Recording network;
-        sampler_start(x, m->input, B, H, H, first_seed + first);
-        for (size_t i = 0; i < steps.size() && !stop_requested; i++) {
-            fill_timesteps(m->timesteps, B, steps[i].timestep);
+        int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
+        if (B != recorded) backend_forget(&network);
+        recorded = B;
+        backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
+        sampler_start(x, m->input, m->begins, B, H, H);
+        backend_zero(saved,
+                     (size_t)B * elements * sizeof(float));  // it is multiplied by 0, and may hold a NaN
+        for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
+            const SamplerStep& s = calls[i];
+            fill_timesteps(m->timesteps, B, s.timestep);
             backend_replay(&network, [&] { unet_forward(m, B); });
-            sampler_step(x, m->input, unet_output(m), steps[i], B, H, H, first_seed + first, (uint32_t)i + 1);
+            if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
+            sampler_step(x, saved, m->input, unet_output(m), m->limits, m->begins, s, B, H, H,
+                         (uint32_t)i + 1);
+            if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
+                int last = sampler_steps(c) - 1;
+                for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
+                     column++)
+                    for (int b = 0; b < B; b++)
+                        backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
+                                         saved + (size_t)b * elements, elements * sizeof(float));
+                step++;
+            }
             double elapsed = seconds_now() - start;
-            calls++;
-            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || calls == all_calls)) {
-                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", calls, all_calls,
-                       human_time(elapsed / calls * (all_calls - calls)).c_str(),
-                       isatty(1) && calls < all_calls ? "   " : "   \n");
+            done++;
+            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || done == all_calls)) {
+                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", done, all_calls,
+                       human_time(elapsed / done * (all_calls - done)).c_str(),
+                       isatty(1) && done < all_calls ? "   " : "   \n");
                 fflush(stdout);
                 shown = elapsed;
             }
         }
         backend_download(pictures->data() + (size_t)first * elements, x,
                          (size_t)B * elements * sizeof(float));
-        backend_forget(&network);
     }
+    backend_forget(&network);
     use_weights(m, m->master);
     return !stop_requested;
 }
@@ -7733,7 +7948,9 @@ static int run_profile(Config config) {
     config.ema_rate[0] = 0;  // one set of weights is enough
     build_model(m, config, B, false);
     initialise_weights(m, config.seed);
-    sampler_start(m->target, m->input, B, H, H, config.seed);
+    auto begins = noise_of_seeds(consecutive_seeds(config.seed, B));
+    backend_upload(m->begins, begins.data(), B * sizeof(PictureNoise));
+    sampler_start(m->target, m->input, m->begins, B, H, H);
     fill_timesteps(m->timesteps, B, config.diffusion_steps / 2);
     double call_ms = time_replays([&] { unet_forward(m, B); }, [] {});
     printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
@@ -7788,6 +8005,82 @@ static Dataset load_dataset(const std::string& path, int image_size) {
     return read_images(path, image_size);
 }
 
+// The seeds of a text such as 0-63 or 3,7,10-12.
+static std::vector<uint32_t> parse_seeds(const std::string& list) {
+    std::vector<uint32_t> seeds;
+    for (size_t start = 0; start <= list.size();) {
+        std::string part = list.substr(start, list.find(',', start) - start);
+        start += part.size() + 1;
+        size_t dash = std::min(part.find('-'), part.size());
+        std::string ends[] = {part.substr(0, dash), dash < part.size() ? part.substr(dash + 1) : part};
+        uint64_t number[2];
+        for (int i : {0, 1}) {
+            bool digits = !ends[i].empty() && ends[i].size() <= 10 &&
+                          ends[i].find_first_not_of("0123456789") == std::string::npos;
+            number[i] = digits ? strtoull(ends[i].c_str(), nullptr, 10) : UINT64_MAX;
+        }
+        if (number[0] > number[1] || number[1] > UINT32_MAX)
+            fail_usage(
+                "--seeds is a list of numbers and ranges up to 4294967295, such as 3,7,10-12, not '%s'",
+                list.c_str());
+        if (seeds.size() + (number[1] - number[0]) >= 1000000)
+            fail_usage("--seeds %s are more than a million; draw them in parts", list.c_str());
+        for (uint64_t seed = number[0]; seed <= number[1]; seed++) seeds.push_back((uint32_t)seed);
+    }
+    return seeds;
+}
+
+// Noise that turns from one seed's to another's in equal angles (slerp), so that its length stays that of
+// noise.
+static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t other, int count, int elements) {
+    double product = 0, square = 0, other_square = 0;
+    for (int e = 0; e < elements; e++) {
+        float a[4], b[4];
+        random_normals(a, seed, STREAM_SAMPLER, e / 4, 0, 0);
+        random_normals(b, other, STREAM_SAMPLER, e / 4, 0, 0);
+        double x = a[e % 4], y = b[e % 4];
+        product += x * y, square += x * x, other_square += y * y;
+    }
+    double angle = acos(product / sqrt(square * other_square));
+    std::vector<PictureNoise> begins;
+    for (int i = 0; i < count; i++) {
+        double part = (double)i / (count - 1);
+        begins.push_back({seed, other, (float)(sin((1 - part) * angle) / sin(angle)),
+                          (float)(sin(part * angle) / sin(angle))});
+    }
+    return begins;
+}
+
+// Which pictures --generate, --seed, --seeds and --interpolate ask for.
+static std::vector<PictureNoise> wanted_pictures(const Config& c) {
+    std::vector<uint32_t> seeds = *c.seeds ? parse_seeds(c.seeds) : consecutive_seeds(c.seed, c.generate);
+    int count = c.interpolate ? c.interpolate : (int)seeds.size();
+    if (c.generate && c.generate != count)
+        fail("--generate %d contradicts --%s, which asks for %d pictures; leave --generate out", c.generate,
+             c.interpolate ? "interpolate" : "seeds", count);
+    if (c.strip > sampler_steps(c))
+        fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
+    if (!c.interpolate) return noise_of_seeds(seeds);
+    if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
+        fail(
+            "--interpolate draws two or more pictures between two seeds, such as --seeds 3,9 --interpolate "
+            "8");
+    if (c.sampler == SAMPLER_DDPM || c.eta > 0)
+        fail("--interpolate needs a sampler that adds no noise: another than ddpm, and no --eta");
+    return noise_between(seeds[0], seeds[1], count, IMAGE_CHANNELS * c.image_size * c.image_size);
+}
+
+static std::string sampler_text(const Config& c) {
+    std::string line = SAMPLER_NAMES[c.sampler];
+    size_t calls = make_sampler(c).size();
+    if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
+    line += text(" in %d steps", sampler_steps(c));
+    if ((int)calls != sampler_steps(c)) line += text(" (%zu network calls)", calls);
+    if (c.threshold != THRESHOLD_CLAMP)
+        line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
+    return line;
+}
+
 static int run_generate(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     std::string folder = *config.resume ? config.resume : config.out_dir;
@@ -7796,13 +8089,15 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     take_model_flags(&config, file.config);
     std::copy(file.config.ema_rate, file.config.ema_rate + MAX_EMAS, config.ema_rate);
     check_config(config);
+    std::vector<PictureNoise> begins = wanted_pictures(config);
+    int count = (int)begins.size();
     const char* section = config.use_ema ? EMA_SECTIONS[config.use_ema - 1] : "weights";
     if (config.use_ema <= 1 && !file.find(section)) config.use_ema = 0, section = "weights";
     if (!file.find(section))
         fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
     std::string weights = chosen_name(config);
     memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
-    config.batch_size = std::min(config.batch_size, config.generate);
+    config.batch_size = std::min(config.batch_size, count);
     Model m = Model();
     if (config.dry_run) {
         print_run(config, make_plan(config, config.batch_size, false),
@@ -7812,18 +8107,34 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     build_model(&m, config, config.batch_size, false);
     read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
-    printf("%d pictures with %s (%s, step %ld), %s in %zu steps, seeds %u to %u\n", config.generate,
-           file.path.c_str(), weights.c_str(), file.step, config.sampler == SAMPLER_DDIM ? "DDIM" : "DDPM",
-           make_sampler(config).size(), config.seed, config.seed + config.generate - 1);
-    std::vector<float> pictures;
+    std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
+    printf("%d pictures with %s (%s, step %ld), %s, seeds %s%s\n", count, file.path.c_str(), weights.c_str(),
+           file.step, sampler_text(config).c_str(), seeds.c_str(), config.interpolate ? " and between" : "");
+    std::vector<float> pictures, strip;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, config.generate, config.seed, true)) {
+    if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr, config.strip)) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         return 130;
     }
-    write_grid(config.output_name, pictures, config.generate, config.image_size);
-    printf("%s: %d pictures in %s\n", config.output_name, config.generate,
-           human_time(seconds_now() - start).c_str());
+    std::string grid = config.output_name;
+    write_grid(grid, pictures, count, config.image_size);
+    printf("%s: %d pictures in %s\n", grid.c_str(), count, human_time(seconds_now() - start).c_str());
+    if (config.strip) {
+        size_t dot = grid.rfind('.'), slash = grid.rfind('/');
+        if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
+        grid.insert(dot, "_strip");
+        write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
+        printf("%s: %d steps of each\n", grid.c_str(), config.strip);
+    }
+    if (*config.output_dir) {  // between two seeds the pictures are numbered instead
+        make_folder(config.output_dir);
+        size_t elements = pictures.size() / count;
+        for (int n = 0; n < count; n++)
+            write_grid(text("%s/%06u.png", config.output_dir, config.interpolate ? n : begins[n].seed),
+                       {pictures.begin() + n * elements, pictures.begin() + (n + 1) * elements}, 1,
+                       config.image_size, 1, 0);
+        printf("%s: each picture on its own\n", config.output_dir);
+    }
     free_model(&m);
     return 0;
 }
@@ -7909,7 +8220,8 @@ static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     std::vector<float> pictures;
     double start = seconds_now();
-    if (!draw_pictures(&t->model, &pictures, c.num_samples, c.seed, false)) return;
+    auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
+    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
     write_grid(path, pictures, c.num_samples, c.image_size);
     printf("%d pictures in %s (%s): %s\n", c.num_samples, human_time(seconds_now() - start).c_str(),
@@ -8073,7 +8385,7 @@ int main(int argc, char** argv) {
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
     print_build(config.profile ? text(", batch %d", config.batch_size) : "");
     if (config.profile) return run_profile(config);
-    if (config.generate) return run_generate(given);
+    if (config.generate || *config.seeds || config.interpolate) return run_generate(given);
     prepare_run(&trainer, given, &config);
     for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
     if (config.dry_run) {

@@ -38,7 +38,7 @@ from unet_io import Checkpoint, Config, Stream, UserError
 
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
                 "norm_groups", "max_period", "channel_mult", "attention_resolutions")
-DIFFUSION = ("diffusion_steps", "noise_schedule", "predict")
+DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def save_weights(path, model, checkpoint):
 class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
-        abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule)
+        abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         self.predict = config.predict
         self.signal = torch.tensor(np.sqrt(abar), dtype=torch.float32, device=device)     # (T,)
         self.noise = torch.tensor(np.sqrt(1 - abar), dtype=torch.float32, device=device)  # (T,)
@@ -413,7 +413,8 @@ class Diffusion:
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
         a, b = self.signal[t][:, None, None, None], self.noise[t][:, None, None, None]
-        return a * x0 + b * noise, (noise if self.predict == "eps" else a * noise - b * x0)
+        targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0}
+        return a * x0 + b * noise, targets[self.predict]
 
     def loss(self, prediction, target, t):
         """Mean squared error over every element, each sample weighted by its timestep: a scalar tensor."""
@@ -421,39 +422,93 @@ class Diffusion:
         return (self.weights[t].to(errors.dtype) * errors).mean()
 
 
-@torch.no_grad()
-def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls):
-    """Pictures in [-1, 1], float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
+SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25}  # steps unless told; None: all timesteps
+HEUN_MOST_NOISE = 1000  # Heun's method takes a step of first order from a noise level above this
 
-    sampler: "ddim" with eta 0 (Song et al. 2021, equation 12; 50 steps unless told) or "ddpm" with the
-    posterior variance (Ho et al. 2020, equation 7; all steps unless told). Each step clamps x0 to [-1, 1].
+
+def sampler_steps(config, sampler, sample_steps=None):
+    """How many steps the sampler takes: sample_steps, or what is usual where that is None or 0."""
+    return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
+
+
+def limited(x0, threshold):
+    """Predicted pictures (B, C, H, W) within [-1, 1]: clamped, or as Imagen does (Saharia et al. 2022)."""
+    if threshold == "dynamic":
+        s = torch.quantile(x0.abs().flatten(1), 0.995, dim=1, interpolation="higher").clamp(min=1)
+        s = s[:, None, None, None]
+        return torch.clamp(x0, -s, s) / s
+    return x0.clamp(-1, 1) if threshold == "clamp" else x0
+
+
+def seed_noise(seeds, shape, call=0):
+    """Normals float32 (len(seeds), *shape): with call 0 a picture's start, later what its sampler adds."""
+    rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
+    return torch.from_numpy(np.stack(rows)).reshape(-1, *shape)
+
+
+@torch.no_grad()
+def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
+           eta=0.0, threshold="clamp", start=None, columns=0):
+    """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
+
+    model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
+    columns: if not 0, a second tensor (len(seeds), columns, C, H, W) is returned, of the predicted pictures
+    after steps evenly spread from the first to the last.
+    Each sampler stands here as its paper has it, with abar for the paper's alpha-bar, alpha^2 or
+    1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
     """
     config = model.config
-    steps = sample_steps or (min(50, config.diffusion_steps) if sampler == "ddim" else config.diffusion_steps)
-    tables = unet_io.sampler_tables(config.diffusion_steps, config.noise_schedule, steps)
+    steps = sampler_steps(config, sampler, sample_steps)
+    times = unet_io.space_timesteps(config.diffusion_steps, steps)[::-1]
+    abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)[times]
+    abar = np.append(abar, 1.0)
     shape = (config.in_channels, config.image_size, config.image_size)
+    shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
+    strip, x0_before = [], None
 
-    def normals(call):
-        rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
-        return torch.from_numpy(np.stack(rows)).reshape(-1, *shape).to(device)
+    def predict(x, i):
+        out = model(x, torch.full((len(seeds),), int(times[i]), device=device)).float()
+        a = float(abar[i])
+        if config.predict == "eps":
+            return limited((x - math.sqrt(1 - a) * out) / math.sqrt(a), threshold)
+        return limited(math.sqrt(a) * x - math.sqrt(1 - a) * out if config.predict == "v" else out, threshold)
 
-    x = normals(0)
-    for call, i in enumerate(progress(range(steps - 1, -1, -1)), 1):
-        at = {name: float(table[i]) for name, table in tables.items()}
-        t = torch.full((len(seeds),), int(tables["t"][i]), device=device)
-        prediction = model(x, t).float()
-        if config.predict == "v":
-            x0 = at["sqrt_abar"] * x - at["sqrt_1m_abar"] * prediction
-        else:
-            x0 = (x - at["sqrt_1m_abar"] * prediction) / at["sqrt_abar"]
-        x0 = x0.clamp(-1, 1)
-        if sampler == "ddim":
-            eps = (x - at["sqrt_abar"] * x0) / at["sqrt_1m_abar"]
-            x = at["sqrt_abar_prev"] * x0 + at["sqrt_1m_abar_prev"] * eps
-        else:
-            x = at["x0_weight"] * x0 + at["x_weight"] * x
-            x = x + at["sigma"] * normals(call) if i else x
-    return x.cpu()
+    x = (seed_noise(seeds, shape) if start is None else start).to(device)
+    for i in progress(range(steps)):
+        a, b = float(abar[i]), float(abar[i + 1])
+        x0 = predict(x, i)
+        eps = (x - math.sqrt(a) * x0) / math.sqrt(1 - a)
+        if sampler == "ddpm":  # Ho et al. 2020, equations 6 and 7
+            beta = 1 - a / b
+            x = math.sqrt(b) * beta / (1 - a) * x0 + math.sqrt(1 - beta) * (1 - b) / (1 - a) * x
+            if b < 1:
+                x = x + math.sqrt((1 - b) / (1 - a) * beta) * seed_noise(seeds, shape, i + 1).to(device)
+        elif sampler == "ddim":  # Song et al. 2021, equations 12 and 16
+            sigma = eta * math.sqrt((1 - b) / (1 - a)) * math.sqrt(1 - a / b)
+            x = math.sqrt(b) * x0 + math.sqrt(max(1 - b - sigma**2, 0)) * eps
+            if sigma > 0:
+                x = x + sigma * seed_noise(seeds, shape, i + 1).to(device)
+        elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2; first order at the ends
+            with np.errstate(divide="ignore"):  # lambda is infinite at both ends of the noise
+                lambdas = (np.log(np.sqrt(abar)) - np.log(np.sqrt(1 - abar))).tolist()
+            h, D = lambdas[i + 1] - lambdas[i], x0
+            if 0 < i < steps - 2:
+                r = (lambdas[i] - lambdas[i - 1]) / h
+                D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
+            x = math.sqrt(1 - b) / math.sqrt(1 - a) * x - math.sqrt(b) * math.expm1(-h) * D
+            x0_before = x0
+        elif b < 1 and math.sqrt(1 - a) <= HEUN_MOST_NOISE * math.sqrt(a):  # Karras et al. 2022, algorithm 1
+            sigma, sigma_next = math.sqrt((1 - a) / a), math.sqrt((1 - b) / b)
+            y = x / math.sqrt(a)
+            slope = (y - x0) / sigma
+            y_next = y + (sigma_next - sigma) * slope
+            x0 = predict(math.sqrt(b) * y_next, i + 1)
+            slope_next = (y_next - x0) / sigma_next
+            x = math.sqrt(b) * (y + (sigma_next - sigma) * (slope + slope_next) / 2)
+        else:  # its Euler step, which for sigma = infinity can only be written so
+            x = math.sqrt(b) * x0 + math.sqrt(1 - b) * eps
+        strip += [x0.cpu()] * shown.count(i)
+    return (x.cpu(), torch.stack(strip, 1)) if columns else x.cpu()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -469,7 +524,8 @@ def make_batch(images, config, step):
         x0[mirrored] = x0[mirrored][..., ::-1]
     t = unet_io.timesteps(config.seed, rows, step, config.diffusion_steps)
     noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
-    return x0, t, noise
+    shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
+    return x0, t, noise + np.float32(config.offset_noise) * shift[..., None, None]
 
 
 def decay_groups(parameters, config):
@@ -642,6 +698,9 @@ class DeviceReplay:
             x0 = torch.where(mirrored[:, None, None, None], x0.flip(-1), x0)
         words = device_words(config.seed, Stream.TIMESTEP, 4, self.rows, step)[:, 0]
         noise = device_normals(config.seed, Stream.NOISE, x0[0].numel(), self.rows, step).reshape(x0.shape)
+        if config.offset_noise:
+            shift = device_normals(config.seed, Stream.OFFSET, 4, self.rows, step)[:, :x0.shape[1]]
+            noise = noise + config.offset_noise * shift[..., None, None]
         return x0, (words * config.diffusion_steps) >> 32, noise
 
     def step(self):

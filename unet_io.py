@@ -4,7 +4,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 
 1. errors and progress        UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
-3. diffusion                  alphas_bar, loss_weights, space_timesteps, sampler_tables
+3. diffusion                  alphas_bar, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
 5. image files                Images, read_images, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
@@ -155,6 +155,7 @@ class Stream(enum.IntEnum):
     VAL_NOISE = 8
     PERTURB = 9
     LABEL = 10
+    OFFSET = 11
 
 
 LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -235,11 +236,12 @@ def init_uniform(seed, tensor_index, shape, fan_in):
 # ----------------------------------------------------------------------------------------------------
 # 3. diffusion (T = diffusion_steps; t = 0 ... T-1 indexes the tables and the timestep embedding alike)
 
-def alphas_bar(diffusion_steps, noise_schedule):
+def alphas_bar(diffusion_steps, noise_schedule, zero_terminal_snr=False):
     """The cumulative products of 1 - beta: float64 (T,).
 
     linear: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", section 4, stretched for T other than
-    1000; cosine: Nichol and Dhariwal 2021, "Improved DDPM", equation 17.
+    1000; cosine: Nichol and Dhariwal 2021, "Improved DDPM", equation 17; zero_terminal_snr: rescaled so that
+    the last is 0, Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
     """
     T = diffusion_steps
     if noise_schedule == "linear":
@@ -248,7 +250,12 @@ def alphas_bar(diffusion_steps, noise_schedule):
     else:
         f = np.cos((np.arange(T + 1) / T + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = np.minimum(1 - f[1:] / f[:-1], 0.999)
-    return np.cumprod(1 - betas)
+    abar = np.cumprod(1 - betas)
+    if zero_terminal_snr:  # algorithm 1
+        root = np.sqrt(abar)
+        first, last = root[0], root[-1]
+        abar = ((root - last) * first / (first - last)) ** 2
+    return abar
 
 
 def loss_weights(abar, predict, min_snr_gamma):
@@ -282,28 +289,6 @@ def space_timesteps(diffusion_steps, sample_steps):
     return np.array(taken, np.int64)
 
 
-def sampler_tables(diffusion_steps, noise_schedule, sample_steps):
-    """What the samplers need, indexed by the place i = 0 ... S-1 in the respaced chain (0: the last call).
-
-    Returns a dict: "t" int64 (S,), the timestep shown to the network, and float32 (S,) tables, abar being the
-    cumulative product here and abar_prev that one place nearer to the image (1 at i = 0):
-      sqrt_abar, sqrt_1m_abar             roots of abar and of 1 - abar
-      sqrt_abar_prev, sqrt_1m_abar_prev   roots of abar_prev and of 1 - abar_prev
-      x0_weight, x_weight, sigma          q(x_prev | x, x0): mean x0_weight * x0 + x_weight * x and standard
-                                          deviation, 0 at i = 0 (Ho et al. 2020, equation 7)
-    """
-    t = space_timesteps(diffusion_steps, sample_steps)
-    abar = alphas_bar(diffusion_steps, noise_schedule)[t]
-    abar_prev = np.append(1.0, abar[:-1])
-    beta = 1 - abar / abar_prev
-    tables = dict(sqrt_abar=np.sqrt(abar), sqrt_1m_abar=np.sqrt(1 - abar),
-                  sqrt_abar_prev=np.sqrt(abar_prev), sqrt_1m_abar_prev=np.sqrt(1 - abar_prev),
-                  x0_weight=beta * np.sqrt(abar_prev) / (1 - abar),
-                  x_weight=(1 - abar_prev) * np.sqrt(1 - beta) / (1 - abar),
-                  sigma=np.sqrt(beta * (1 - abar_prev) / (1 - abar)))
-    return {"t": t} | {name: table.astype(np.float32) for name, table in tables.items()}
-
-
 # ----------------------------------------------------------------------------------------------------
 # 4. configuration
 
@@ -327,10 +312,14 @@ class Config:
     attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", high=4096)
     diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=1, high=10**6)
     noise_schedule: str = _setting("linear", 41, "how the noise grows with t", choices=("linear", "cosine"))
-    predict: str = _setting("eps", 42, "what the network predicts: the noise or v", choices=("eps", "v"))
+    predict: str = _setting("eps", 42, "what the network predicts: the noise, v or the image",
+                            choices=("eps", "v", "x0"))
+    zero_terminal_snr: bool = _setting(False, 90, "rescale the schedule to end in noise alone; not with eps")
     batch_size: int = _setting(32, 48, "images a step", low=1, high=2**20)
     seed: int = _setting(0, 49, "seed of every random number", low=0, high=2**32 - 1)
     flip: bool = _setting(False, 50, "mirror half of the images left-right")
+    offset_noise: float = _setting(0.0, 91, "one more normal a channel in the training noise, times this",
+                                   low=0, high=10)
     lr: float = _setting(1e-4, 51, "learning rate", low=0)
     lr_schedule: str = _setting("constant", 52, "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
@@ -374,6 +363,9 @@ class Config:
             levels = len(self.channel_mult)
             raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
                             f" {levels} levels of channel_mult")
+        if self.zero_terminal_snr and self.predict == "eps":
+            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
+                            f" predict eps says nothing of the image; use --predict v or x0")
         if self.num_channels % 32:
             raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         return self
@@ -683,11 +675,12 @@ class Checkpoint:
 
 
 # Settings of a run that ./train_unet takes up again on --resume: the field of the header that holds each,
-# and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number).
+# and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number;
+# eta is a float's bits).
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
               "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "microbatch": (72, 0),
-              "keep_every": (106, 0)}
+              "eta": (92, 0), "threshold": (93, 0), "keep_every": (106, 0)}
 
 
 MORE_RATES = 75  # the field of the second of several rates; the others follow
