@@ -641,7 +641,9 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         losses((size_t)B * loss_parts(elements));
     Layer x_t(n), input(n), out(n), dout(n);
     Pair<int> t(some_timesteps(B));
-    Pair<StepState> state(std::vector<StepState>(1, StepState{123456, {}, 1, 0, 0}));
+    StepState some_step = StepState();
+    some_step.step = 123456;
+    Pair<StepState> state(std::vector<StepState>(1, some_step));
     check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
           add_noise, add_noise_cpu, [&](auto f, auto on) {
               f(on(x_t), on(target), on(images), on(t), on(signal), on(noise), B, H, W, predict, 77,

@@ -171,6 +171,11 @@ def images4(tmp_path_factory):
     return write_toy_images(tmp_path_factory.mktemp("data") / "toy4.bin", size=4)
 
 
+@pytest.fixture(scope="session")
+def images32(tmp_path_factory):
+    return write_toy_images(tmp_path_factory.mktemp("data") / "toy32.bin", size=32)
+
+
 def checkpoint_in(folder, step):
     return pathlib.Path(folder) / f"checkpoint_{step:08d}.bin"
 
@@ -1173,6 +1178,65 @@ def test_resume_with_everything(tmp_path, images8):
             says=["0.9,0.99 ", "0.9,0.99,0.5,0.8"])
 
 
+EVERYTHING = """# the tiny preset with everything that can be switched on
+preset = tiny
+data_file = {data}
+val_file = {data}
+batch_size = 4
+microbatch = 3
+flip = 1
+predict = v
+noise_schedule = cosine
+zero_terminal_snr = 1
+offset_noise = 0.1
+min_snr_gamma = 5
+ema_rate = 0.9,0.99,0.999,0.9999
+use_ema = 3
+lr_schedule = linear
+warmup_steps = 5
+final_lr_fraction = 0.1
+weight_decay = 0.01
+grad_clip = 0.5
+skip_outliers = 1
+steps = 44
+log_every = 1
+save_every = 6
+keep = 1
+keep_every = 12
+sample_every = 22
+val_every = 20
+num_samples = 2
+sampler = dpmpp
+sample_steps = 4
+threshold = dynamic
+"""
+
+
+def test_everything_at_once(tmp_path, images32):
+    """All of it on `tiny`, from a configuration file; killed in the middle, resumed: the same bits, log and
+    pictures as of a run that nobody killed."""
+    (tmp_path / "all.txt").write_text(EVERYTHING.format(data=images32))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(TRAIN, "--config", tmp_path / "all.txt", "--out_dir", whole)
+    with subprocess.Popen([TRAIN, "--config", str(tmp_path / "all.txt"), "--out_dir", str(killed)],
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        give_up = time.time() + 120
+        while not list(killed.glob("checkpoint_00000036.bin")) and time.time() < give_up:
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, process.stdout.read()
+    assert not checkpoint_in(killed, 44).exists()
+    result = run(TRAIN, "--resume", killed)
+    assert {path.name for path in killed.glob("*.bin")} == {path.name for path in whole.glob("*.bin")}
+    for path in [*whole.glob("*.bin"), *whole.glob("*.png")]:
+        assert (killed / path.name).read_bytes() == path.read_bytes(), path.name
+    assert [int(path.stem[-8:]) for path in sorted(whole.glob("*.bin"))] == [12, 24, 36, 44]
+    assert losses_in(killed) == losses_in(whole) and len(losses_in(whole)) == 44
+    checkpoint = unet_io.read_checkpoint(str(checkpoint_in(killed, 44)))
+    assert list(checkpoint.sections)[:7] == list(unet_io.TENSOR_SECTIONS)
+    assert checkpoint.sections["state"].skipped > 0 and "EMA 0.999)" in result.stdout
+
+
 def test_resume_of_an_old_checkpoint(tmp_path, images8):
     """Without a section `state`, and with 0 in the fields that came with it: as many updates as steps."""
     run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 8, save_every=4, sample_every=0))
@@ -1834,7 +1898,7 @@ def test_drawing_while_training(tmp_path, images8):
         run(TRAIN, *start_flags(config, images8, tmp_path / name, 4, **how | dict(sample_every=every)))
     drawn, plain = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4)))
                     for name in ("with", "without"))
-    for section in unet_io.TENSOR_SECTIONS:
+    for section in ("weights", "ema", "adam_m", "adam_v"):
         assert same_bits(drawn.sections[section], plain.sections[section])
     assert drawn.run["sampler"] == 3 and drawn.run["threshold"] == 1 and drawn.run["eta"] == 0
     text = run(TRAIN, "--resume", tmp_path / "with", "--steps", 6).stdout
