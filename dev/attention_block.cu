@@ -13,11 +13,13 @@
 // behind, and leaves those of out.
 //
 // What the steps change: version 2 writes the scores to memory and reads them back for the softmax, for the
-// product with v and, backward, four times more. Version 3 has the program's attention, which never writes
-// them, and tensor cores for the three products. What version 4 fuses is around those: the sums of the norm
-// come from whatever wrote x, the epilogue of the projection adds x and takes the sums for the next norm,
-// and backward the epilogue behind qkv takes the norm's sums and the norm's pass adds the branch around the
-// block. These are small tensors, so that what is saved is launches as much as bytes.
+// product with v and, backward, four times more: 3.0 ms and 12.9 for 192 channels at 16x16, B = 32, on an
+// H100. Version 3 has the program's attention, which never writes them, and tensor cores for the three
+// products: 43 us and 97. What version 4 fuses is around those: the sums of the norm come from whatever wrote
+// x, the epilogue of the projection adds x and takes the sums for the next norm, and backward the epilogue
+// behind qkv takes the norm's sums and the norm's pass adds the branch around the block: 36 us and 91. These
+// are small tensors, so that what is saved is launches as much as bytes. A tenth of the floor is what is
+// reached: attention itself is the longest part, and runs on mma.sync, not on Hopper's wider instruction.
 #include "blocks.h"
 
 namespace attention_block {

@@ -125,7 +125,7 @@ def model_table(tables):
 
 
 def section(stem, output):
-    title = (HERE / f"{stem}.cu").read_text().split("\n", 1)[0].lstrip("/ ")
+    title = re.sub(r"\n?// ", " ", (HERE / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
     tables = [table for table in read_tables(output, stem) if ": floor " in table.heading]
     if not tables:
         sys.exit(f"{stem} printed no table with a floor: it ran without a GPU")

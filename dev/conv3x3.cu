@@ -20,9 +20,9 @@
 //
 // Versions 1 to 7 are NCHW with w (O, C, 3, 3), as in PyTorch; versions 8 and 9 are NHWC with w (O, 3, 3, C).
 // Whatever else a version wants (flipped weights, other layouts) it makes itself, in its time. Sizes that are
-// no multiples of a tile are welcome; in versions 4 to 8 W is a multiple of 4 and channels are multiples of 8.
-// At the shapes of the default model, its three-channel ends among them, only version 9 is run unless another
-// is asked for.
+// no multiples of a tile are welcome; in versions 4 to 8 W is a multiple of 4 and channels are multiples of
+// 8. At the shapes of the default model, its three-channel ends among them, only version 9 is run unless
+// another is asked for.
 //
 // What the steps change: the figures are for 192 to 64 channels at 64x64, B = 32, 29 GFLOP, on an H100. The
 // loops (1) take 370 ms on 16 cores. A thread an output has the GPU's parallelism but pays two loads for

@@ -10,8 +10,8 @@
 //
 // What the steps change: version 1 has a thread for each number written; its four loads are of two rows, and
 // every second number at a time. bf16 halves the bytes. In NHWC the four pixels' channels are contiguous, so
-// the program's kernel loads 16 bytes from each of them and writes 16. It is a launch of its own there too, with
-// another behind it for the sums of the norm that reads the result.
+// the program's kernel loads 16 bytes from each of them and writes 16. It is a launch of its own there too,
+// with another behind it for the sums of the norm that reads the result.
 #include "common.h"
 
 // ---- 0 ----------------------------------------------------------------------------------------------------

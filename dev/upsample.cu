@@ -12,8 +12,8 @@
 // What the steps change: version 1 has a thread for each number written, so each number of x is asked for
 // four times, and what the caches save of that still costs the instructions. bf16 halves the bytes. The
 // program's kernel turns it around: a thread takes 16 bytes of x once and writes them four times, whole lines
-// of NHWC each time. It is a launch of its own there too, with another behind it for the sums of the norm that
-// reads the result.
+// of NHWC each time. It is a launch of its own there too, with another behind it for the sums of the norm
+// that reads the result.
 #include "common.h"
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
