@@ -2434,7 +2434,7 @@ def test_diverging_run_says_so(tmp_path, images8):
 # on a GPU: the tests above once more, with the program that is built for it, and what only it can show
 
 AGAIN = {
-    "bf16": [(test_resume, ()), (test_resume_with_more_steps, ()), (test_stopped, (signal.SIGINT,)),
+    "bf16": [(test_resume, ({},)), (test_resume_with_more_steps, ()), (test_stopped, (signal.SIGINT,)),
              (test_damaged_checkpoint_is_passed_over, ()), (test_checkpoint_round_trip, ()),
              (test_initial_weights, (5,)), (test_run_folders, ()), (test_nan_keeps_the_checkpoint, ()),
              (test_profile, ()), (test_config_reproduces, ()), (test_free_on_resume, ()),
@@ -2442,8 +2442,8 @@ AGAIN = {
              (test_time_of_a_dry_run, ()), (test_resume_with_everything, ())],
     "fp32": [*((test_training, (name,)) for name in TRAINING), (test_validation_loss, ()),
              (test_decay_of_matrices_only, ()), (test_clipping, ()), (test_skipped_outliers, ()),
-             (test_resume_with_everything, ()), (test_resume, ()), (test_resume_in_pytorch, ()),
-             (test_pictures_from_averaged_weights, ()),
+             (test_resume_with_everything, ()), (test_resume, (dict(microbatch=2, min_snr_gamma=5),)),
+             (test_resume_in_pytorch, ()), (test_pictures_from_averaged_weights, ()),
              *((test_pictures, (name,)) for name in PICTURES), (test_seeds_and_strips, ()),
              (test_interpolation, ()), (test_drawing_while_training, ())],
 }
