@@ -2322,7 +2322,8 @@ def test_benchmark_tables():
     """The GPU's tables: each kind's newest line, none from another GPU, pairs only; their places."""
     head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
     ours = dict(precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
-                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]))
+                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]),
+                default_ms=5.0, everything_ms=5.1)
     theirs = dict(precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
                   memory_mib=1024.0, first_s=100.0, torch="2.9")
     lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
@@ -2331,6 +2332,7 @@ def test_benchmark_tables():
     assert "**3.00 times (batch 32) as fast as PyTorch**, on X." in texts["gpu"]
     assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
     assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
+    assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
     assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
     assert train_unet.render_gpu(lines[:1]) == {}
     page = pathlib.Path(train_unet.README).read_text()

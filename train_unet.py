@@ -878,6 +878,9 @@ def benchmark_cpu():
 
 RESULTS = os.path.join(HERE, "build/bench_gpu.jsonl")
 PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32"}
+EVERYTHING = ("--ema_rate 0.999,0.9999 --grad_clip 1 --skip_outliers 6 --weight_decay 0.01"
+              " --lr_schedule linear --warmup_steps 100 --final_lr_fraction 0.1 --predict v"
+              " --zero_terminal_snr 1 --min_snr_gamma 5 --offset_noise 0.1 --flip 1")
 
 
 def launched(command, first_line, **environment):
@@ -898,7 +901,8 @@ def launched(command, first_line, **environment):
 
 
 def measure_program(precision, batch_size):
-    """A dict of measurements of ./train_unet, without EMA: its --profile, and a short training run."""
+    """A dict of measurements of ./train_unet, without EMA: its --profile, and a short training run; and the
+    time of a step with the default flags, which have one EMA, and with EVERYTHING."""
     command = [PROGRAMS[precision], "--batch_size", str(batch_size), "--ema_rate", "0"]
     with tempfile.TemporaryDirectory() as folder:
         first, _ = launched([*command, "--out_dir", folder, "--steps", "60", "--log_every", "20",
@@ -908,6 +912,9 @@ def measure_program(precision, batch_size):
     profile = launched([*command, "--profile"], "train_unet on ")[1]
     found = {name: float(re.search(rf"^{line}: +([\d.]+) ", profile, re.M)[1]) for name, line in
              dict(step_ms="one training step", call_ms="one network call", memory_mib="memory").items()}
+    for name, flags in dict(default_ms="", everything_ms=EVERYTHING).items():
+        output = launched([*command[:3], "--profile", *flags.split()], "train_unet on ")[1]
+        found[name] = float(re.search(r"^one training step: +([\d.]+) ", output, re.M)[1])
     return dict(of="train_unet", first_s=first, loop_ms=loop, **found, profile=profile,
                 gpu=re.match("train_unet on (.+?): ", profile)[1])
 
@@ -1044,6 +1051,13 @@ def render_gpu(lines):
                  f" **{ratio['memory_mib']:.2f}** | **{ratio['first_s']:.0f}** |\n")
     loops = [f"{pairs[key][0]['loop_ms']:.2f} ({key[0]}, batch {key[1]})" for key in order]
     text += f"\nWith data, log and host, a step of the training loop takes, in ms: {', '.join(loops)}.\n"
+    costs = []
+    for key in order:
+        default, everything = (pairs[key][0][name] for name in ("default_ms", "everything_ms"))
+        costs.append(f"{100 * (everything / default - 1):+.1f}% ({default:.2f} to {everything:.2f} ms,"
+                     f" {key[0]}, batch {key[1]})")
+    text += (f"\nWhat else a step can do costs, from the default flags, which have one average, to\n"
+             f"`{EVERYTHING}`:\n{'; '.join(costs)}.\n")
     profile = ""
     for key in order:
         if key[0] == "bf16" and key[1] in (32, 128):
