@@ -1118,7 +1118,7 @@ def test_config_reproduces(tmp_path, images8):
 
 
 def test_config_of_new_run_from_weights(tmp_path, images8):
-    """--model_weights brings its own architecture, which the run's config.txt holds."""
+    """--model_weights brings its own architecture, which the run's config.txt holds, also after a resume."""
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
     flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 2, *QUICK)
     run(TRAIN, *flags, "--out_dir", tmp_path / "run")
@@ -1126,6 +1126,10 @@ def test_config_of_new_run_from_weights(tmp_path, images8):
     assert "channel_mult = 1,2\n" in (tmp_path / "run/config.txt").read_text()
     found, expected = (checkpoint_in(tmp_path / name, 2).read_bytes() for name in ("again", "run"))
     assert found == expected
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 3)
+    assert f"model_weights = {tmp_path}/w.bin\n" in (tmp_path / "run/config.txt").read_text()
+    refused(TRAIN, "--resume", tmp_path / "run", "--model_weights", "other.bin",
+            says=["--model_weights other.bin contradicts", f"made with {tmp_path}/w.bin;"])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -1558,7 +1562,7 @@ def test_checkpoint_round_trip(tmp_path, images8):
     model, _ = train_unet.load_model(str(path), use_ema=False)
     trainer = train_unet.Trainer(model, unet_io.read_images(images8), first.config)
     trainer.restore(first, str(path))
-    texts = {name: first.sections[name] for name in unet_io.TEXT_SECTIONS}
+    texts = {name: first.sections[name] for name in unet_io.TEXT_SECTIONS if name in first.sections}
     unet_io.write_checkpoint(tmp_path / "again.bin", trainer.checkpoint(first.smoothed_loss, **texts))
     second = unet_io.read_checkpoint(str(tmp_path / "again.bin"))
     assert list(second.sections) == list(first.sections) and second.config == first.config

@@ -220,7 +220,7 @@ static const Flag FLAGS[] = {
      "training images, made by prepare_data.py"},
     {"val_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(val_file), "", 0, 0, 0,
      "validation images: their loss, with fixed noise, every --val_every steps"},
-    {"model_weights", FLAG_PATH, GROUP_FILES, FREE, 0, AT(model_weights), "", 0, 0, 0,
+    {"model_weights", FLAG_PATH, GROUP_FILES, FIXED, 0, AT(model_weights), "", 0, 0, 0,
      "start from (or generate with) the weights of this .bin; its configuration comes with it"},
     {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
      "folder for checkpoints, samples and metrics.jsonl"},
@@ -723,7 +723,7 @@ static void check_config(const Config& c) {
             "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
             "nothing of the image; use --predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
-        fail("--eta %g goes with --sampler ddim only; leave it out", (double)c.eta);
+        fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
         fail("--sample_steps %d is more than the chain's --diffusion_steps %d", c.sample_steps,
              c.diffusion_steps);
@@ -7012,6 +7012,7 @@ struct WeightsFile {
 };
 
 static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
+static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
@@ -7147,7 +7148,7 @@ static WeightsFile open_weights(const std::string& path) {
             sound &= fabsf(h->losses[i]) <= FLT_MAX && fabsf(h->norms[i]) <= FLT_MAX;
         if (!sound) fail("%s is damaged: its section state makes no sense", path.c_str());
     }
-    for (const char* name : {"data_file", "val_file"})
+    for (const char* name : TEXT_SECTIONS)
         if (file.find(name)) {
             const Section* s = file.find(name);
             if (s->bytes >= MAX_PATH_LENGTH)
@@ -7199,9 +7200,6 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
         const float* parameters;
     } arrays[] = {{"weights", m.master}, {"ema", m.ema[0]},    {"ema_2", m.ema[1]}, {"ema_3", m.ema[2]},
                   {"ema_4", m.ema[3]},   {"adam_m", m.adam_m}, {"adam_v", m.adam_v}};
-    const struct {
-        const char *name, *text;
-    } texts[] = {{"data_file", c.data_file}, {"val_file", c.val_file}};
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
@@ -7210,16 +7208,18 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     for (auto& a : arrays)
         if (a.parameters) declare(a.name, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
-    for (auto& t : texts)
-        if (*t.text) declare(t.name, strlen(t.text));
+    for (const char* name : TEXT_SECTIONS)
+        if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
     for (auto& a : arrays)
         if (a.parameters) write_parameters(&out, a.parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
-    for (auto& t : texts)
-        if (*t.text) out.write(t.text, strlen(t.text));
+    for (const char* name : TEXT_SECTIONS) {
+        std::string value = flag_text(c, *find_flag(name));
+        out.write(value.data(), value.size());
+    }
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -7629,6 +7629,7 @@ static void begin_next_step(Trainer* t) {
 
 struct StepResult {
     double loss, norm;
+    bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
 };
 
 // The result of the oldest step that was begun and not yet awaited.
@@ -7980,7 +7981,7 @@ static void refuse_contradictions(const std::vector<GivenFlag>& given, const Wei
         if (asked != stored)
             fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
                  flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
-                 file.path.c_str(), stored.c_str());
+                 file.path.c_str(), stored.empty() ? "none" : stored.c_str());
     }
 }
 
@@ -8297,7 +8298,7 @@ static void train(Trainer* t) {
         while (t->begun < std::min(limit, t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
         StepResult result = await_step(t);
         double now = seconds_now();
-        if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
+        if (!result.finite()) {
             fclose(metrics);
             fail(
                 "the %s became %s in step %ld; the weights before it are %s; resume from there with a lower "
@@ -8350,7 +8351,7 @@ static void train(Trainer* t) {
         paused += after - now, log_start += after - now;
         if (t->step == first + 1) start = after, paused = 0;
     }
-    while (t->step < t->begun && std::isfinite(await_step(t).loss)) continue;  // what Ctrl-C left under way
+    while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
     double seconds = seconds_now() - start - paused;
     if (terminal) printf("\r\033[K");
     if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(*t);

@@ -604,8 +604,7 @@ class Trainer:
         return total / len(images)
 
     def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
-        """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_FIELDS, texts: data_file, val_file.
-        """
+        """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_FIELDS, texts: TEXT_SECTIONS."""
         def moments(key):
             return [self.optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in self.parameters]
 
@@ -1296,7 +1295,8 @@ def train(config, run, given):
         name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
         settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_FIELDS}
         state = trainer.checkpoint(smoothed or 0.0, settings, data_file=os.path.abspath(images.path),
-                                   val_file=run.val_file and os.path.abspath(run.val_file))
+                                   val_file=run.val_file and os.path.abspath(run.val_file),
+                                   model_weights=run.model_weights and os.path.abspath(run.model_weights))
         unet_io.write_checkpoint(name, state)
         print(f"saved {name}")
         return name

@@ -350,7 +350,8 @@ class Config:
             elif field.type is tuple:
                 fine, wanted = all(1 <= v <= rule["high"] for v in value), f"numbers from 1 to {rule['high']}"
             elif field.type is Rates:
-                fine, wanted = all(0 < v < 1 for v in value), "numbers between 0 and 1"
+                fine = len(value) <= len(EMA_SECTIONS) and all(0 < v < 1 for v in value)
+                wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and 1"
             else:
                 low, high = rule["low"] or 0, math.inf if rule["high"] is None else rule["high"]
                 fine, wanted = low <= value <= high and math.isfinite(value), f"from {low} to {high}"
@@ -658,7 +659,7 @@ def write_old_images(path, pixels):
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
 TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v")  # float32, in named_parameters() order
-TEXT_SECTIONS = ("data_file", "val_file")
+TEXT_SECTIONS = ("data_file", "val_file", "model_weights")
 
 
 @dataclasses.dataclass
