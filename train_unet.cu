@@ -60,6 +60,7 @@
 #include <ctime>
 
 #include <algorithm>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -339,62 +340,27 @@ enum {
     FIELD_MORE_FLOATS = 75,  // a FLAG_FLOAT_LIST's second number and on, which do not fit beside its first
 };
 
-// A preset is a list of flags that come before those of --config and those the user types.
+// A preset is a text of flags that come before those of --config and those the user types.
 struct Preset {
-    const char* name;
-    std::vector<std::pair<const char*, const char*>> flags;
+    const char *name, *flags;
 };
 static const Preset PRESETS[] = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
-     {{"data_file", "data/faces.bin"},
-      {"image_size", "32"},
-      {"num_channels", "32"},
-      {"channel_mult", "1,2,2"},
-      {"num_res_blocks", "1"},
-      {"attention_resolutions", "8"},
-      {"norm_groups", "8"},
-      {"predict", "v"},
-      {"noise_schedule", "cosine"},
-      {"batch_size", "8"},
-      {"lr", "1e-3"},
-      {"lr_schedule", "cosine"},
-      {"warmup_steps", "100"},
-      {"ema_rate", "0.995"},
-      {"steps", "4000"},
-      {"save_every", "1000"},
-      {"sample_every", "1000"},
-      {"val_every", "1000"}}},
+     "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
+     "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
+     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
+     "--save_every 1000 --sample_every 1000 --val_every 1000"},
     {"small32",
-     {{"image_size", "32"},
-      {"num_channels", "64"},
-      {"channel_mult", "1,2,2"},
-      {"num_res_blocks", "2"},
-      {"attention_resolutions", "16,8"},
-      {"predict", "v"},
-      {"noise_schedule", "cosine"},
-      {"batch_size", "64"},
-      {"lr", "3e-4"},
-      {"lr_schedule", "cosine"},
-      {"warmup_steps", "500"},
-      {"steps", "20000"}}},
-    {"unet64", {}},
+     "--image_size 32 --num_channels 64 --channel_mult 1,2,2 --num_res_blocks 2 "
+     "--attention_resolutions 16,8 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
+     "--lr_schedule cosine --warmup_steps 500 --steps 20000"},
+    {"unet64", ""},
     {"large64",
-     {{"image_size", "64"},
-      {"num_channels", "128"},
-      {"channel_mult", "1,2,3,4"},
-      {"num_res_blocks", "3"},
-      {"attention_resolutions", "32,16,8"},
-      {"num_head_channels", "64"},
-      {"noise_schedule", "cosine"},
-      {"batch_size", "64"},
-      {"lr", "1e-4"},
-      {"warmup_steps", "1000"},
-      {"ema_rate", "0.9999"},
-      {"steps", "200000"},
-      {"save_every", "5000"},
-      {"sample_every", "5000"},
-      {"val_every", "5000"}}},
+     "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
+     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --batch_size 64 "
+     "--lr 1e-4 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 --save_every 5000 "
+     "--sample_every 5000 --val_every 5000"},
 };
 
 // ---- flags as text ----------------------------------------------------------------------------------------
@@ -565,11 +531,8 @@ static void print_help() {
         }
     }
     printf("\nPresets\n");
-    for (const Preset& preset : PRESETS) {
-        printf("  %s:", preset.name);
-        for (auto& [name, value] : preset.flags) printf(" --%s %s", name, value);
-        printf("%s\n", preset.flags.empty() ? " the defaults above" : "");
-    }
+    for (const Preset& preset : PRESETS)
+        printf("  %s: %s\n", preset.name, *preset.flags ? preset.flags : "the defaults above");
 }
 
 // A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
@@ -591,8 +554,9 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
     for (const Preset& preset : PRESETS) {
         names += std::string(names.empty() ? "" : ", ") + preset.name;
         if (name != preset.name) continue;
-        for (auto& [flag, value] : preset.flags)
-            given.push_back({find_flag(flag), value, "--preset " + name});
+        std::istringstream words(preset.flags);
+        for (std::string flag, value; words >> flag >> value;)
+            given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
         return given;
     }
     fail_usage("there is no preset '%s'; did you mean %s? (there are: %s)", name.c_str(),
