@@ -5147,9 +5147,9 @@ struct PictureNoise {
 struct Model {
     Config config;
     Plan plan;
-    floatX* weights;     // what the layers read: master, or the EMA while drawing; a rounded copy in bf16
+    floatX* weights;     // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
     float* master;       // (num_parameters)
-    const float* exact;  // what `weights` were rounded from: master, or the EMA
+    const float* exact;  // what `weights` were rounded from: master, or an EMA
     float* gradients;    // (num_parameters)
     float *adam_m, *adam_v;
     float* ema[MAX_EMAS];   // null where there are fewer
@@ -7913,16 +7913,18 @@ static int run_profile(Config config) {
     free_model(m);
 
     config.ema_rate[0] = 0;  // one set of weights is enough
-    build_model(m, config, B, false);
+    int drawn = microbatch_of(config);
+    build_model(m, config, drawn, false);
     initialise_weights(m, config.seed);
-    auto begins = noise_of_seeds(consecutive_seeds(config.seed, B));
-    backend_upload(m->begins, begins.data(), B * sizeof(PictureNoise));
-    sampler_start(m->target, m->input, m->begins, B, H, H);
-    fill_timesteps(m->timesteps, B, config.diffusion_steps / 2);
-    double call_ms = time_replays([&] { unet_forward(m, B); }, [] {});
+    auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
+    backend_upload(m->begins, begins.data(), drawn * sizeof(PictureNoise));
+    sampler_start(m->target, m->input, m->begins, drawn, H, H);
+    fill_timesteps(m->timesteps, drawn, config.diffusion_steps / 2);
+    double call_ms = time_replays([&] { unet_forward(m, drawn); }, [] {});
     printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
            "one training step:", step_ms, 1e3 * B / step_ms);
-    printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms, 1e3 * B / call_ms);
+    printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms,
+           1e3 * drawn / call_ms);
     printf("%-22s %.2f GFLOP an image and training step\n", "operations:", gflop);
     printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n", "memory:", bytes / 0x1p20,
            ema / 0x1p20, (m->bytes + workspace_bytes()) / 0x1p20);
