@@ -224,7 +224,7 @@ static const Flag FLAGS[] = {
     {"model_weights", FLAG_PATH, GROUP_FILES, FIXED, 0, AT(model_weights), "", 0, 0, 0,
      "start from (or generate with) the weights of this .bin; its configuration comes with it"},
     {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
-     "folder for checkpoints, samples and metrics.jsonl"},
+     "folder for checkpoints, samples, metrics.jsonl and config.txt"},
     {"resume", FLAG_OPTIONAL_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
      "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
     {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
