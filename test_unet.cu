@@ -2288,11 +2288,12 @@ static void test_valid_files(std::vector<Victim>* victims) {
     std::vector<long> steps = list_checkpoints(folder);
     bool ok = steps == std::vector<long>({60, 50, 40});
     std::string message,
-        notes = stderr_of([&] { message = refusal([&] { ok &= newest_checkpoint(folder).step == 40; }); });
+        notes =
+            stderr_of([&] { message = refusal([&] { ok &= newest_checkpoint(folder, "").step == 40; }); });
     for (long step : {50, 60}) ok &= notes.find(checkpoint_path(folder, step)) != std::string::npos;
     unlink(checkpoint_path(folder, 40).c_str());
     std::string none;
-    stderr_of([&] { none = refusal([&] { newest_checkpoint(folder); }); });
+    stderr_of([&] { none = refusal([&] { newest_checkpoint(folder, "start anew"); }); });
     report(ok && message.empty() && is_sentence(none), "newest whole checkpoint",
            "two damaged ones are named and passed over; alone they are refused");
 

@@ -1241,6 +1241,57 @@ def test_everything_at_once(tmp_path, images32):
     assert checkpoint.sections["state"].skipped > 0 and "EMA 0.999)" in result.stdout
 
 
+def test_careless(tmp_path, images8):
+    """What would do nothing, or harm, is refused; what is left to do is said."""
+    start = start_flags(Config(**TOY), images8, tmp_path / "run", 4, save_every=2)
+    run(TRAIN, *start)
+    weights = checkpoint_in(tmp_path / "run", 4)
+    whole = weights.read_bytes()
+    draw = ("--model_weights", weights, "--sample_steps", 1)
+    refused(TRAIN, *draw, "--generate", 1, "--output_name", weights, says=[weights.name, ".png"])
+    refused(TRAIN, *draw, "--generate", 0, says="--generate 0", status=2)
+    refused(TRAIN, "--strip", 4, says="--strip 4", status=2)
+    (tmp_path / "folder.png").mkdir()
+    refused(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "folder.png", says="not a regular file")
+    refused(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "no/x.png", says="no/x.png")
+    refused(TRAIN, *draw[:2], "--generate", 999999, "--strip", 50, says="too many")
+    assert weights.read_bytes() == whole
+    (tmp_path / "there.png").write_bytes(b"")
+    (tmp_path / "link.png").symlink_to(tmp_path / "there.png")
+    run(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "link.png")
+    assert (tmp_path / "link.png").is_symlink() and (tmp_path / "there.png").read_bytes()[1:4] == b"PNG"
+    refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "none", says=["none", "--model_weights"])
+    refused(TRAIN, "--resume", weights, says="is a file")
+    refused(TRAIN, "--resume", tmp_path / "run", "--out_dir", tmp_path / "other", says=["--out_dir", "other"])
+    assert "already at step 4" in run(TRAIN, "--resume", tmp_path / "run", "--steps", 3).stdout
+    cosine = start_flags(Config(**TOY | dict(lr_schedule="cosine")), images8, tmp_path / "cosine", 2)
+    run(TRAIN, *cosine)
+    assert "learning rate is 0" in run(TRAIN, "--resume", tmp_path / "cosine", "--steps", 3).stdout
+    (tmp_path / "notepad.txt").write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
+    assert "\nsteps = 3\n" in run(TRAIN, "--config", tmp_path / "notepad.txt", "--print_config").stdout
+
+
+def test_one_process_a_run(tmp_path, images8):
+    """Two runs in one folder would take each other's checkpoints for theirs."""
+    words = start_flags(Config(**TOY), images8, tmp_path / "run", 10**6, save_every=0, log_every=1)
+    with subprocess.Popen([TRAIN, *map(str, words)], stdout=subprocess.PIPE, text=True) as process:
+        while "step 1/" not in process.stdout.readline():
+            assert process.poll() is None
+        refused(TRAIN, *words, says=["another process", str(tmp_path / "run")])
+        process.kill()
+        process.communicate()
+
+
+def test_damaged_checkpoints_are_not_kept_for_whole_ones(tmp_path, images8):
+    """What --resume passed over is left alone, and does not count as one of --keep."""
+    folder = tmp_path / "run"
+    run(TRAIN, *start_flags(Config(**TOY), images8, folder, 4, save_every=2))
+    for step in (90, 91):
+        checkpoint_in(folder, step).write_bytes(checkpoint_in(folder, 4).read_bytes()[:-9])
+    run(TRAIN, "--resume", folder, "--steps", 8)
+    assert sorted(int(path.stem[-8:]) for path in folder.glob("*.bin")) == [6, 8, 90, 91]
+
+
 def test_resume_of_an_old_checkpoint(tmp_path, images8):
     """Without a section `state`, and with 0 in the fields that came with it: as many updates as steps."""
     run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 8, save_every=4, sample_every=0))
@@ -2274,8 +2325,9 @@ def test_time_of_a_dry_run():
     """What a step and all steps will take here; where the memory is too small, the plan and that."""
     for flags, steps in (((), 20000), ((*flags_of(Config(**TOY)), "--steps", 100), 100)):
         text = run(TRAIN, *flags, "--dry_run").stdout
-        line = r"^one training step: ([\d.]+) ms, ([\d.]+) images/s \((measured|an estimate from steps of)"
-        ms, rate, _ = re.search(line, text, re.M).groups()
+        line = r"^one training step: ([\d.]+) (ms|s), ([\d.]+) images/s \((measured|an estimate from \d+ of its)"
+        time_of, unit, rate, _ = re.search(line, text, re.M).groups()
+        ms = float(time_of) * (1 if unit == "ms" else 1e3)
         batch, all_steps = 32 if steps == 20000 else TOY["batch_size"], float(ms) * steps / 1e3
         assert abs(float(ms) * float(rate) / (1e3 * batch) - 1) < 0.1
         parts = re.findall(r"(\d+)([dhms])", re.search(rf"^{steps} steps: ([\ddhms ]+), ", text, re.M)[1])

@@ -66,6 +66,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -6795,9 +6796,15 @@ struct Writer {
     std::string path, temporary;
     FILE* file;
     uint32_t crc = 0;
-    explicit Writer(const std::string& name)
-        : path(name), temporary(name + ".tmp"), file(fopen(temporary.c_str(), "wb")) {
-        if (!file) fail("can't write %s: %s", temporary.c_str(), strerror(errno));
+    explicit Writer(const std::string& name) : path(name) {
+        struct stat info;
+        char* target = realpath(name.c_str(), nullptr);  // behind a link, where there is something
+        if (target) path = target;
+        free(target);
+        if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
+            fail("can't write %s: it is not a regular file", name.c_str());
+        temporary = path + ".tmp", file = fopen(temporary.c_str(), "wb");
+        if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
     }
     Writer(const Writer&) = delete;
     ~Writer() {
@@ -7209,7 +7216,10 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 }
 
 // The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
-static WeightsFile newest_checkpoint(const std::string& folder) {
+static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
+    struct stat info;
+    if (!stat(folder.c_str(), &info) && !S_ISDIR(info.st_mode))
+        fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
         static std::string damage;
@@ -7224,10 +7234,7 @@ static WeightsFile newest_checkpoint(const std::string& folder) {
             fprintf(stderr, "note: passed over: %s\n", message.c_str());
         }
     }
-    fail(
-        "there is no %scheckpoint in %s; start without --resume, or name the run's folder with --resume "
-        "FOLDER",
-        steps.empty() ? "" : "whole ", folder.c_str());
+    fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
@@ -7345,6 +7352,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     in.read(&contents[0], contents.size());
     if (in.size > contents.size() || contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
+    if (contents.compare(0, 3, "\xEF\xBB\xBF") == 0) contents.erase(0, 3);  // some editors' byte order mark
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
     for (size_t start = 0; start < contents.size(); number++) {
@@ -7470,6 +7478,7 @@ struct Trainer {
     long epochs;                  // whose orders were sent
     StepState* results;           // (RESULT_SLOTS), the host's
     Recording recording;
+    int folder = -1;     // the run's, locked against other processes as long as it is open
     long begun = 0;      // steps given to the device
     long step = 0;       // optimiser steps done, as far as the host knows
     float smoothed = 0;  // running mean of the loss, without those of skipped steps
@@ -7535,6 +7544,7 @@ static void prepare_steps(Trainer* t) {
 }
 
 static void finish_steps(Trainer* t) {
+    if (t->folder >= 0) close(t->folder);
     backend_forget(&t->recording);
     if (t->pixels_on_host)
         backend_free_host(t->pixels);
@@ -7870,12 +7880,14 @@ static void print_time(const Config& config, long steps_done) {
 #else
     double ms = time_step(config, batch, 2, 3);
 #endif
-    std::string how = batch == config.batch_size ? "measured, on random images"
-                                                 : text("an estimate from steps of %d", batch);
+    std::string how = "measured, on random images";
+    if (batch < config.batch_size)
+        how = text("an estimate from %d of its %d images", batch, config.batch_size);
     ms *= (double)config.batch_size / batch;
     long left = std::max(0L, config.steps - steps_done);
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms,
-           1e3 * config.batch_size / ms, how.c_str());
+    std::string step = ms < 1e4 ? text("%.*f ms", ms < 100 ? 2 : 0, ms) : text("%.4g s", ms / 1e3);
+    printf("one training step: %s, %.1f images/s (%s)\n", step.c_str(), 1e3 * config.batch_size / ms,
+           how.c_str());
     printf("%ld steps: %s, besides validation, samples and checkpoints\n", left,
            human_time(left * ms / 1e3).c_str());
 }
@@ -8053,7 +8065,9 @@ static std::string sampler_text(const Config& c) {
 static int run_generate(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     std::string folder = *config.resume ? config.resume : config.out_dir;
-    WeightsFile file = *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder);
+    const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
+    WeightsFile file =
+        *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder, otherwise);
     refuse_contradictions(given, file, true);
     take_model_flags(&config, file.config);
     std::copy(file.config.ema_rate, file.config.ema_rate + MAX_EMAS, config.ema_rate);
@@ -8064,7 +8078,11 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     if (config.use_ema <= 1 && !file.find(section)) config.use_ema = 0, section = "weights";
     if (!file.find(section))
         fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    std::string weights = chosen_name(config);
+    std::string weights = chosen_name(config), grid = config.output_name;
+    if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
+        fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
+    if ((double)count * std::max(1, config.strip) * pow(config.image_size + 2, 2) > 5e8)
+        fail("%d pictures are too many for one PNG; draw them in parts, with --seeds", count);
     memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
     config.batch_size = std::min(config.batch_size, count);
     Model m = Model();
@@ -8073,6 +8091,10 @@ static int run_generate(const std::vector<GivenFlag>& given) {
                   memory_needed(config, config.batch_size, false));
         return 0;
     }
+    {
+        Writer trial(grid);
+    }  // what can't be written is better said before the pictures are drawn
+    if (*config.output_dir) make_folder(config.output_dir);
     build_model(&m, config, config.batch_size, false);
     read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
@@ -8085,8 +8107,8 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         return 130;
     }
-    std::string grid = config.output_name;
-    write_grid(grid, pictures, count, config.image_size);
+    // the way from one seed to another in a row, if it is not too long
+    write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
     printf("%s: %d pictures in %s\n", grid.c_str(), count, human_time(seconds_now() - start).c_str());
     if (config.strip) {
         size_t dot = grid.rfind('.'), slash = grid.rfind('/');
@@ -8096,7 +8118,6 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         printf("%s: %d steps of each\n", grid.c_str(), config.strip);
     }
     if (*config.output_dir) {  // between two seeds the pictures are numbered instead
-        make_folder(config.output_dir);
         size_t elements = pictures.size() / count;
         for (int n = 0; n < count; n++)
             write_grid(text("%s/%06u.png", config.output_dir, config.interpolate ? n : begins[n].seed),
@@ -8114,7 +8135,12 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     WeightsFile file;
     if (config->resume_given) {
         std::string folder = *config->resume ? config->resume : config->out_dir;
-        file = newest_checkpoint(folder);
+        const GivenFlag* out_dir = was_given(given, "out_dir");
+        if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
+            fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
+                 out_dir->value.c_str(), folder.c_str());
+        file = newest_checkpoint(folder,
+                                 "start without --resume, or name the run's folder with --resume FOLDER");
         refuse_contradictions(given, file, false);
         // a preset's free flags were for the run's start: what was typed then came over them
         given.erase(std::remove_if(given.begin(), given.end(),
@@ -8153,6 +8179,9 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     t->images = load_dataset(config->data_file, config->image_size);
     if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
     make_folder(config->out_dir);
+    t->folder = open(config->out_dir, O_RDONLY);
+    if (t->folder >= 0 && flock(t->folder, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+        fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
     build_model(&t->model, *config, microbatch_of(*config), true);
     upload_schedule(&t->model);
     if (config->resume_given) {
@@ -8175,10 +8204,10 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
 static void save(const Trainer& t) {
     const Config& c = t.model.config;
     write_checkpoint(checkpoint_path(c.out_dir, t.step), t.model, t.step, t.smoothed, t.history);
-    std::vector<long> steps = list_checkpoints(c.out_dir);
-    for (size_t i = 0; i < steps.size(); i++)
-        if ((int)i >= c.keep && steps[i] != t.step && !(c.keep_every && steps[i] % c.keep_every == 0))
-            unlink(checkpoint_path(c.out_dir, steps[i]).c_str());
+    int newest = 0;  // up to this step: later ones are damaged, or --resume would not have passed over them
+    for (long step : list_checkpoints(c.out_dir))
+        if (step <= t.step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+            unlink(checkpoint_path(c.out_dir, step).c_str());
 }
 
 static std::string samples_path(const std::string& folder, long step) {
@@ -8338,6 +8367,13 @@ int main(int argc, char** argv) {
         print_help();
         return 0;
     }
+    bool draws = config.generate || *config.seeds || config.interpolate;
+    for (const GivenFlag& g : given)  // that were typed, and would do nothing
+        if (!draws && g.origin.empty() &&
+            (!strcmp(g.flag->name, "generate") || !strcmp(g.flag->name, "strip") ||
+             !strcmp(g.flag->name, "output_dir")))
+            fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
+                       g.flag->name, g.value.c_str());
     if (config.print_config) {
         prepare_run(&trainer, given, &config);
         printf("%s", config_text(config).c_str());
@@ -8354,9 +8390,15 @@ int main(int argc, char** argv) {
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
     print_build(config.profile ? text(", batch %d", config.batch_size) : "");
     if (config.profile) return run_profile(config);
-    if (config.generate || *config.seeds || config.interpolate) return run_generate(given);
+    if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
     for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
+    if (trainer.step && trainer.step >= config.steps)
+        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
+    else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
+        printf(
+            "note: --lr_schedule %s has come to its end, so that the learning rate is 0; constant goes on\n",
+            flag_text(config, *find_flag("lr_schedule")).c_str());
     if (config.dry_run) {
         print_run(config, make_plan(config, microbatch_of(config), true),
                   memory_needed(config, microbatch_of(config), true));
