@@ -13,11 +13,12 @@ import dataclasses
 import os
 import re
 
+import unet_io  # first, because it explains a missing package
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import unet_io
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
                         save_weights, seed_noise)
 from unet_io import Config, UserError

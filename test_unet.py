@@ -2731,6 +2731,22 @@ def test_missing_packages(tmp_path, tools, monkeypatch):
     assert not list(tmp_path.glob("x*"))
 
 
+SCRIPTS = {"prepare_data.py": ["numpy", "PIL"], "generate.py": ["numpy", "torch"],
+           "train_unet.py": ["numpy", "torch"], "dev/plot_log.py": ["numpy"],
+           "dev/to_tensorboard.py": ["numpy", "PIL"]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_missing_requirements(tmp_path, name):
+    """A script that can't start for want of a package says so in one sentence."""
+    for package in SCRIPTS[name]:
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module', name='{package}')")
+        refused(sys.executable, ROOT / name, "--help", env=dict(os.environ, PYTHONPATH=str(folder)),
+                says=[f"the package {'pillow' if package == 'PIL' else package}:", "-r requirements.txt"])
+
+
 def test_plots_of_a_run(tmp_path, images8, tools):
     """What the program itself writes can be plotted and converted."""
     read = tools("plot_log").read_metrics

@@ -28,12 +28,13 @@ import sys
 import tempfile
 import time
 
+import unet_io  # first, because it explains a missing package
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import unet_io
 from unet_io import Checkpoint, Config, Stream, UserError
 
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",

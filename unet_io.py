@@ -2,7 +2,7 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and progress        UserError, Parser, run_script, progress
+1. errors and progress        explain_missing, UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
@@ -26,6 +26,18 @@ import os
 import sys
 import time
 import zlib
+
+
+def explain_missing(kind, error, trace):
+    """sys.excepthook of every script that imports this: a sentence in place of the traceback of an import."""
+    if not issubclass(kind, ModuleNotFoundError):
+        return sys.__excepthook__(kind, error, trace)
+    name = "pillow" if error.name == "PIL" else error.name or error
+    print(f"error: this needs the package {name}: pip install -r requirements.txt (or use .venv/bin/python"
+          " where `make test` has made it)", file=sys.stderr)
+
+
+sys.excepthook = explain_missing
 
 import numpy as np
 

@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-import unet_io
+import unet_io  # first, because it explains a missing package
 from unet_io import UserError
 
 
