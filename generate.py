@@ -265,6 +265,14 @@ def main():
                             " --eta")
 
     target = export_target(args)
+    stem, ending = os.path.splitext(args.output_name)
+    if not target:
+        unet_io.check_target(args.output_name)
+        unet_io.picture_format(args.output_name)
+        for kind in filter(vars(args).get, ("strip", "nearest")):
+            unet_io.check_target(f"{stem}_{kind}{ending}")
+        if args.output_dir:
+            unet_io.check_folder(args.output_dir)
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
     overrides = {name: value for name, value in vars(args).items()
@@ -303,7 +311,7 @@ def main():
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
         pictures.append(unet_io.to_uint8(x.numpy()))
-    pictures, stem, ending = np.concatenate(pictures), *os.path.splitext(args.output_name)
+    pictures = np.concatenate(pictures)
 
     unet_io.save_grid(args.output_name, pictures)
     print(f"wrote {args.output_name}")

@@ -1969,6 +1969,56 @@ def test_refused_pictures(tmp_path, words, says, status):
     assert len(errors.getvalue().splitlines()) == 1 and not (tmp_path / "x.png").exists()
 
 
+def test_targets(tmp_path, monkeypatch):
+    """Where pictures can't be written is said before they are drawn; what is no file stays what it is."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    (tmp_path / "x_strip.png").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe.png")
+    monkeypatch.setattr(generate, "sample", None)
+    for name, says in (("folder.png", "a folder"), ("full.png", "a device"), ("pipe.png", "a pipe"),
+                       ("no/x.png", "does not exist"), ("file/x.png", "is a file, a folder is needed"),
+                       ("x", ".png"), ("x.psd", ".png"), ("x.bin", ".png"), ("x.xbm", ".png")):
+        words = ["--model_filename", tmp_path / "w.bin", "--output_name", tmp_path / name]
+        sentence = call(generate, *words)
+        assert says in sentence and name in sentence and len(sentence.splitlines()) == 1, sentence
+    words[-1] = tmp_path / "x.png"
+    assert "x_strip.png is a device" in call(generate, *words, "--strip", 2)
+    for place in ("file", "file/deeper"):
+        assert "file is a file, a folder is needed" in call(generate, *words, "--output_dir", tmp_path / place)
+    for name in ("folder.png", "full.png"):
+        for write in (functools.partial(unet_io.save_grid, pixels=np.zeros((1, 3, 8, 8), np.uint8)),
+                      functools.partial(unet_io.write_images, pixels=np.zeros((1, 3, 8, 8), np.uint8)),
+                      functools.partial(unet_io.write_tensors, tensors={})):
+            with pytest.raises(UserError, match="a file is needed"):
+                write(tmp_path / name)
+    assert (tmp_path / "full.png").is_char_device() and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "bmp", "webp", "tif"])
+def test_picture_on_a_full_disk(tmp_path, ending):
+    """The picture before stays whole."""
+    target = tmp_path / f"x.{ending}"
+    unet_io.save_grid(target, np.zeros((1, 3, 8, 8), np.uint8))
+    before = target.read_bytes()
+    noise = np.random.default_rng(0).integers(0, 256, (4, 3, 200, 200), np.uint8)
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limit[1]))
+    try:
+        with pytest.raises(UserError, match=f"x.{ending} can't be written"):
+            unet_io.save_grid(target, noise)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert target.read_bytes() == before and os.listdir(tmp_path) == [target.name]
+    unet_io.save_grid(target, noise)
+    with Image.open(target) as image:
+        assert np.asarray(image).shape == (406, 406, 3)
+
+
 def test_pictures_from_averaged_weights(tmp_path, images8):
     """The first EMA is drawn with; --use_ema names another, or 0 the raw weights, in both programs."""
     config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=(0.99, 0.3))
@@ -2713,6 +2763,10 @@ def test_plot_log(tmp_path, tools):
     assert picture(target, "RGBA").std() > 10
     target = tmp_path / "no/x.png"
     refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    for name, says in (("x.txt", "supported"), ("full.png", "a device"), (".", "a folder")):
+        assert says in call(plot_log, logs[0], "--output_name", tmp_path / name)
+    assert not list(tmp_path.glob("x*")) and (tmp_path / "full.png").is_char_device()
 
 
 def test_missing_packages(tmp_path, tools, monkeypatch):
@@ -2901,9 +2955,12 @@ def test_prepare_refusals(tmp_path):
     assert "skipped a.png" in result.stderr and "error: none of the 1 files" in result.stderr
     assert not list(tmp_path.glob("x*"))
     Image.new("RGB", (300, 300), "red").save(tmp_path / "bad/b.png")
+    (tmp_path / "full.bin").symlink_to("/dev/full")
 
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+    for name, says in (("bad", "a folder"), ("full.bin", "a device")):
+        refused(*common[:-1], tmp_path / name, "--data_dir", tmp_path / "bad", says=[name, says])
     (tmp_path / "x.bin").write_text("what was there before")
     run(*common, "--data_dir", tmp_path / "bad", "--image_size", 300, status=1, preexec_fn=limit)
     assert (tmp_path / "x.bin").read_text() == "what was there before"
