@@ -313,7 +313,8 @@ def main():
         pictures.append(unet_io.to_uint8(x.numpy()))
     pictures = np.concatenate(pictures)
 
-    unet_io.save_grid(args.output_name, pictures)
+    row = count if args.interpolate and count <= 16 else None  # as ./train_unet lays them out
+    unet_io.save_grid(args.output_name, pictures, row)
     print(f"wrote {args.output_name}")
     if args.strip:
         unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), args.strip)

@@ -1926,6 +1926,7 @@ def test_interpolation(tmp_path):
         "--output_dir", tmp_path / "single")
     assert call(generate, "--model_filename", tmp_path / "w.bin", *between, "--device", "cpu",
                 "--output_name", tmp_path / "b.png") == ""
+    assert picture(tmp_path / "b.png").shape == (12, 52, 3)  # one row
     assert np.abs(picture(tmp_path / "a.png") - picture(tmp_path / "b.png")).max() <= 2
     run(TRAIN, "--model_weights", tmp_path / "w.bin", *common, "--output_name", tmp_path / "c.png",
         "--output_dir", tmp_path / "ends")
@@ -1987,7 +1988,8 @@ def test_targets(tmp_path, monkeypatch):
     words[-1] = tmp_path / "x.png"
     assert "x_strip.png is a device" in call(generate, *words, "--strip", 2)
     for place in ("file", "file/deeper"):
-        assert "file is a file, a folder is needed" in call(generate, *words, "--output_dir", tmp_path / place)
+        sentence = call(generate, *words, "--output_dir", tmp_path / place)
+        assert "file is a file, a folder is needed" in sentence
     for name in ("folder.png", "full.png"):
         for write in (functools.partial(unet_io.save_grid, pixels=np.zeros((1, 3, 8, 8), np.uint8)),
                       functools.partial(unet_io.write_images, pixels=np.zeros((1, 3, 8, 8), np.uint8)),
