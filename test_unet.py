@@ -2972,6 +2972,8 @@ def test_prepare_refusals(tmp_path):
 def test_python_refusals(tmp_path, images8):
     """The other two programs: one sentence, no traceback."""
     (tmp_path / "bad.pt").write_text("x" * 100)
+    weights = tmp_path / "w.bin"
+    perturbed_file(weights, Config(**SMALL))
     python = ["--device", "cpu", "--out_dir", tmp_path / "run"]
     draw = ["--device", "cpu", "--output_name", tmp_path / "x.png", "--model_filename"]
     for module, words, says in (
@@ -2982,7 +2984,14 @@ def test_python_refusals(tmp_path, images8):
             (train_unet, [*python, "--skip_outliers", 6, "--compare_quality", "x.jsonl"], "--skip_outliers"),
             (train_unet, [*python, "--image_size", 36, "--data_file", images8], "image_size"),
             (generate, [*draw, tmp_path / "none.bin"], "none.bin"), (generate, [*draw, images8], "toy8.bin"),
-            (generate, [*draw, tmp_path / "bad.pt"], "bad.pt")):
+            (generate, [*draw, tmp_path / "bad.pt"], "bad.pt"),
+            (generate, [*draw, weights, "--num_channels", 64],
+             f"--num_channels 64 contradicts {weights}, which was made with 32"),
+            (generate, [*draw, weights, "--channel_mult", "1,2"],
+             f"--channel_mult 1,2 contradicts {weights}, which was made with 1"),
+            (generate, [*draw, weights, "--predict", "x0"], "--predict x0 contradicts"),
+            (train_unet, [*python, "--model_weights", weights, "--num_channels", 64],
+             f"--num_channels 64 contradicts {weights}, which was made with 32")):
         sentence = call(module, *words)
         assert says in sentence and len(sentence.splitlines()) == 1, (words, sentence)
     # and on the command line it comes without a traceback

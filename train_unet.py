@@ -250,20 +250,31 @@ def set_parameters(parameters, flat, path):
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
 
 
+def refuse_contradictions(flags, config, path):
+    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes."""
+    for name, value in flags.items():
+        have = getattr(config, name)
+        if name in ARCHITECTURE + DIFFUSION and value != have:
+            value, have = (",".join(map(str, x)) or "0" if isinstance(x, tuple) else x for x in (value, have))
+            raise UserError(f"--{name} {value} contradicts {path}, which was made with {have}")
+
+
 def load_model(path, use_ema=1, overrides=None):
     """(UNet, Checkpoint) from a .bin, old or new, or from a .pt or .safetensors that save_weights wrote, or a
     .pt with the state dict of an old model.
 
     use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
-    overrides: Config values that replace those of the file (an old .pt tells only its width: it is taken for
-    a model of 64x64 images, max_period 1000).
+    overrides: Config values that replace those of an old file (an old .pt tells only its width: it is taken
+    for a model of 64x64 images, max_period 1000); a new one knows all, and others are refused.
     """
     if path.endswith(".safetensors"):
         checkpoint = _read_safetensors(path)
     else:
         checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
     overrides = dict(overrides or {})
-    if checkpoint.old and "image_size" in overrides:  # attention at the third and fourth level
+    if not checkpoint.old:
+        refuse_contradictions(overrides, checkpoint.config, path)
+    elif "image_size" in overrides:  # attention at the third and fourth level
         size = overrides["image_size"]
         overrides.setdefault("attention_resolutions", (size // 4, size // 8))
     checkpoint.config = dataclasses.replace(checkpoint.config, **overrides).check()
@@ -1214,12 +1225,10 @@ def pick_device(name=""):
 
 def adopt(config, given, source, path, names):
     """Take the named settings from a file's Config; refuse flags that contradict the architecture in it."""
+    refuse_contradictions({name: given[name] for name in names if name in given}, source, path)
     for name in names:
-        value = getattr(source, name)
-        if name in given and name in ARCHITECTURE + DIFFUSION and given[name] != value:
-            raise UserError(f"--{name} {given[name]} contradicts {path}, which was made with {value}")
         if name not in given:
-            setattr(config, name, value)
+            setattr(config, name, getattr(source, name))
 
 
 def start_model(config, run, given):
