@@ -2994,6 +2994,12 @@ def test_python_refusals(tmp_path, images8):
              f"--num_channels 64 contradicts {weights}, which was made with 32")):
         sentence = call(module, *words)
         assert says in sentence and len(sentence.splitlines()) == 1, (words, sentence)
+    (tmp_path / "other").mkdir()
+    for step in (9, 20):
+        shutil.copy(weights, tmp_path / f"other/checkpoint_{step:08d}.bin")
+    sentence = call(train_unet, *python[:2], "--out_dir", tmp_path / "other", "--model_weights", weights)
+    assert sentence.startswith(f"{tmp_path / 'other'} already holds a run, at step 20; continue it with")
+    assert len(os.listdir(tmp_path / "other")) == 2
     # and on the command line it comes without a traceback
     refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "none.bin", says="none.bin")
 

@@ -1253,6 +1253,16 @@ def start_model(config, run, given):
     return (model if run.init == "torch" else init_weights(model, config.seed)), None, ""
 
 
+def refuse_other_run(folder):
+    """Raise UserError if the folder for a new run holds checkpoints of another."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = [re.fullmatch(r"checkpoint_(\d{1,8})\.bin", name) for name in names]
+    steps = [int(match[1]) for match in found if match]
+    if steps:
+        raise UserError(f"{folder} already holds a run, at step {max(steps)}; continue it with --resume, or"
+                        f" name another folder with --out_dir")
+
+
 def open_images(config, run):
     """The images to train on; a folder is first made into a file, which later runs can use directly."""
     if run.data_dir:
@@ -1277,6 +1287,8 @@ def train(config, run, given):
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.backends.cudnn.benchmark = True
     model, checkpoint, path = start_model(config, run, given)
+    if not checkpoint:
+        refuse_other_run(run.out_dir)
     os.makedirs(run.out_dir, exist_ok=True)
     images = open_images(config, run)
     validation = unet_io.read_images(run.val_file) if run.val_file else None
