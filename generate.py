@@ -13,11 +13,12 @@ import dataclasses
 import os
 import re
 
+import unet_io  # first, because it explains a missing package
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import unet_io
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
                         save_weights, seed_noise)
 from unet_io import Config, UserError
@@ -264,6 +265,14 @@ def main():
                             " --eta")
 
     target = export_target(args)
+    stem, ending = os.path.splitext(args.output_name)
+    if not target:
+        unet_io.check_target(args.output_name)
+        unet_io.picture_format(args.output_name)
+        for kind in filter(vars(args).get, ("strip", "nearest")):
+            unet_io.check_target(f"{stem}_{kind}{ending}")
+        if args.output_dir:
+            unet_io.check_folder(args.output_dir)
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
     overrides = {name: value for name, value in vars(args).items()
@@ -302,9 +311,10 @@ def main():
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
         pictures.append(unet_io.to_uint8(x.numpy()))
-    pictures, stem, ending = np.concatenate(pictures), *os.path.splitext(args.output_name)
+    pictures = np.concatenate(pictures)
 
-    unet_io.save_grid(args.output_name, pictures)
+    row = count if args.interpolate and count <= 16 else None  # as ./train_unet lays them out
+    unet_io.save_grid(args.output_name, pictures, row)
     print(f"wrote {args.output_name}")
     if args.strip:
         unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), args.strip)

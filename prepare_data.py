@@ -14,10 +14,11 @@ import sys
 import warnings
 import zipfile
 
+import unet_io  # first, because it explains a missing package
+
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-import unet_io
 from unet_io import UserError
 
 MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding

@@ -1977,6 +1977,7 @@ def test_interpolation(tmp_path):
         "--output_dir", tmp_path / "single")
     assert call(generate, "--model_filename", tmp_path / "w.bin", *between, "--device", "cpu",
                 "--output_name", tmp_path / "b.png") == ""
+    assert picture(tmp_path / "b.png").shape == (12, 52, 3)  # one row
     assert np.abs(picture(tmp_path / "a.png") - picture(tmp_path / "b.png")).max() <= 2
     run(TRAIN, "--model_weights", tmp_path / "w.bin", *common, "--output_name", tmp_path / "c.png",
         "--output_dir", tmp_path / "ends")
@@ -2018,6 +2019,57 @@ def test_refused_pictures(tmp_path, words, says, status):
     for text in says:
         assert text.format(count="num_images") in errors.getvalue()
     assert len(errors.getvalue().splitlines()) == 1 and not (tmp_path / "x.png").exists()
+
+
+def test_targets(tmp_path, monkeypatch):
+    """Where pictures can't be written is said before they are drawn; what is no file stays what it is."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    (tmp_path / "x_strip.png").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe.png")
+    monkeypatch.setattr(generate, "sample", None)
+    for name, says in (("folder.png", "a folder"), ("full.png", "a device"), ("pipe.png", "a pipe"),
+                       ("no/x.png", "does not exist"), ("file/x.png", "is a file, a folder is needed"),
+                       ("x", ".png"), ("x.psd", ".png"), ("x.bin", ".png"), ("x.xbm", ".png")):
+        words = ["--model_filename", tmp_path / "w.bin", "--output_name", tmp_path / name]
+        sentence = call(generate, *words)
+        assert says in sentence and name in sentence and len(sentence.splitlines()) == 1, sentence
+    words[-1] = tmp_path / "x.png"
+    assert "x_strip.png is a device" in call(generate, *words, "--strip", 2)
+    for place in ("file", "file/deeper"):
+        sentence = call(generate, *words, "--output_dir", tmp_path / place)
+        assert "file is a file, a folder is needed" in sentence
+    for name in ("folder.png", "full.png"):
+        for write in (functools.partial(unet_io.save_grid, pixels=np.zeros((1, 3, 8, 8), np.uint8)),
+                      functools.partial(unet_io.write_images, pixels=np.zeros((1, 3, 8, 8), np.uint8)),
+                      functools.partial(unet_io.write_tensors, tensors={})):
+            with pytest.raises(UserError, match="a file is needed"):
+                write(tmp_path / name)
+    assert (tmp_path / "full.png").is_char_device() and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "bmp", "webp", "tif"])
+def test_picture_on_a_full_disk(tmp_path, ending):
+    """The picture before stays whole."""
+    target = tmp_path / f"x.{ending}"
+    unet_io.save_grid(target, np.zeros((1, 3, 8, 8), np.uint8))
+    before = target.read_bytes()
+    noise = np.random.default_rng(0).integers(0, 256, (4, 3, 200, 200), np.uint8)
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limit[1]))
+    try:
+        with pytest.raises(UserError, match=f"x.{ending} can't be written"):
+            unet_io.save_grid(target, noise)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert target.read_bytes() == before and os.listdir(tmp_path) == [target.name]
+    unet_io.save_grid(target, noise)
+    with Image.open(target) as image:
+        assert np.asarray(image).shape == (406, 406, 3)
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):
@@ -2765,6 +2817,10 @@ def test_plot_log(tmp_path, tools):
     assert picture(target, "RGBA").std() > 10
     target = tmp_path / "no/x.png"
     refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    for name, says in (("x.txt", "supported"), ("full.png", "a device"), (".", "a folder")):
+        assert says in call(plot_log, logs[0], "--output_name", tmp_path / name)
+    assert not list(tmp_path.glob("x*")) and (tmp_path / "full.png").is_char_device()
 
 
 def test_missing_packages(tmp_path, tools, monkeypatch):
@@ -2781,6 +2837,22 @@ def test_missing_packages(tmp_path, tools, monkeypatch):
         sentence = call(module, *words)
         assert "pip install" in sentence and package in sentence and len(sentence.splitlines()) == 1
     assert not list(tmp_path.glob("x*"))
+
+
+SCRIPTS = {"prepare_data.py": ["numpy", "PIL"], "generate.py": ["numpy", "torch"],
+           "train_unet.py": ["numpy", "torch"], "dev/plot_log.py": ["numpy"],
+           "dev/to_tensorboard.py": ["numpy", "PIL"]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_missing_requirements(tmp_path, name):
+    """A script that can't start for want of a package says so in one sentence."""
+    for package in SCRIPTS[name]:
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module', name='{package}')")
+        refused(sys.executable, ROOT / name, "--help", env=dict(os.environ, PYTHONPATH=str(folder)),
+                says=[f"the package {'pillow' if package == 'PIL' else package}:", "-r requirements.txt"])
 
 
 def test_plots_of_a_run(tmp_path, images8, tools):
@@ -2937,9 +3009,12 @@ def test_prepare_refusals(tmp_path):
     assert "skipped a.png" in result.stderr and "error: none of the 1 files" in result.stderr
     assert not list(tmp_path.glob("x*"))
     Image.new("RGB", (300, 300), "red").save(tmp_path / "bad/b.png")
+    (tmp_path / "full.bin").symlink_to("/dev/full")
 
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+    for name, says in (("bad", "a folder"), ("full.bin", "a device")):
+        refused(*common[:-1], tmp_path / name, "--data_dir", tmp_path / "bad", says=[name, says])
     (tmp_path / "x.bin").write_text("what was there before")
     run(*common, "--data_dir", tmp_path / "bad", "--image_size", 300, status=1, preexec_fn=limit)
     assert (tmp_path / "x.bin").read_text() == "what was there before"
@@ -2949,6 +3024,8 @@ def test_prepare_refusals(tmp_path):
 def test_python_refusals(tmp_path, images8):
     """The other two programs: one sentence, no traceback."""
     (tmp_path / "bad.pt").write_text("x" * 100)
+    weights = tmp_path / "w.bin"
+    perturbed_file(weights, Config(**SMALL))
     python = ["--device", "cpu", "--out_dir", tmp_path / "run"]
     draw = ["--device", "cpu", "--output_name", tmp_path / "x.png", "--model_filename"]
     for module, words, says in (
@@ -2959,9 +3036,22 @@ def test_python_refusals(tmp_path, images8):
             (train_unet, [*python, "--skip_outliers", 6, "--compare_quality", "x.jsonl"], "--skip_outliers"),
             (train_unet, [*python, "--image_size", 36, "--data_file", images8], "image_size"),
             (generate, [*draw, tmp_path / "none.bin"], "none.bin"), (generate, [*draw, images8], "toy8.bin"),
-            (generate, [*draw, tmp_path / "bad.pt"], "bad.pt")):
+            (generate, [*draw, tmp_path / "bad.pt"], "bad.pt"),
+            (generate, [*draw, weights, "--num_channels", 64],
+             f"--num_channels 64 contradicts {weights}, which was made with 32"),
+            (generate, [*draw, weights, "--channel_mult", "1,2"],
+             f"--channel_mult 1,2 contradicts {weights}, which was made with 1"),
+            (generate, [*draw, weights, "--predict", "x0"], "--predict x0 contradicts"),
+            (train_unet, [*python, "--model_weights", weights, "--num_channels", 64],
+             f"--num_channels 64 contradicts {weights}, which was made with 32")):
         sentence = call(module, *words)
         assert says in sentence and len(sentence.splitlines()) == 1, (words, sentence)
+    (tmp_path / "other").mkdir()
+    for step in (9, 20):
+        shutil.copy(weights, tmp_path / f"other/checkpoint_{step:08d}.bin")
+    sentence = call(train_unet, *python[:2], "--out_dir", tmp_path / "other", "--model_weights", weights)
+    assert sentence.startswith(f"{tmp_path / 'other'} already holds a run, at step 20; continue it with")
+    assert len(os.listdir(tmp_path / "other")) == 2
     # and on the command line it comes without a traceback
     refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "none.bin", says="none.bin")
 

@@ -28,12 +28,13 @@ import sys
 import tempfile
 import time
 
+import unet_io  # first, because it explains a missing package
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import unet_io
 from unet_io import Checkpoint, Config, Stream, UserError
 
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
@@ -249,20 +250,31 @@ def set_parameters(parameters, flat, path):
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
 
 
+def refuse_contradictions(flags, config, path):
+    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes."""
+    for name, value in flags.items():
+        have = getattr(config, name)
+        if name in ARCHITECTURE + DIFFUSION and value != have:
+            value, have = (",".join(map(str, x)) or "0" if isinstance(x, tuple) else x for x in (value, have))
+            raise UserError(f"--{name} {value} contradicts {path}, which was made with {have}")
+
+
 def load_model(path, use_ema=1, overrides=None):
     """(UNet, Checkpoint) from a .bin, old or new, or from a .pt or .safetensors that save_weights wrote, or a
     .pt with the state dict of an old model.
 
     use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
-    overrides: Config values that replace those of the file (an old .pt tells only its width: it is taken for
-    a model of 64x64 images, max_period 1000).
+    overrides: Config values that replace those of an old file (an old .pt tells only its width: it is taken
+    for a model of 64x64 images, max_period 1000); a new one knows all, and others are refused.
     """
     if path.endswith(".safetensors"):
         checkpoint = _read_safetensors(path)
     else:
         checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
     overrides = dict(overrides or {})
-    if checkpoint.old and "image_size" in overrides:  # attention at the third and fourth level
+    if not checkpoint.old:
+        refuse_contradictions(overrides, checkpoint.config, path)
+    elif "image_size" in overrides:  # attention at the third and fourth level
         size = overrides["image_size"]
         overrides.setdefault("attention_resolutions", (size // 4, size // 8))
     checkpoint.config = dataclasses.replace(checkpoint.config, **overrides).check()
@@ -1213,12 +1225,10 @@ def pick_device(name=""):
 
 def adopt(config, given, source, path, names):
     """Take the named settings from a file's Config; refuse flags that contradict the architecture in it."""
+    refuse_contradictions({name: given[name] for name in names if name in given}, source, path)
     for name in names:
-        value = getattr(source, name)
-        if name in given and name in ARCHITECTURE + DIFFUSION and given[name] != value:
-            raise UserError(f"--{name} {given[name]} contradicts {path}, which was made with {value}")
         if name not in given:
-            setattr(config, name, value)
+            setattr(config, name, getattr(source, name))
 
 
 def start_model(config, run, given):
@@ -1241,6 +1251,16 @@ def start_model(config, run, given):
     torch.manual_seed(config.seed)
     model = UNet(config)
     return (model if run.init == "torch" else init_weights(model, config.seed)), None, ""
+
+
+def refuse_other_run(folder):
+    """Raise UserError if the folder for a new run holds checkpoints of another."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = [re.fullmatch(r"checkpoint_(\d{1,8})\.bin", name) for name in names]
+    steps = [int(match[1]) for match in found if match]
+    if steps:
+        raise UserError(f"{folder} already holds a run, at step {max(steps)}; continue it with --resume, or"
+                        f" name another folder with --out_dir")
 
 
 def open_images(config, run):
@@ -1267,6 +1287,8 @@ def train(config, run, given):
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.backends.cudnn.benchmark = True
     model, checkpoint, path = start_model(config, run, given)
+    if not checkpoint:
+        refuse_other_run(run.out_dir)
     os.makedirs(run.out_dir, exist_ok=True)
     images = open_images(config, run)
     validation = unet_io.read_images(run.val_file) if run.val_file else None

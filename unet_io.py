@@ -2,14 +2,14 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and progress        UserError, Parser, run_script, progress
+1. errors and progress        explain_missing, UserError, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
 5. image files                Images, read_images, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
-8. pictures                   to_uint8, save_grid
+8. pictures                   to_uint8, picture_format, save_grid
 
 All files are little-endian, a header of 256 int32 and then data; README.md describes them byte by byte.
 Every reader compares the header with the length of the file before it allocates anything, and raises
@@ -21,11 +21,24 @@ import dataclasses
 import difflib
 import enum
 import functools
+import io
 import math
 import os
 import sys
 import time
 import zlib
+
+
+def explain_missing(kind, error, trace):
+    """sys.excepthook of every script that imports this: a sentence in place of the traceback of an import."""
+    if not issubclass(kind, ModuleNotFoundError):
+        return sys.__excepthook__(kind, error, trace)
+    name = "pillow" if error.name == "PIL" else error.name or error
+    print(f"error: this needs the package {name}: pip install -r requirements.txt (or use .venv/bin/python"
+          " where `make test` has made it)", file=sys.stderr)
+
+
+sys.excepthook = explain_missing
 
 import numpy as np
 
@@ -484,9 +497,35 @@ def _check_crc(path, header, data, field):
         raise UserError(f"{path} is damaged: its checksum doesn't match, so make or copy the file again")
 
 
+def check_target(path):
+    """Raise UserError where no file can be written: no folder, or there is something else than a file."""
+    folder = os.path.dirname(path) or "."
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "a device or a pipe"
+        raise UserError(f"{path} is {kind}, a file is needed")
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UserError(f"{path} can't be written: {folder} is a file, a folder is needed")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        why = "may not be written into" if os.path.exists(folder) else "does not exist"
+        raise UserError(f"{path} can't be written: the folder {folder} {why}")
+
+
+def check_folder(path):
+    """Raise UserError unless path is a folder to write into, or can be made one."""
+    place = path
+    while place and not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place or "."):
+        raise UserError(f"{place} is a file, a folder is needed")
+    if not os.access(place or ".", os.W_OK | os.X_OK):
+        raise UserError(f"{path} can't be written: the folder {place or '.'} may not be written into")
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Open a temporary file beside path; flush and rename it to path at the end, or remove it on an error."""
+    path = os.fspath(path)
+    check_target(path)
     temporary = f"{path}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -498,7 +537,7 @@ def replacing(path):
         with contextlib.suppress(OSError):
             os.remove(temporary)
         if isinstance(error, OSError):
-            raise UserError(f"{path} can't be written: {error.strerror}") from None
+            raise UserError(f"{path} can't be written: {error.strerror or error}") from None
         raise
 
 
@@ -916,14 +955,29 @@ def to_uint8(x):
     return np.floor((x + np.float32(1)) * np.float32(127.5) + np.float32(0.5)).astype(np.uint8)
 
 
-def save_picture(path, pixels):
-    """Write uint8 (C, H, W), C = 1 or 3, in any format that Pillow knows by the name's ending."""
+def picture_format(path):
+    """The format that Pillow writes to a file of this name's ending. Raises UserError where there is none."""
     from PIL import Image
+    ending = os.path.splitext(path)[1].lower()
+    name = Image.registered_extensions().get(ending)
+    try:
+        Image.new("RGB", (16, 16)).save(io.BytesIO(), name or "none")
+    except (KeyError, OSError, ValueError):  # e.g. formats that are only read, or only in black and white
+        raise UserError(f"{path} must end in .png, .jpg or another ending that Pillow writes") from None
+    return name
+
+
+def save_picture(path, pixels):
+    """Write uint8 (C, H, W), C = 1 or 3, in the format that the name's ending tells; whole or not at all."""
+    from PIL import Image
+    path = os.fspath(path)
     array = np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     try:
-        Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from None
+        with replacing(path) as file:
+            image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+            image.save(file, picture_format(path))
+    except ValueError as error:
+        raise UserError(f"{path} can't be written: {error}") from None
 
 
 def save_grid(path, pixels, columns=None, gap=2):

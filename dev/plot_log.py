@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-import unet_io
+import unet_io  # first, because it explains a missing package
 from unet_io import UserError
 
 
@@ -124,10 +124,10 @@ def main():
     names = folders if len(set(folders)) == len(folders) else args.logs
     figure = plot({name: read_metrics(path) for name, path in zip(names, args.logs)})
     try:
-        figure.savefig(args.output_name, dpi=120)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"{args.output_name} can't be written: {why}") from None
+        with unet_io.replacing(args.output_name) as file:
+            figure.savefig(file, dpi=120, format=os.path.splitext(args.output_name)[1][1:] or "png")
+    except ValueError as error:
+        raise UserError(f"{args.output_name} can't be written: {error}") from None
     print(f"wrote {args.output_name}: {', '.join(axis.get_ylabel() for axis in figure.axes)}")
 
 

@@ -10,11 +10,12 @@ import pathlib
 import re
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+import unet_io  # first, because it explains a missing package
+
 import numpy as np
 from PIL import Image
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-import unet_io
 from plot_log import number, read_metrics
 from unet_io import UserError
 
