@@ -1252,8 +1252,8 @@ def test_careless(tmp_path, images8):
     refused(TRAIN, *draw, "--generate", 0, says="--generate 0", status=2)
     refused(TRAIN, "--strip", 4, says="--strip 4", status=2)
     (tmp_path / "folder.png").mkdir()
-    refused(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "folder.png", says="not a regular file")
-    refused(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "no/x.png", says="no/x.png")
+    for name, says in (("folder.png", "not a regular file"), ("no/x.png", "no/x.png")):
+        refused(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / name, says=says)
     refused(TRAIN, *draw[:2], "--generate", 999999, "--strip", 50, says="too many")
     assert weights.read_bytes() == whole
     (tmp_path / "there.png").write_bytes(b"")
@@ -2377,7 +2377,7 @@ def test_time_of_a_dry_run():
     """What a step and all steps will take here; where the memory is too small, the plan and that."""
     for flags, steps in (((), 20000), ((*flags_of(Config(**TOY)), "--steps", 100), 100)):
         text = run(TRAIN, *flags, "--dry_run").stdout
-        line = r"^one training step: ([\d.]+) (ms|s), ([\d.]+) images/s \((measured|an estimate from \d+ of its)"
+        line = r"^one training step: ([\d.]+) (ms|s), ([\d.]+) images/s \((measured|an estimate from \d+ of)"
         time_of, unit, rate, _ = re.search(line, text, re.M).groups()
         ms = float(time_of) * (1 if unit == "ms" else 1e3)
         batch, all_steps = 32 if steps == 20000 else TOY["batch_size"], float(ms) * steps / 1e3
