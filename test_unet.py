@@ -525,7 +525,7 @@ def test_training(tmp_path, name):
     # weights are compared by how far they went together, not one by one
     file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", steps)))
     sections = {"weights": trainer.parameters} | dict(zip(unet_io.EMA_SECTIONS, trainer.emas))
-    assert set(file.sections) == {*sections, "adam_m", "adam_v", "state", "data_file"}
+    assert set(file.sections) == {*sections, "adam_m", "adam_v", "state", "data_file", "model_weights"}
     for section, tensors in sections.items():
         flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(tensors)])
         away = np.linalg.norm(file.sections[section] - flat) / np.linalg.norm(flat - start)
