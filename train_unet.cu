@@ -2268,6 +2268,16 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
         "r"(parity)
         : "memory");
 }
+// Where a thread stands in a ring of N barriers: the slot, and the parity of the phase to wait for. Who waits
+// for slots to become empty begins with parity 1: the first time round at once.
+template <int N>
+struct Ring {
+    int slot = 0, parity = 0;
+    __device__ int before() const { return slot ? slot - 1 : N - 1; }
+    __device__ void next() {
+        if (++slot == N) slot = 0, parity ^= 1;
+    }
+};
 __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int c, int x, int y,
                                 int b) {
     asm volatile(
@@ -2276,6 +2286,21 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
         "[%6];" ::"r"(to),
         "l"(&map), "r"(c), "r"(x), "r"(y), "r"(b), "r"(barrier)
         : "memory");
+}
+
+// A cluster's barrier in its two halves.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+// From the shared memory of block `rank` of the cluster.
+__device__ inline float4 load_cluster(uint32_t address, int rank) {
+    float4 v;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, "
+        "%2, %3}, [there];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return v;
 }
 
 // What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
@@ -2348,7 +2373,6 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
 }
 
 // ---- Hopper: forward and input gradient
-
 struct HopperGemm {
     CUtensorMap x, x2, w, out, out2;
     CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
@@ -2358,7 +2382,8 @@ struct HopperGemm {
     int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
     int beside1;                    // beside2 those from here on
     bool has_beside;
-    int B, H, W, T, tiles_x, tiles_y;
+    int B, H, W, T, tiles_x, tiles_y, tiles;
+    int share;  // the chunks of one of a cluster's blocks
 };
 
 // 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS,
@@ -2392,6 +2417,11 @@ __device__ inline void barrier_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
+// tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what is
+// added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
+// multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ...; `rank` is that in a cluster, whose
+// blocks have a share of the chunks each. Per tile: its patch and 64 channels' weights come from L2 once.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
@@ -2406,15 +2436,17 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     auto w_full = [&](int i) { return barriers + 8 * (2 * PATCHES + i); };
     auto w_empty = [&](int i) { return barriers + 8 * (2 * PATCHES + STAGES + i); };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int n_tiles = (g.N + 63) / 64, tile = blockIdx.x / n_tiles, o = blockIdx.x % n_tiles * 64;
-    int b0 = 0, y0 = 0, x0 = 0;  // of the tile's pixels
-    if (TAPS == 1)
-        x0 = tile * 128 * BLOCKS;
-    else if (PAIRS)
-        b0 = tile * 2 * BLOCKS;
-    else
-        b0 = tile / (g.tiles_x * g.tiles_y), y0 = tile / g.tiles_x % g.tiles_y * 16,
-        x0 = tile % g.tiles_x * 8 * BLOCKS;
+    const int o = blockIdx.y * 64, splits = BLOCKS == 1 ? gridDim.x : 1, rank = BLOCKS == 1 ? blockIdx.x : 0;
+    const int first = rank * g.share, last = min(first + g.share, g.chunks);
+    struct Place {  // of a tile's first pixel
+        int b, y, x;
+    };
+    auto place = [&](int tile) {
+        if (TAPS == 1) return Place{0, 0, tile * 128 * BLOCKS};
+        if (PAIRS) return Place{tile * 2 * BLOCKS, 0, 0};
+        return Place{tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * 16,
+                     tile % g.tiles_x * 8 * BLOCKS};
+    };
     // A chunk's tensor, its first channel there and in the concatenation.
     auto second = [&](int chunk) { return chunk >= g.chunks1; };
     auto channel = [&](int chunk) { return (second(chunk) ? chunk - g.chunks1 : chunk) * 64; };
@@ -2429,179 +2461,217 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     __syncthreads();
 
     if (warp == BLOCKS * 4) {  // the producer
-        if (lane != 0) return;
-        auto load_patch = [&](int chunk) {
-            int i = chunk % PATCHES;
-            if (chunk >= PATCHES) barrier_wait(patch_empty(i), (chunk / PATCHES - 1) & 1);
-            uint32_t to = patches + i * Tile::PATCH_BYTES;
-            if (chunk < g.chunks) {
-                barrier_expect(patch_full(i), Tile::PATCH_ROWS * 128);
-                copy_box(to, second(chunk) ? g.x2 : g.x, patch_full(i), channel(chunk),
-                         TAPS == 1 ? x0 : x0 - 1, TAPS == 1 ? 0 : y0 - 1, b0);
-            } else if (g.has_beside) {  // where the outputs will be put together
-                bool other = g.beside1 < g.N && o >= g.beside1;
-                barrier_expect(patch_full(i), BLOCKS * 16384);
-                for (int k = 0; k < BLOCKS; k++)
-                    copy_box(to + k * 16384, other ? g.beside2 : g.beside, patch_full(i),
-                             other ? o - g.beside1 : o,
-                             TAPS == 1 ? x0 + 128 * k
-                             : PAIRS   ? 0
-                                       : x0 + 8 * k,
-                             y0, PAIRS ? b0 + 2 * k : b0);
-            } else {
-                barrier_arrive(patch_full(i));
-            }
-        };
-        load_patch(0);
-        for (int chunk = 0, step = 0; chunk < g.chunks; chunk++)
-            for (int tap = 0; tap < TAPS; tap++, step++) {
-                int i = step % STAGES;
-                if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
-                    load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
-                if (step >= STAGES) barrier_wait(w_empty(i), (step / STAGES - 1) & 1);
-                barrier_expect(w_full(i), Tile::W_BYTES);
-                if (Tile::TRANSPOSED)
-                    copy_box(w_ring + i * Tile::W_BYTES, g.w, w_full(i), o, TAPS - 1 - tap, joined(chunk), 0);
-                else
-                    copy_box(w_ring + i * Tile::W_BYTES, g.w, w_full(i), joined(chunk), tap, o, 0);
-                if (TAPS == 1) load_patch(chunk + 1);
-            }
+        Ring<PATCHES> patch = {0, 1};
+        Ring<STAGES> stage = {0, 1};
+        for (int tile = blockIdx.z; lane == 0 && tile < g.tiles; tile += gridDim.z) {
+            const Place at = place(tile);
+            auto load_patch = [&](int chunk) {
+                uint32_t to = patches + patch.slot * Tile::PATCH_BYTES, full = patch_full(patch.slot);
+                barrier_wait(patch_empty(patch.slot), patch.parity);
+                if (chunk < last) {
+                    barrier_expect(full, Tile::PATCH_ROWS * 128);
+                    copy_box(to, second(chunk) ? g.x2 : g.x, full, channel(chunk),
+                             TAPS == 1 ? at.x : at.x - 1, TAPS == 1 ? 0 : at.y - 1, at.b);
+                } else if (g.has_beside && rank == 0) {  // where the outputs will be put together
+                    bool other = g.beside1 < g.N && o >= g.beside1;
+                    barrier_expect(full, BLOCKS * 16384);
+                    for (int k = 0; k < BLOCKS; k++)
+                        copy_box(to + k * 16384, other ? g.beside2 : g.beside, full,
+                                 other ? o - g.beside1 : o,
+                                 TAPS == 1 ? at.x + 128 * k
+                                 : PAIRS   ? 0
+                                           : at.x + 8 * k,
+                                 at.y, PAIRS ? at.b + 2 * k : at.b);
+                } else {
+                    barrier_arrive(full);
+                }
+                patch.next();
+            };
+            load_patch(first);
+            for (int chunk = first; chunk < last; chunk++)
+                for (int tap = 0; tap < TAPS; tap++, stage.next()) {
+                    if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
+                        load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
+                    uint32_t to = w_ring + stage.slot * Tile::W_BYTES, full = w_full(stage.slot);
+                    barrier_wait(w_empty(stage.slot), stage.parity);
+                    barrier_expect(full, Tile::W_BYTES);
+                    if (Tile::TRANSPOSED)
+                        copy_box(to, g.w, full, o, TAPS - 1 - tap, joined(chunk), 0);
+                    else
+                        copy_box(to, g.w, full, joined(chunk), tap, o, 0);
+                    if (TAPS == 1) load_patch(chunk + 1);
+                }
+        }
+        __syncwarp();
+        if (splits > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
         return;
     }
 
     const int group = warp / 4;
-    float c[64];
+    const bool leads = threadIdx.x % 128 == 0;
+    Ring<PATCHES> patch;
+    Ring<STAGES> stage;
+    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+        const Place at = place(tile);
+        float c[64];
 #pragma unroll
-    for (int e = 0; e < 64; e++) c[e] = 0;
-    for (int chunk = 0, step = 0; chunk < g.chunks; chunk++) {
-        int p = chunk % PATCHES;
-        barrier_wait(patch_full(p), chunk / PATCHES & 1);
-        uint32_t patch = patches + p * Tile::PATCH_BYTES;
-        for (int tap = 0; tap < TAPS; tap++, step++) {
-            int i = step % STAGES;
-            barrier_wait(w_full(i), step / STAGES & 1);
-            uint32_t w = w_ring + i * Tile::W_BYTES,
-                     shifted = patch + (tap / 3 * Tile::PITCH + tap % 3) * 128;
-            wgmma_begin();
+        for (int e = 0; e < 64; e++) c[e] = 0;
+        for (int chunk = first; chunk < last; chunk++, patch.next()) {
+            barrier_wait(patch_full(patch.slot), patch.parity);
+            uint32_t pixels = patches + patch.slot * Tile::PATCH_BYTES;
+            for (int tap = 0; tap < TAPS; tap++, stage.next()) {
+                barrier_wait(w_full(stage.slot), stage.parity);
+                uint32_t w = w_ring + stage.slot * Tile::W_BYTES,
+                         shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
+                wgmma_begin();
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                if (PAIRS) {
-                    uint32_t at = shifted + group * 200 * 128 + k * 32;
-                    wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(at, 1280));
-                    wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(at + 100 * 128, 1280));
-                } else {
-                    uint32_t at = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
-                    wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(at, Tile::PITCH * 128));
+                for (int k = 0; k < 4; k++) {
+                    uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
+                    if (PAIRS) {
+                        uint32_t from = shifted + group * 200 * 128 + k * 32;
+                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, 1280));
+                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(from + 100 * 128, 1280));
+                    } else {
+                        uint32_t from = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
+                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, Tile::PITCH * 128));
+                    }
+                }
+                wgmma_commit();
+                wgmma_wait<1>();  // the step before is done
+                if (leads && (tap > 0 || chunk > first)) {
+                    barrier_arrive(w_empty(stage.before()));
+                    if (tap == 0) barrier_arrive(patch_empty(patch.before()));
                 }
             }
-            wgmma_commit();
-            wgmma_wait<1>();  // the step before is done
-            if (threadIdx.x % 128 == 0 && step > 0) {
-                barrier_arrive(w_empty((step - 1) % STAGES));
-                if (tap == 0) barrier_arrive(patch_empty((chunk - 1) % PATCHES));
-            }
         }
-    }
-    wgmma_wait<0>();
+        wgmma_wait<0>();
+        if (leads) barrier_arrive(w_empty(stage.before())), barrier_arrive(patch_empty(patch.before()));
+        if (splits > 1) {  // the first of the cluster adds the others' sums to its own, rank by rank
+            constexpr int THREADS = BLOCKS * 128;
+            static_assert(THREADS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
+            float4* mine = (float4*)hopper_shared + threadIdx.x;
+            if (rank > 0) {
+                barrier_threads(1, THREADS);  // the patches have been read
+#pragma unroll
+                for (int e = 0; e < 64; e += 4)
+                    mine[e / 4 * THREADS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+            }
+            cluster_arrive(), cluster_wait();
+            if (rank == 0)
+                for (int r = 1; r < splits; r++)
+#pragma unroll
+                    for (int e = 0; e < 64; e += 4) {
+                        float4 part = load_cluster(patches + (e / 4 * THREADS + threadIdx.x) * 16, r);
+                        c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
+                    }
+            cluster_arrive(), cluster_wait();  // nobody leaves while another reads its shared memory
+            if (rank > 0) return;
+        }
 
-    // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
-    // memory.
-    const int row = o + warp % 4 * 16 + lane / 4,
-              p = g.chunks % PATCHES;  // this thread's channels: row, row + 8
-    const int block_x = TAPS == 1 ? x0 + 128 * group : PAIRS ? 0 : x0 + 8 * group;
-    constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
-    const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
-    const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? b0 + 2 * group : b0;
-    uint32_t to = patches + p * Tile::PATCH_BYTES + group * 16384;
-    int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
-    uint32_t at = to + line * 128 + ((vector ^ (line & 7)) << 4);
-    const bool gradient = Tile::TRANSPOSED && g.norm.mean;
-    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
-    float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
+        // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
+        // memory.
+        const int row = o + warp % 4 * 16 + lane / 4;  // this thread's channels: row, row + 8
+        const int block_x = TAPS == 1 ? at.x + 128 * group : PAIRS ? 0 : at.x + 8 * group;
+        constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
+        const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
+        const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? at.b + 2 * group : at.b;
+        uint32_t to = patches + patch.slot * Tile::PATCH_BYTES + group * 16384;
+        int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
+        uint32_t rows = to + line * 128 + ((vector ^ (line & 7)) << 4);
+        const bool gradient = Tile::TRANSPOSED && g.norm.mean;
+        float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
+        float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
 #pragma unroll
-    for (int i = 0; i < IMAGES; i++)
+        for (int i = 0; i < IMAGES; i++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
-            if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-            if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.N + n];
-            if (!gradient) continue;
-            int of = b * g.norm.G + n / (g.N / g.norm.G);
-            mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
-            shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
+            for (int h = 0; h < 2; h++) {
+                int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
+                if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
+                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.N + n];
+                if (!gradient) continue;
+                int of = b * g.norm.G + n / (g.N / g.norm.G);
+                mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
+                shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
+            }
+        barrier_wait(patch_full(patch.slot), patch.parity);
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const int i = j * IMAGES / 16;
+            uint32_t r[4];
+            if (g.has_beside) load_matrices_transposed(r, rows + j * 1024);
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const int h = e / 2 % 2;
+                float& value = c[4 * j + e];
+                float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
+                if (!Tile::TRANSPOSED) value += added[i][h];
+                if (gradient) {
+                    if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
+                    sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
+                } else if (g.has_beside) {
+                    value += beside;
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+            store_matrices_transposed(rows + j * 1024, r);
         }
-    barrier_wait(patch_full(p), g.chunks / PATCHES & 1);
+        fence_shared();
+        barrier_threads(1 + group, 128);
+        if (leads) {
+            bool second = g.N1 < g.N && o >= g.N1;
+            store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, at.y,
+                      TAPS == 1 ? 0 : block_b);
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+        if (g.sums) {
+            auto total = [](float x) {  // over the four lanes that share a row
+                x += __shfl_xor_sync(~0u, x, 1);
+                return x + __shfl_xor_sync(~0u, x, 2);
+            };
+            if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-        const int i = j * IMAGES / 16;
-        uint32_t r[4];
-        if (g.has_beside) load_matrices_transposed(r, at + j * 1024);
+                for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-            const int h = e / 2 % 2;
-            float& value = c[4 * j + e];
-            float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
-            if (!Tile::TRANSPOSED) value += added[i][h];
-            if (gradient) {
-                if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
-                sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
-            } else if (g.has_beside) {
-                value += beside;
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
+                if (IMAGES == 2 && images == 1)
+                    sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
+            }
+            if (!Tile::TRANSPOSED) {
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+#pragma unroll
+                for (int e = 0; e < 64; e++) {
+                    float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
+                    other[e * IMAGES / 64][e / 2 % 2] += d * d;
+                }
+            }
+            int pixel = TAPS == 1 ? block_x
+                                  : block_b * g.T + (PAIRS ? 0 : (at.y / 16 * (g.W / 8) + block_x / 8) * 128);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
+                if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) {
+                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
+                    if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                    if (gradient)
+                        other[i][h] *=
+                            g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
+                    g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
+                }
             }
         }
-#pragma unroll
-        for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
-        store_matrices_transposed(at + j * 1024, r);
-    }
-    fence_shared();
-    barrier_threads(1 + group, 128);
-    if (threadIdx.x % 128 == 0) {
-        bool second = g.N1 < g.N && o >= g.N1;
-        store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, y0, TAPS == 1 ? 0 : block_b);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    }
-    if (g.sums) {
-        auto total = [](float x) {  // over the four lanes that share a row
-            x += __shfl_xor_sync(~0u, x, 1);
-            return x + __shfl_xor_sync(~0u, x, 2);
-        };
-        if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
-#pragma unroll
-            for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
-            if (IMAGES == 2 && images == 1) sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
+        if (leads) {  // the copy engine has read the outputs
+            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            barrier_arrive(patch_empty(patch.slot));
         }
-        if (!Tile::TRANSPOSED) {
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
-#pragma unroll
-            for (int e = 0; e < 64; e++) {
-                float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
-                other[e * IMAGES / 64][e / 2 % 2] += d * d;
-            }
-        }
-        int pixel =
-            TAPS == 1 ? block_x : block_b * g.T + (PAIRS ? 0 : (y0 / 16 * (g.W / 8) + block_x / 8) * 128);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
-            if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) {
-                int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
-                if (gradient)
-                    other[i][h] *= g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
-                g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
-            }
-        }
+        patch.next();
     }
-    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
 
@@ -2646,7 +2716,18 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
     int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
                 : PAIRS   ? ceil_div(s.B, images)
                           : s.B * h.tiles_x * h.tiles_y;
-    launch(hopper_gemm_kernel<Tile>, tiles * ceil_div(g.N, 64), Tile::THREADS, Tile::SHARED_BYTES, h);
+    // Where tiles leave multiprocessors without work, clusters share the long reductions.
+    int columns = ceil_div(g.N, 64), splits = 1;
+    while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
+           h.chunks * TAPS >= 36 * splits)
+        splits *= 2;
+    h.tiles = tiles, h.share = ceil_div(h.chunks, splits), splits = ceil_div(h.chunks, h.share);
+    // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
+    // the outputs before. Elsewhere a block a tile: the last ones go to the multiprocessors that are free first.
+    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns), rounds = ceil_div(tiles, slots);
+    int blocks = TAPS == 1 || tiles >= 0.8f * rounds * slots ? std::min(tiles, slots) : tiles;
+    launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
+                    Tile::SHARED_BYTES, splits, h);
 }
 // Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
 // wanted of g.
@@ -2668,8 +2749,9 @@ static bool launch_hopper(Gemm* g) {
     if constexpr (TAPS == 1) {
         s = {1, 1, g->M};
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
-        if (ceil_div(g->M, 128) * ceil_div(g->N, 64) >= 8 * gpu_multiprocessors)
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 2, TRANSPOSED ? 3 : 4>>(asked, s);
+        bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
+        if (TRANSPOSED && many)
+            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked, s);
         else
             launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
     } else if (small) {
@@ -3172,20 +3254,6 @@ struct HopperWeightTile {
     static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
 };
 
-// A cluster's barrier in its two halves.
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-// From the shared memory of block `rank` of the cluster.
-__device__ inline float4 load_cluster(uint32_t address, int rank) {
-    float4 v;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, "
-        "%2, %3}, [there];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(address), "r"(rank)
-        : "memory");
-    return v;
-}
 // *p += v, without waiting for it.
 __device__ inline void add_global(float* p, float4 v) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
@@ -3270,9 +3338,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     if (group == GROUPS) {
         if (lane == 0) {
             Patch::Origin from = g.patch.origin(first);
-            for (int t = first, stage = 0, parity = 1; t < last; t++) {
-                uint32_t to = ring + stage * Tile::STAGE_BYTES, barrier = full + 8 * stage;
-                barrier_wait(empty + 8 * stage, parity);  // the first time round at once
+            Ring<STAGES> stage = {0, 1};
+            for (int t = first; t < last; t++, stage.next()) {
+                uint32_t to = ring + stage.slot * Tile::STAGE_BYTES, barrier = full + 8 * stage.slot;
+                barrier_wait(empty + 8 * stage.slot, stage.parity);
                 barrier_expect(barrier, Tile::D_BYTES + Tile::X_BYTES);
                 copy_box(to + Tile::D_BYTES, x_map, barrier, c0, from.x, from.y + (GROUPS == 1 ? dy : 0),
                          from.b);
@@ -3280,7 +3349,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 // The next tile; divisions would take this one thread longer than the product.
                 if ((from.x += 8) >= g.patch.W - 1) from.x = -1, from.y += 8;
                 if (from.y >= g.patch.H - 1) from.y = -1, from.b++;
-                if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
         __syncwarp();
@@ -3292,9 +3360,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     float c[96];
 #pragma unroll
     for (int i = 0; i < 96; i++) c[i] = 0;
-    int stage = 0, parity = 0;
-    auto release = [&](int stage) {
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+    Ring<STAGES> stage;
+    auto release = [&] {  // the stage before
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage.before());
     };
     auto multiply = [&](auto sums_bias) {
         constexpr bool BIAS = decltype(sums_bias)::value;
@@ -3305,10 +3373,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
             uint32_t one = ones + 112 - (first_image - images) * 16;
             float sums[4] = {0, 0, 0, 0};
-            for (int t = begin; t < end; t++) {
-                uint32_t d = ring + stage * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
+            for (int t = begin; t < end; t++, stage.next()) {
+                uint32_t d = ring + stage.slot * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
                 if (GROUPS > 1) x += group * Tile::PITCH * 128;
-                barrier_wait(full + 8 * stage, parity);
+                barrier_wait(full + 8 * stage.slot, stage.parity);
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
@@ -3319,12 +3387,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
-                if (t > begin) release(stage ? stage - 1 : STAGES - 1);
+                if (t > begin) release();
                 if (BIAS && --left == 0) left = g.group_tiles, one -= 16;
-                if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             wgmma_wait<0>();
-            release(stage ? stage - 1 : STAGES - 1);
+            release();
             if (BIAS)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
