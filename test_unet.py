@@ -1271,6 +1271,21 @@ def test_careless(tmp_path, images8):
     assert "\nsteps = 3\n" in run(TRAIN, "--config", tmp_path / "notepad.txt", "--print_config").stdout
 
 
+def test_attention_of_no_level(tmp_path):
+    """A size that the user names and no level has is noted, and trained without; a default's is not."""
+    small = ("--preset", "tiny", "--image_size", 16, "--batch_size", 1, "--dry_run")
+    (tmp_path / "c.txt").write_text("attention_resolutions = 15,8,2\n")
+    (tmp_path / "default.txt").write_text("attention_resolutions = 16,8\n")
+    for words, sizes in ((["--attention_resolutions", "4,32"], "32"), (["--attention_resolutions", "8"], ""),
+                         (["--config", tmp_path / "c.txt"], "15, 2"), ([], ""), (["--image_size", 24], ""),
+                         (["--attention_resolutions", "16,8", "--image_size", 24], "16, 8"),
+                         (["--config", tmp_path / "default.txt", "--image_size", 24], "")):
+        notes = re.findall("^note: .*", run(TRAIN, *small, *words).stdout, re.M)
+        levels = "24, 12, 6" if 24 in words else "16, 8, 4"
+        assert notes == ([f"note: no level has the size {sizes} of --attention_resolutions;"
+                          f" the levels have {levels}"] if sizes else [])
+
+
 def test_one_process_a_run(tmp_path, images8):
     """Two runs in one folder would take each other's checkpoints for theirs."""
     words = start_flags(Config(**TOY), images8, tmp_path / "run", 10**6, save_every=0, log_every=1)

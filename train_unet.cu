@@ -7783,6 +7783,26 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
         human_bytes((double)bytes).c_str());
 }
 
+// Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
+// defaults, which config.txt lists too, and a preset's are meant for any --image_size.
+static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
+    const GivenFlag* g = was_given(given, "attention_resolutions");
+    if (!g || !g->origin.compare(0, 2, "--")) return;
+    if (!g->origin.empty() && g->value == g->flag->standard) return;
+    std::vector<int> sizes;
+    std::string levels, missing;
+    for (int i = 0; i < list_length(c.channel_mult); i++) {
+        sizes.push_back(c.image_size >> i);
+        levels += text("%s%d", i ? ", " : "", sizes[i]);
+    }
+    for (int i = 0; i < list_length(c.attention_resolutions); i++)
+        if (std::find(sizes.begin(), sizes.end(), c.attention_resolutions[i]) == sizes.end())
+            missing += text("%s%d", missing.empty() ? "" : ", ", c.attention_resolutions[i]);
+    if (!missing.empty())
+        printf("note: no level has the size %s of --attention_resolutions; the levels have %s\n",
+               missing.c_str(), levels.c_str());
+}
+
 // ---- what a step's time goes to ---------------------------------------------------------------------------
 
 static double median(std::vector<float> values) {
@@ -8393,6 +8413,7 @@ int main(int argc, char** argv) {
     if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
     for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
+    note_attention(config, given);
     if (trainer.step && trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
