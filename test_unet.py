@@ -1269,6 +1269,8 @@ def test_careless(tmp_path, images8):
     assert "learning rate is 0" in run(TRAIN, "--resume", tmp_path / "cosine", "--steps", 3).stdout
     (tmp_path / "notepad.txt").write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
     assert "\nsteps = 3\n" in run(TRAIN, "--config", tmp_path / "notepad.txt", "--print_config").stdout
+    none = start_flags(Config(**TOY), images8, tmp_path / "none", 0)  # for the initial weights
+    assert "already at step 0 of --steps 0: nothing is left to train" in run(TRAIN, *none).stdout
 
 
 def test_attention_of_no_level(tmp_path):

@@ -263,7 +263,7 @@ static const Flag FLAGS[] = {
     {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
     {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
-     "optimiser steps in all"},
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
     {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
     {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
      "constant|cosine|linear",
@@ -8414,7 +8414,7 @@ int main(int argc, char** argv) {
     prepare_run(&trainer, given, &config);
     for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
     note_attention(config, given);
-    if (trainer.step && trainer.step >= config.steps)
+    if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
         printf(
