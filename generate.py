@@ -207,7 +207,7 @@ def main():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model_filename", metavar="FILE", help="weights: .bin, .pt or .safetensors")
     add("--num_images", type=int, metavar="N", help="how many pictures (default: 16)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the first picture (default: 0)")
+    add("--seed", type=int, metavar="N", help="seed of the first picture, and of --quality (default: 0)")
     add("--seeds", type=parse_seeds, metavar="LIST",
         help="the pictures of these seeds, such as 0-63 or 3,7,10-12")
     add("--interpolate", type=int, default=0, metavar="N",
@@ -250,6 +250,9 @@ def main():
         name = "interpolate" if args.interpolate else "seeds"
         raise UserError(f"--num_images {args.num_images} contradicts --{name}, which asks for {count}"
                         f" pictures")
+    if args.seeds and args.seed is not None and not args.quality:
+        raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
+    args.seed = args.seed or 0
     if count < 1 or args.batch_size < 1:
         raise UserError("--num_images and --batch_size must be at least 1")
     if not 0 <= args.seed <= 2**32 - count:

@@ -2011,6 +2011,7 @@ def test_interpolation(tmp_path):
 @pytest.mark.parametrize("words, says, status", [
     (["--seeds", "5-3"], "5-3", 2), (["--seeds", "1,,2"], "1,,2", 2), (["--seeds", "4294967296"], "up to", 2),
     (["--seeds", "0-3", "--{count}", "9"], ["{count}", "seeds", "4 pictures"], 1),
+    (["--seeds", "0-3", "--seed", "9"], ["--seed 9", "--seeds"], 1),
     (["--seeds", "0-4294967295"], "million", 2), (["--strip", "11", "--sample_steps", "10"], "--strip 11", 1),
     (["--interpolate", "3"], "two seeds", 1), (["--interpolate", "3", "--seeds", "1-3"], "two seeds", 1),
     (["--interpolate", "3", "--seeds", "1,1"], "two seeds", 1),
@@ -2264,6 +2265,9 @@ def test_quality(tmp_path, images8, capsys, monkeypatch):
     for line, images in ((lines[2], drawn), (lines[3], real[5:])):
         expected = generate.patch_distances(images, real[:5], 3)[8]
         assert all(abs(float(word) - expected) < 0.02 for word in line.split()[-2:])
+    words = ["--seeds", "3-8", "--seed", 3]  # which is then --quality's alone
+    assert call(generate, *quality_words(tmp_path, images8), *words) == ""
+    assert capsys.readouterr().out == printed[1]
     for held_out, count, says in ((images8, 1, "2 pictures"), (tmp_path / "none.bin", 6, "none.bin")):
         assert says in call(generate, *quality_words(tmp_path, held_out, count))
 

@@ -8084,6 +8084,9 @@ static std::string sampler_text(const Config& c) {
 
 static int run_generate(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
+    const GivenFlag* seed = was_given(given, "seed");
+    if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
+        fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
     std::string folder = *config.resume ? config.resume : config.out_dir;
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file =
