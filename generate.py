@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
                         save_weights, seed_noise)
-from unet_io import Config, UserError
+from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
 
@@ -248,8 +248,8 @@ def main():
                                  else args.num_images)
     if args.num_images not in (None, count):
         name = "interpolate" if args.interpolate else "seeds"
-        raise UserError(f"--num_images {args.num_images} contradicts --{name}, which asks for {count}"
-                        f" pictures")
+        raise UserError(f"--num_images {args.num_images} contradicts --{name}, which asks for"
+                        f" {counted(count, 'picture')}")
     if args.seeds and args.seed is not None and not args.quality:
         raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
     args.seed = args.seed or 0
@@ -297,7 +297,7 @@ def main():
 
     steps = sampler_steps(config, args.sampler, args.sample_steps)
     if not 0 <= args.strip <= steps:
-        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {steps} steps")
+        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)
     names, noise = args.seeds or range(args.seed, args.seed + count), None
     if args.interpolate:  # the pictures are numbered
@@ -326,7 +326,7 @@ def main():
         os.makedirs(args.output_dir, exist_ok=True)
         for n, picture in zip(names, pictures):
             unet_io.save_picture(os.path.join(args.output_dir, f"{n:06d}.png"), picture)
-        print(f"wrote {len(pictures)} pictures into {args.output_dir}")
+        print(f"wrote {counted(len(pictures), 'picture')} into {args.output_dir}")
     if images:
         where, distances = nearest(pictures, images, config.image_size)
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)

@@ -1288,6 +1288,28 @@ def test_attention_of_no_level(tmp_path):
                           f" the levels have {levels}"] if sizes else [])
 
 
+def test_one_of_each(tmp_path, images8, capsys):
+    """One picture, step, image or thread is no plural; what a run's file says of --seed is no mistake."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    (tmp_path / "c.txt").write_text("seed = 0\n")
+    unet_io.write_images(str(tmp_path / "one.bin"), unet_io.read_images(images8).pixels[:1])
+    draw = ("--seeds", 5, "--sample_steps", 1, "--output_name", tmp_path / "x.png")
+    ours = (TRAIN, "--config", tmp_path / "c.txt", "--model_weights", tmp_path / "w.bin", *draw)
+    drawn = run(*ours, "--strip", 1, env=os.environ | dict(OMP_NUM_THREADS="1")).stdout
+    for text in ("1 picture with", "1 picture in", "in 1 step,", "1 step of each"):
+        assert text in drawn
+    assert "1 threads" not in drawn
+    refused(*ours, "--generate", 2, says="for 1 picture;")
+    theirs = ("--device", "cpu", "--model_filename", tmp_path / "w.bin", *draw)
+    assert call(generate, *theirs, "--num_images", 2).endswith("for 1 picture")
+    assert call(generate, *theirs, "--strip", 2).endswith("1 step")
+    assert call(generate, *theirs, "--output_dir", tmp_path / "each") == ""
+    assert "wrote 1 picture into" in capsys.readouterr().out
+    start = start_flags(Config(**TOY), tmp_path / "one.bin", tmp_path / "run", 1)
+    assert "\n1 image in " in run(TRAIN, *start).stdout
+    assert "\n1 step: " in run(TRAIN, *start, "--dry_run").stdout
+
+
 def test_one_process_a_run(tmp_path, images8):
     """Two runs in one folder would take each other's checkpoints for theirs."""
     words = start_flags(Config(**TOY), images8, tmp_path / "run", 10**6, save_every=0, log_every=1)
@@ -2095,7 +2117,7 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
     config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=(0.99, 0.3))
     result = run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, val_file=images8, use_ema=2))
     assert len(re.findall(r"^step 8 \| validation loss .* \(EMA 0\.3\)$", result.stdout, re.M)) == 1
-    assert re.search(r"^1 pictures in .* \(EMA 0\.3\): ", result.stdout, re.M)
+    assert re.search(r"^1 picture in .* \(EMA 0\.3\): ", result.stdout, re.M)
     drawn, names = {}, {0: "raw weights", 1: "EMA 0.99", 2: "EMA 0.3"}
     path = checkpoint_in(tmp_path / "run", 8)
     for use_ema in names:
@@ -3027,7 +3049,7 @@ def test_prepare_refusals(tmp_path):
                                 ("bad", ["--val_fraction", 1], "--val_fraction")):
         refused(*common, "--data_dir", tmp_path / source, *words, says=says)
     result = run(*common, "--data_dir", tmp_path / "bad", status=1)
-    assert "skipped a.png" in result.stderr and "error: none of the 1 files" in result.stderr
+    assert "skipped a.png" in result.stderr and "error: of 1 file in " in result.stderr
     assert not list(tmp_path.glob("x*"))
     Image.new("RGB", (300, 300), "red").save(tmp_path / "bad/b.png")
     (tmp_path / "full.bin").symlink_to("/dev/full")
@@ -3040,6 +3062,8 @@ def test_prepare_refusals(tmp_path):
     run(*common, "--data_dir", tmp_path / "bad", "--image_size", 300, status=1, preexec_fn=limit)
     assert (tmp_path / "x.bin").read_text() == "what was there before"
     assert not (tmp_path / "x.bin.tmp").exists()
+    result = run(*common, "--data_dir", tmp_path / "bad", "--image_size", 8)
+    assert "1 image of 8x8" in result.stdout and "1 file skipped" in result.stdout
 
 
 def test_python_refusals(tmp_path, images8):

@@ -144,6 +144,9 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
+// "1 picture", "2 pictures"
+static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
+
 // ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
@@ -682,7 +685,7 @@ static void check_config(const Config& c) {
             fail("--ema_rate has a 0 before %s; 0 stands alone, for no averaged weights",
                  float_text(c.ema_rate[i]).c_str());
     if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d names none of the %d averaged weights of --ema_rate", c.use_ema, ema_count(c));
+        fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail(
             "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
@@ -7750,8 +7753,8 @@ static void print_build(const std::string& more) {
 #else
     const char* products = "its own loop";
 #endif
-    printf(", %d threads, matrix products by %s, vectors of %d", omp_get_max_threads(), products,
-           (int)VECTOR);
+    printf(", %s, matrix products by %s, vectors of %d", counted(omp_get_max_threads(), "thread").c_str(),
+           products, (int)VECTOR);
 #endif
     printf("%s\n", more.c_str());
 }
@@ -7908,7 +7911,7 @@ static void print_time(const Config& config, long steps_done) {
     std::string step = ms < 1e4 ? text("%.*f ms", ms < 100 ? 2 : 0, ms) : text("%.4g s", ms / 1e3);
     printf("one training step: %s, %.1f images/s (%s)\n", step.c_str(), 1e3 * config.batch_size / ms,
            how.c_str());
-    printf("%ld steps: %s, besides validation, samples and checkpoints\n", left,
+    printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
 }
 
@@ -8057,8 +8060,8 @@ static std::vector<PictureNoise> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds = *c.seeds ? parse_seeds(c.seeds) : consecutive_seeds(c.seed, c.generate);
     int count = c.interpolate ? c.interpolate : (int)seeds.size();
     if (c.generate && c.generate != count)
-        fail("--generate %d contradicts --%s, which asks for %d pictures; leave --generate out", c.generate,
-             c.interpolate ? "interpolate" : "seeds", count);
+        fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
+             c.interpolate ? "interpolate" : "seeds", counted(count, "picture").c_str());
     if (c.strip > sampler_steps(c))
         fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
     if (!c.interpolate) return noise_of_seeds(seeds);
@@ -8075,7 +8078,7 @@ static std::string sampler_text(const Config& c) {
     std::string line = SAMPLER_NAMES[c.sampler];
     size_t calls = make_sampler(c).size();
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
-    line += text(" in %d steps", sampler_steps(c));
+    line += " in " + counted(sampler_steps(c), "step");
     if ((int)calls != sampler_steps(c)) line += text(" (%zu network calls)", calls);
     if (c.threshold != THRESHOLD_CLAMP)
         line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
@@ -8122,8 +8125,9 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    printf("%d pictures with %s (%s, step %ld), %s, seeds %s%s\n", count, file.path.c_str(), weights.c_str(),
-           file.step, sampler_text(config).c_str(), seeds.c_str(), config.interpolate ? " and between" : "");
+    printf("%s with %s (%s, step %ld), %s, seeds %s%s\n", counted(count, "picture").c_str(),
+           file.path.c_str(), weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
+           config.interpolate ? " and between" : "");
     std::vector<float> pictures, strip;
     double start = seconds_now();
     if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr, config.strip)) {
@@ -8132,13 +8136,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     }
     // the way from one seed to another in a row, if it is not too long
     write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
-    printf("%s: %d pictures in %s\n", grid.c_str(), count, human_time(seconds_now() - start).c_str());
+    printf("%s: %s in %s\n", grid.c_str(), counted(count, "picture").c_str(),
+           human_time(seconds_now() - start).c_str());
     if (config.strip) {
         size_t dot = grid.rfind('.'), slash = grid.rfind('/');
         if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
         grid.insert(dot, "_strip");
         write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
-        printf("%s: %d steps of each\n", grid.c_str(), config.strip);
+        printf("%s: %s of each\n", grid.c_str(), counted(config.strip, "step").c_str());
     }
     if (*config.output_dir) {  // between two seeds the pictures are numbered instead
         size_t elements = pictures.size() / count;
@@ -8245,8 +8250,8 @@ static void save_samples(Trainer* t) {
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
     write_grid(path, pictures, c.num_samples, c.image_size);
-    printf("%d pictures in %s (%s): %s\n", c.num_samples, human_time(seconds_now() - start).c_str(),
-           chosen_name(c).c_str(), path.c_str());
+    printf("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
+           human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
 }
 
 // TFLOP/s of the model's own operations at so many milliseconds a step.
@@ -8431,7 +8436,7 @@ int main(int argc, char** argv) {
         return 0;
     }
     print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
-    printf("%d images in %s; %s step %ld\n", trainer.images.count, config.data_file,
+    printf("%s in %s; %s step %ld\n", counted(trainer.images.count, "image").c_str(), config.data_file,
            config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);
