@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
                         save_weights, seed_noise)
-from unet_io import Config, UserError
+from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
 
@@ -207,7 +207,7 @@ def main():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model_filename", metavar="FILE", help="weights: .bin, .pt or .safetensors")
     add("--num_images", type=int, metavar="N", help="how many pictures (default: 16)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the first picture (default: 0)")
+    add("--seed", type=int, metavar="N", help="seed of the first picture, and of --quality (default: 0)")
     add("--seeds", type=parse_seeds, metavar="LIST",
         help="the pictures of these seeds, such as 0-63 or 3,7,10-12")
     add("--interpolate", type=int, default=0, metavar="N",
@@ -248,8 +248,11 @@ def main():
                                  else args.num_images)
     if args.num_images not in (None, count):
         name = "interpolate" if args.interpolate else "seeds"
-        raise UserError(f"--num_images {args.num_images} contradicts --{name}, which asks for {count}"
-                        f" pictures")
+        raise UserError(f"--num_images {args.num_images} contradicts --{name}, which asks for"
+                        f" {counted(count, 'picture')}")
+    if args.seeds and args.seed is not None and not args.quality:
+        raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
+    args.seed = args.seed or 0
     if count < 1 or args.batch_size < 1:
         raise UserError("--num_images and --batch_size must be at least 1")
     if not 0 <= args.seed <= 2**32 - count:
@@ -294,7 +297,7 @@ def main():
 
     steps = sampler_steps(config, args.sampler, args.sample_steps)
     if not 0 <= args.strip <= steps:
-        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {steps} steps")
+        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)
     names, noise = args.seeds or range(args.seed, args.seed + count), None
     if args.interpolate:  # the pictures are numbered
@@ -323,7 +326,7 @@ def main():
         os.makedirs(args.output_dir, exist_ok=True)
         for n, picture in zip(names, pictures):
             unet_io.save_picture(os.path.join(args.output_dir, f"{n:06d}.png"), picture)
-        print(f"wrote {len(pictures)} pictures into {args.output_dir}")
+        print(f"wrote {counted(len(pictures), 'picture')} into {args.output_dir}")
     if images:
         where, distances = nearest(pictures, images, config.image_size)
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)

@@ -19,7 +19,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from unet_io import UserError
+from unet_io import UserError, counted
 
 MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding
 CHUNK = 64                  # pictures decoded at a time
@@ -103,11 +103,12 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
     extensions = set(Image.registered_extensions())
     names = [name for name in source.names if may_be_image(name, extensions)]
     if not names:
-        raise UserError(f"{data_dir} has no images: none of its {len(source.names)} files ends in .png,"
-                        f" .jpg or the like")
+        raise UserError(f"{data_dir} has no images: of its {counted(len(source.names), 'file')} none ends"
+                        f" in .png, .jpg or the like")
     held_out = round(val_fraction * len(names))
     if val_fraction and not 0 < held_out < len(names):
-        raise UserError(f"--val_fraction {val_fraction} of {len(names)} images leaves nothing on one side")
+        raise UserError(f"--val_fraction {val_fraction} of {counted(len(names), 'image')} leaves nothing on"
+                        f" one side")
     in_validation = set(unet_io.permutation(0, 0, len(names))[:held_out].tolist())
 
     def load(name):
@@ -137,7 +138,7 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
             writers[side].add(pixels, class_name(source, names[i]) if labels else None)
             counts[side] += 1
         if not counts[0]:
-            raise UserError(f"none of the {len(names)} files in {data_dir} could be read as an image")
+            raise UserError(f"of {counted(len(names), 'file')} in {data_dir} none could be read as an image")
     return counts[0], counts[1], skipped
 
 
@@ -159,8 +160,8 @@ def main():
         raise UserError(f"--val_fraction {args.val_fraction} must be from 0 to below 1")
     written, held_out, skipped = prepare(args.data_dir, args.output_name, args.image_size, args.labels,
                                          args.val_fraction)
-    print(f"wrote {args.output_name}: {written} images of {args.image_size}x{args.image_size},"
-          f" {held_out} more held out for validation, {skipped} files skipped")
+    print(f"wrote {args.output_name}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
+          f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")
 
 
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # such a file is skipped like any bad one

@@ -1269,6 +1269,45 @@ def test_careless(tmp_path, images8):
     assert "learning rate is 0" in run(TRAIN, "--resume", tmp_path / "cosine", "--steps", 3).stdout
     (tmp_path / "notepad.txt").write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
     assert "\nsteps = 3\n" in run(TRAIN, "--config", tmp_path / "notepad.txt", "--print_config").stdout
+    none = start_flags(Config(**TOY), images8, tmp_path / "none", 0)  # for the initial weights
+    assert "already at step 0 of --steps 0: nothing is left to train" in run(TRAIN, *none).stdout
+
+
+def test_attention_of_no_level(tmp_path):
+    """A size that the user names and no level has is noted, and trained without; a default's is not."""
+    small = ("--preset", "tiny", "--image_size", 16, "--batch_size", 1, "--dry_run")
+    (tmp_path / "c.txt").write_text("attention_resolutions = 15,8,2\n")
+    (tmp_path / "default.txt").write_text("attention_resolutions = 16,8\n")
+    for words, sizes in ((["--attention_resolutions", "4,32"], "32"), (["--attention_resolutions", "8"], ""),
+                         (["--config", tmp_path / "c.txt"], "15, 2"), ([], ""), (["--image_size", 24], ""),
+                         (["--attention_resolutions", "16,8", "--image_size", 24], "16, 8"),
+                         (["--config", tmp_path / "default.txt", "--image_size", 24], "")):
+        notes = re.findall("^note: .*", run(TRAIN, *small, *words).stdout, re.M)
+        levels = "24, 12, 6" if 24 in words else "16, 8, 4"
+        assert notes == ([f"note: no level has the size {sizes} of --attention_resolutions;"
+                          f" the levels have {levels}"] if sizes else [])
+
+
+def test_one_of_each(tmp_path, images8, capsys):
+    """One picture, step, image or thread is no plural; what a run's file says of --seed is no mistake."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    (tmp_path / "c.txt").write_text("seed = 0\n")
+    unet_io.write_images(str(tmp_path / "one.bin"), unet_io.read_images(images8).pixels[:1])
+    draw = ("--seeds", 5, "--sample_steps", 1, "--output_name", tmp_path / "x.png")
+    ours = (TRAIN, "--config", tmp_path / "c.txt", "--model_weights", tmp_path / "w.bin", *draw)
+    drawn = run(*ours, "--strip", 1, env=os.environ | dict(OMP_NUM_THREADS="1")).stdout
+    for text in ("1 picture with", "1 picture in", "in 1 step,", "1 step of each"):
+        assert text in drawn
+    assert "1 threads" not in drawn
+    refused(*ours, "--generate", 2, says="for 1 picture;")
+    theirs = ("--device", "cpu", "--model_filename", tmp_path / "w.bin", *draw)
+    assert call(generate, *theirs, "--num_images", 2).endswith("for 1 picture")
+    assert call(generate, *theirs, "--strip", 2).endswith("1 step")
+    assert call(generate, *theirs, "--output_dir", tmp_path / "each") == ""
+    assert "wrote 1 picture into" in capsys.readouterr().out
+    start = start_flags(Config(**TOY), tmp_path / "one.bin", tmp_path / "run", 1)
+    assert "\n1 image in " in run(TRAIN, *start).stdout
+    assert "\n1 step: " in run(TRAIN, *start, "--dry_run").stdout
 
 
 def test_one_process_a_run(tmp_path, images8):
@@ -1994,6 +2033,7 @@ def test_interpolation(tmp_path):
 @pytest.mark.parametrize("words, says, status", [
     (["--seeds", "5-3"], "5-3", 2), (["--seeds", "1,,2"], "1,,2", 2), (["--seeds", "4294967296"], "up to", 2),
     (["--seeds", "0-3", "--{count}", "9"], ["{count}", "seeds", "4 pictures"], 1),
+    (["--seeds", "0-3", "--seed", "9"], ["--seed 9", "--seeds"], 1),
     (["--seeds", "0-4294967295"], "million", 2), (["--strip", "11", "--sample_steps", "10"], "--strip 11", 1),
     (["--interpolate", "3"], "two seeds", 1), (["--interpolate", "3", "--seeds", "1-3"], "two seeds", 1),
     (["--interpolate", "3", "--seeds", "1,1"], "two seeds", 1),
@@ -2077,7 +2117,7 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
     config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=(0.99, 0.3))
     result = run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, val_file=images8, use_ema=2))
     assert len(re.findall(r"^step 8 \| validation loss .* \(EMA 0\.3\)$", result.stdout, re.M)) == 1
-    assert re.search(r"^1 pictures in .* \(EMA 0\.3\): ", result.stdout, re.M)
+    assert re.search(r"^1 picture in .* \(EMA 0\.3\): ", result.stdout, re.M)
     drawn, names = {}, {0: "raw weights", 1: "EMA 0.99", 2: "EMA 0.3"}
     path = checkpoint_in(tmp_path / "run", 8)
     for use_ema in names:
@@ -2247,6 +2287,9 @@ def test_quality(tmp_path, images8, capsys, monkeypatch):
     for line, images in ((lines[2], drawn), (lines[3], real[5:])):
         expected = generate.patch_distances(images, real[:5], 3)[8]
         assert all(abs(float(word) - expected) < 0.02 for word in line.split()[-2:])
+    words = ["--seeds", "3-8", "--seed", 3]  # which is then --quality's alone
+    assert call(generate, *quality_words(tmp_path, images8), *words) == ""
+    assert capsys.readouterr().out == printed[1]
     for held_out, count, says in ((images8, 1, "2 pictures"), (tmp_path / "none.bin", 6, "none.bin")):
         assert says in call(generate, *quality_words(tmp_path, held_out, count))
 
@@ -3006,7 +3049,7 @@ def test_prepare_refusals(tmp_path):
                                 ("bad", ["--val_fraction", 1], "--val_fraction")):
         refused(*common, "--data_dir", tmp_path / source, *words, says=says)
     result = run(*common, "--data_dir", tmp_path / "bad", status=1)
-    assert "skipped a.png" in result.stderr and "error: none of the 1 files" in result.stderr
+    assert "skipped a.png" in result.stderr and "error: of 1 file in " in result.stderr
     assert not list(tmp_path.glob("x*"))
     Image.new("RGB", (300, 300), "red").save(tmp_path / "bad/b.png")
     (tmp_path / "full.bin").symlink_to("/dev/full")
@@ -3019,6 +3062,8 @@ def test_prepare_refusals(tmp_path):
     run(*common, "--data_dir", tmp_path / "bad", "--image_size", 300, status=1, preexec_fn=limit)
     assert (tmp_path / "x.bin").read_text() == "what was there before"
     assert not (tmp_path / "x.bin.tmp").exists()
+    result = run(*common, "--data_dir", tmp_path / "bad", "--image_size", 8)
+    assert "1 image of 8x8" in result.stdout and "1 file skipped" in result.stdout
 
 
 def test_python_refusals(tmp_path, images8):

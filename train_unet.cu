@@ -144,6 +144,9 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
+// "1 picture", "2 pictures"
+static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
+
 // ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
@@ -263,7 +266,7 @@ static const Flag FLAGS[] = {
     {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
     {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
-     "optimiser steps in all"},
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
     {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
     {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
      "constant|cosine|linear",
@@ -682,7 +685,7 @@ static void check_config(const Config& c) {
             fail("--ema_rate has a 0 before %s; 0 stands alone, for no averaged weights",
                  float_text(c.ema_rate[i]).c_str());
     if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d names none of the %d averaged weights of --ema_rate", c.use_ema, ema_count(c));
+        fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail(
             "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
@@ -7817,8 +7820,8 @@ static void print_build(const std::string& more) {
 #else
     const char* products = "its own loop";
 #endif
-    printf(", %d threads, matrix products by %s, vectors of %d", omp_get_max_threads(), products,
-           (int)VECTOR);
+    printf(", %s, matrix products by %s, vectors of %d", counted(omp_get_max_threads(), "thread").c_str(),
+           products, (int)VECTOR);
 #endif
     printf("%s\n", more.c_str());
 }
@@ -7848,6 +7851,26 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
         human_bytes((double)plan.arena_bytes).c_str(), human_bytes((double)activations).c_str(),
         human_bytes((double)gradients).c_str(), human_bytes((double)scratch).c_str(),
         human_bytes((double)bytes).c_str());
+}
+
+// Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
+// defaults, which config.txt lists too, and a preset's are meant for any --image_size.
+static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
+    const GivenFlag* g = was_given(given, "attention_resolutions");
+    if (!g || !g->origin.compare(0, 2, "--")) return;
+    if (!g->origin.empty() && g->value == g->flag->standard) return;
+    std::vector<int> sizes;
+    std::string levels, missing;
+    for (int i = 0; i < list_length(c.channel_mult); i++) {
+        sizes.push_back(c.image_size >> i);
+        levels += text("%s%d", i ? ", " : "", sizes[i]);
+    }
+    for (int i = 0; i < list_length(c.attention_resolutions); i++)
+        if (std::find(sizes.begin(), sizes.end(), c.attention_resolutions[i]) == sizes.end())
+            missing += text("%s%d", missing.empty() ? "" : ", ", c.attention_resolutions[i]);
+    if (!missing.empty())
+        printf("note: no level has the size %s of --attention_resolutions; the levels have %s\n",
+               missing.c_str(), levels.c_str());
 }
 
 // ---- what a step's time goes to ---------------------------------------------------------------------------
@@ -7955,7 +7978,7 @@ static void print_time(const Config& config, long steps_done) {
     std::string step = ms < 1e4 ? text("%.*f ms", ms < 100 ? 2 : 0, ms) : text("%.4g s", ms / 1e3);
     printf("one training step: %s, %.1f images/s (%s)\n", step.c_str(), 1e3 * config.batch_size / ms,
            how.c_str());
-    printf("%ld steps: %s, besides validation, samples and checkpoints\n", left,
+    printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
 }
 
@@ -8104,8 +8127,8 @@ static std::vector<PictureNoise> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds = *c.seeds ? parse_seeds(c.seeds) : consecutive_seeds(c.seed, c.generate);
     int count = c.interpolate ? c.interpolate : (int)seeds.size();
     if (c.generate && c.generate != count)
-        fail("--generate %d contradicts --%s, which asks for %d pictures; leave --generate out", c.generate,
-             c.interpolate ? "interpolate" : "seeds", count);
+        fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
+             c.interpolate ? "interpolate" : "seeds", counted(count, "picture").c_str());
     if (c.strip > sampler_steps(c))
         fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
     if (!c.interpolate) return noise_of_seeds(seeds);
@@ -8122,7 +8145,7 @@ static std::string sampler_text(const Config& c) {
     std::string line = SAMPLER_NAMES[c.sampler];
     size_t calls = make_sampler(c).size();
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
-    line += text(" in %d steps", sampler_steps(c));
+    line += " in " + counted(sampler_steps(c), "step");
     if ((int)calls != sampler_steps(c)) line += text(" (%zu network calls)", calls);
     if (c.threshold != THRESHOLD_CLAMP)
         line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
@@ -8131,6 +8154,9 @@ static std::string sampler_text(const Config& c) {
 
 static int run_generate(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
+    const GivenFlag* seed = was_given(given, "seed");
+    if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
+        fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
     std::string folder = *config.resume ? config.resume : config.out_dir;
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file =
@@ -8166,8 +8192,9 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    printf("%d pictures with %s (%s, step %ld), %s, seeds %s%s\n", count, file.path.c_str(), weights.c_str(),
-           file.step, sampler_text(config).c_str(), seeds.c_str(), config.interpolate ? " and between" : "");
+    printf("%s with %s (%s, step %ld), %s, seeds %s%s\n", counted(count, "picture").c_str(),
+           file.path.c_str(), weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
+           config.interpolate ? " and between" : "");
     std::vector<float> pictures, strip;
     double start = seconds_now();
     if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr, config.strip)) {
@@ -8176,13 +8203,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     }
     // the way from one seed to another in a row, if it is not too long
     write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
-    printf("%s: %d pictures in %s\n", grid.c_str(), count, human_time(seconds_now() - start).c_str());
+    printf("%s: %s in %s\n", grid.c_str(), counted(count, "picture").c_str(),
+           human_time(seconds_now() - start).c_str());
     if (config.strip) {
         size_t dot = grid.rfind('.'), slash = grid.rfind('/');
         if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
         grid.insert(dot, "_strip");
         write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
-        printf("%s: %d steps of each\n", grid.c_str(), config.strip);
+        printf("%s: %s of each\n", grid.c_str(), counted(config.strip, "step").c_str());
     }
     if (*config.output_dir) {  // between two seeds the pictures are numbered instead
         size_t elements = pictures.size() / count;
@@ -8289,8 +8317,8 @@ static void save_samples(Trainer* t) {
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
     write_grid(path, pictures, c.num_samples, c.image_size);
-    printf("%d pictures in %s (%s): %s\n", c.num_samples, human_time(seconds_now() - start).c_str(),
-           chosen_name(c).c_str(), path.c_str());
+    printf("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
+           human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
 }
 
 // TFLOP/s of the model's own operations at so many milliseconds a step.
@@ -8460,7 +8488,8 @@ int main(int argc, char** argv) {
     if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
     for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
-    if (trainer.step && trainer.step >= config.steps)
+    note_attention(config, given);
+    if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
         printf(
@@ -8474,7 +8503,7 @@ int main(int argc, char** argv) {
         return 0;
     }
     print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
-    printf("%d images in %s; %s step %ld\n", trainer.images.count, config.data_file,
+    printf("%s in %s; %s step %ld\n", counted(trainer.images.count, "image").c_str(), config.data_file,
            config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);

@@ -1301,8 +1301,9 @@ def train(config, run, given):
         trainer.restore(checkpoint, path)
         smoothed = checkpoint.smoothed_loss
         print(f"resumed {path} after step {trainer.steps_done}")
-    print(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device}, {len(images)} images from"
-          f" {images.path}, batch {config.batch_size}, seed {config.seed}")
+    print(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device},"
+          f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
+          f" seed {config.seed}")
 
     stop = []
 

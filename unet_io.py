@@ -129,6 +129,11 @@ def parse_rates(text):
     return rates
 
 
+def counted(n, noun):
+    """'1 picture', '2 pictures'."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def progress(items, total, label, out=None):
     """Yield the items and show how far we are: one live line in a terminal, one line each 10% in a file."""
     out = out or sys.stderr
