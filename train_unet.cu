@@ -775,6 +775,7 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 static cudaStream_t main_stream, side_stream;
 static cudaStream_t launch_stream;  // the one of them that kernels go to
 static cudaEvent_t side_begins, side_ended;
+static bool side_is_busy;  // with what the main stream has not waited for
 // Partial sums of split reductions, a half for each stream: this is the one of launch_stream. A launcher
 // splits no further than fits; uses follow each other on the stream.
 static float* gpu_workspace;
@@ -859,11 +860,13 @@ static void backend_aside(Launches launches) {
     CUDA_CHECK(cudaEventRecord(side_begins, main_stream));
     CUDA_CHECK(cudaStreamWaitEvent(side_stream, side_begins, 0));
     launch_stream = side_stream, gpu_workspace += GPU_WORKSPACE_BYTES / sizeof(float);
+    side_is_busy = true;
     launches();
     launch_stream = main_stream, gpu_workspace -= GPU_WORKSPACE_BYTES / sizeof(float);
 }
 static void backend_join() {
-    if (profile.on) return;
+    if (!side_is_busy) return;
+    side_is_busy = false;
     CUDA_CHECK(cudaEventRecord(side_ended, side_stream));
     CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended, 0));
 }
@@ -1545,10 +1548,11 @@ static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
 
-// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, O) = over T, where it is wanted (the
+// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted (the
 // gradient of what was added per image, the time embedding).
 #ifdef CPU_LAYERS
-static void bias_backward_cpu(float* dbias, float* per_image, const float* dout, int B, int T, int O) {
+static void bias_backward_cpu(float* dbias, float* per_image, int pitch, const float* dout, int B, int T,
+                              int O) {
     PROFILE("bias gradient", {0, (double)sizeof(floatX) * B * T * O});
     Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
@@ -1568,7 +1572,7 @@ static void bias_backward_cpu(float* dbias, float* per_image, const float* dout,
             }
             for (int o = 0; o < n; o++) total[o] += image[o];
             if (per_image)
-                for (int o = 0; o < n; o++) per_image[(size_t)b * O + o0 + o] = (float)image[o];
+                for (int o = 0; o < n; o++) per_image[(size_t)b * pitch + o0 + o] = (float)image[o];
         }
         for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
     }
@@ -1618,7 +1622,7 @@ static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, 
                                 const float* x, const float* x2, const float* w, int M, int C, int C2, int O,
                                 bool accumulate, const Normed& = Normed(), int = 1) {
     int K = C + C2;
-    bias_backward_cpu(dbias, nullptr, dout, 1, M, O);
+    bias_backward_cpu(dbias, nullptr, 0, dout, 1, M, O);
     for (int input = 0; input < (C2 ? 2 : 1); input++) {
         const float* source = input ? x2 : x;
         float* target = input ? dx2 : dx;
@@ -1654,7 +1658,7 @@ static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, 
 // ---- 3x3 convolution --------------------------------------------------------------------------------------
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, with x (B, H, W, C),
-// w (O, 3, 3, C), bias (O), emb (B, O) or null, residual (B, H, W, O) or null; residual may be out itself.
+// w (O, 3, 3, C), bias (O), emb (B, emb_pitch)[:, :O] or null, residual (B, H, W, O) or null; residual may be out itself.
 #ifdef CPU_LAYERS
 // Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
 // p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
@@ -1685,8 +1689,8 @@ static Pieces conv3x3_bands(int pixels, int columns) {
 }
 
 static void conv3x3_forward_cpu(float* out, const float* x, const float* w, const float* bias,
-                                const float* emb, const float* residual, int B, int H, int W, int C, int O,
-                                float2* = nullptr) {
+                                const float* emb, int emb_pitch, const float* residual, int B, int H, int W,
+                                int C, int O, float2* = nullptr) {
     PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
     Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -1698,7 +1702,7 @@ static void conv3x3_forward_cpu(float* out, const float* x, const float* w, cons
             matmul(out + (size_t)p0 * O + o0, columns, w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0, 9 * C, O,
                    9 * C, 9 * C, false, true, residual == out);
             for (int p = p0; p < p1; p++) {
-                const float* per_image = emb ? emb + (size_t)(p / (H * W)) * O : nullptr;
+                const float* per_image = emb ? emb + (size_t)(p / (H * W)) * emb_pitch : nullptr;
                 const float* added = residual && residual != out ? residual + (size_t)p * O : nullptr;
 #pragma omp simd
                 for (int o = o0; o < o1; o++)
@@ -1709,11 +1713,11 @@ static void conv3x3_forward_cpu(float* out, const float* x, const float* w, cons
 }
 
 // dx (B, H, W, C) = the same convolution of dout with flipped taps (null: not wanted); dw += ; dbias += ;
-// demb (B, O) = the sums of dout over each image (null: not wanted).
-static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb, const float* dout,
-                                 const float* x, const float* w, int B, int H, int W, int C, int O,
-                                 const Normed& = Normed()) {
-    bias_backward_cpu(dbias, demb, dout, B, H * W, O);
+// demb (B, emb_pitch)[:, :O] = the sums of dout over each image (null: not wanted).
+static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb, int emb_pitch,
+                                 const float* dout, const float* x, const float* w, int B, int H, int W,
+                                 int C, int O, const Normed& = Normed()) {
+    bias_backward_cpu(dbias, demb, emb_pitch, dout, B, H * W, O);
     if (dx) {
         PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
         Pieces bands = conv3x3_bands(B * H * W, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
@@ -1841,10 +1845,11 @@ struct Gemm {
     const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
     const floatX *x, *x2;                // (M, C), (M, C2)
     const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
-    const floatX *bias, *emb;  // (N), (M / T, N); null: none
-    float* partial;            // (splits, M, N), where splits > 1
-    float2* moments;           // (M / T, parts, N) of the output; null: not wanted
-    Normed norm;               // or it is behind a norm
+    const floatX *bias, *emb;  // (N), (M / T, emb_pitch)[:, :N]; null: none
+    int emb_pitch;
+    float* partial;   // (splits, M, N), where splits > 1
+    float2* moments;  // (M / T, parts, N) of the output; null: not wanted
+    Normed norm;      // or it is behind a norm
     int M, N, N1, C, C2, T;
     int splits;
     Patch patch;  // 3x3 only
@@ -2019,22 +2024,22 @@ struct WarpProduct {
 struct OutputColumns {
     floatX* out;
     const floatX *residual, *emb;
-    int width, N;
+    int width, emb_pitch;
     float bias[VEC];
     __device__ OutputColumns(const Gemm& g, int n) {
         bool second = n >= g.N1;
         int column = second ? n - g.N1 : n;
-        width = second ? g.N - g.N1 : g.N1, N = g.N;
+        width = second ? g.N - g.N1 : g.N1, emb_pitch = g.emb_pitch;
         out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
         if (residual) residual += column;
         emb = g.emb ? g.emb + n : nullptr;
 #pragma unroll
         for (int e = 0; e < VEC; e++) bias[e] = 0;
-        if (g.bias && N % VEC == 0) add_vector(bias, g.bias + n);
+        if (g.bias && g.N % VEC == 0) add_vector(bias, g.bias + n);
     }
     // To the sums: the bias and the embedding of an image.
     __device__ void add(float (&value)[VEC], int image) const {
-        if (emb) add_vector(value, emb + (size_t)image * N);
+        if (emb) add_vector(value, emb + (size_t)image * emb_pitch);
 #pragma unroll
         for (int e = 0; e < VEC; e++) value[e] += bias[e];
     }
@@ -2053,7 +2058,7 @@ struct OutputColumns {
 static __device__ __noinline__ void store_narrow(const Gemm& g, const float* value, int m, int n) {
     for (int e = 0; e < VEC && n + e < g.N; e++) {
         float sum = value[e] + (g.bias ? (float)g.bias[n + e] : 0.0f);
-        if (g.emb) sum += (float)g.emb[(size_t)(m / g.T) * g.N + n + e];
+        if (g.emb) sum += (float)g.emb[(size_t)(m / g.T) * g.emb_pitch + n + e];
         if (g.residual) sum += (float)g.residual[(size_t)m * g.N + n + e];
         g.out[(size_t)m * g.N + n + e] = (floatX)sum;
     }
@@ -2379,8 +2384,9 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
 struct HopperGemm {
     CUtensorMap x, x2, w, out, out2;
     CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
-    const floatX *bias, *emb;     // (N), (B, N); null: none
-    float2* sums;                 // (B, parts, N): the output's moments, or its norm's sums; null: none
+    const floatX *bias, *emb;     // (N), (B, emb_pitch)[:, :N]; null: none
+    int emb_pitch;
+    float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
     Normed norm;
     int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
     int beside1;                    // beside2 those from here on
@@ -2590,7 +2596,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             for (int h = 0; h < 2; h++) {
                 int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.N + n];
+                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
                 if (!gradient) continue;
                 int of = b * g.norm.G + n / (g.N / g.norm.G);
                 mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
@@ -2711,7 +2717,8 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
     h.has_beside = beside, h.beside1 = g.norm.mean ? g.norm.C : g.N1;
     if (beside) h.beside = outputs(beside, h.beside1);
     if (beside && h.beside1 < g.N) h.beside2 = outputs(beside2, g.N - h.beside1);
-    h.bias = g.bias, h.emb = g.emb, h.norm = g.norm, h.sums = g.norm.mean ? g.norm.sums : g.moments;
+    h.bias = g.bias, h.emb = g.emb, h.emb_pitch = g.emb_pitch, h.norm = g.norm,
+    h.sums = g.norm.mean ? g.norm.sums : g.moments;
     h.C = g.C, h.N = g.N, h.N1 = g.N1;
     h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
     h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
@@ -2722,7 +2729,7 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
     // Where tiles leave multiprocessors without work, clusters share the long reductions.
     int columns = ceil_div(g.N, 64), splits = 1;
     while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
-           h.chunks * TAPS >= 36 * splits)
+           h.chunks * TAPS >= 18 * splits)
         splits *= 2;
     h.tiles = tiles, h.share = ceil_div(h.chunks, splits), splits = ceil_div(h.chunks, h.share);
     // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
@@ -2843,8 +2850,9 @@ struct WeightGradient {
     const floatX* dout;    // (M, O)
     const floatX *x, *x2;  // (M, C), (M, C2)
     float* dbias;          // (O): added to; null: not wanted here
-    floatX* per_image;     // (B, O): the sums of dout over each image; null: not wanted
-    float* bias_parts;     // (splits + groups, group_images, O)
+    floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
+    int image_pitch;
+    float* bias_parts;  // (splits + groups, group_images, O)
     int M, O, C, C2;
     int splits, tiles;                 // of the pixels
     int partials;                      // partial sums of dw: one a split, or a cluster of splits
@@ -3176,7 +3184,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
         __syncthreads();
         if (y % lanes == 0 && b < g.B && o < g.O) {
             for (int i = 1; i < lanes; i++) sum += sums[y + i][threadIdx.x % 8];
-            if (g.per_image) g.per_image[(size_t)b * g.O + o] = (floatX)sum;
+            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
             total += sum;
         }
         __syncthreads();
@@ -3234,7 +3242,8 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     }
 }
 
-static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, int B, int T, int O);
+static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
+                          int O);
 
 #ifdef HOPPER
 // ---- Hopper: weight gradient
@@ -3293,7 +3302,7 @@ __device__ inline void finish_bias(const WeightGradient& g, float* totals, int o
             int b = b0 + k * lanes;
             if (b >= g.B) break;
             while (split[k] < last[k]) sum[k] += __ldcg(g.bias_parts + (size_t)(++split[k] + b) * g.O + o);
-            if (g.per_image) g.per_image[(size_t)b * g.O + o] = (floatX)sum[k];
+            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum[k];
             total += sum[k];
         }
     }
@@ -3517,7 +3526,7 @@ static void launch_hopper_weight_gradient(WeightGradient g, float* workspace, si
     g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
     size_t bias_bytes = g.dbias ? (size_t)(2 * gpu_multiprocessors + g.B) * g.O * sizeof(float) : 0;
     if (bias_bytes > bytes / 2) {  // thousands of images: the sums are better taken apart
-        bias_backward(g.dbias, g.per_image, g.dout, g.B, g.M / g.B, g.O);
+        bias_backward(g.dbias, g.per_image, g.image_pitch, g.dout, g.B, g.M / g.B, g.O);
         g.dbias = nullptr, bias_bytes = 0;
     }
     bias_bytes = (bias_bytes + 255) / 256 * 256, bytes -= bias_bytes;
@@ -3550,7 +3559,7 @@ static void launch_weight_gradient(WeightGradient g, float* workspace, size_t by
     size_t bias_bytes =
         g.dbias ? (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images * g.O * sizeof(float) : 0;
     if (bias_bytes > bytes / 2) {  // thousands of images: the sums are better taken apart
-        bias_backward(g.dbias, g.per_image, g.dout, g.B, g.M / g.B, g.O);
+        bias_backward(g.dbias, g.per_image, g.image_pitch, g.dout, g.B, g.M / g.B, g.O);
         g.dbias = nullptr, bias_bytes = 0;
     }
     bias_bytes = (bias_bytes + 255) / 256 * 256;
@@ -3602,10 +3611,10 @@ __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O
     parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
 }
 
-// per_image (B, O) = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns channels [32
+// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns channels [32
 // b, 32 b + 32); eight threads a channel take every eighth image.
-__global__ void bias_finish_kernel(float* dbias, floatX* per_image, const float* parts, int B, int chunks,
-                                   int O) {
+__global__ void bias_finish_kernel(float* dbias, floatX* per_image, int pitch, const float* parts, int B,
+                                   int chunks, int O) {
     __shared__ float sums[REDUCE_GROUPS][32];
     int o = blockIdx.x * 32 + threadIdx.x;
     float total = 0;
@@ -3614,7 +3623,7 @@ __global__ void bias_finish_kernel(float* dbias, floatX* per_image, const float*
             float sum = 0;
 #pragma unroll 8
             for (int i = 0; i < chunks; i++) sum += parts[((size_t)b * chunks + i) * O + o];
-            if (per_image) per_image[(size_t)b * O + o] = (floatX)sum;
+            if (per_image) per_image[(size_t)b * pitch + o] = (floatX)sum;
             total += sum;
         }
     sums[threadIdx.y][threadIdx.x] = total;
@@ -3624,7 +3633,8 @@ __global__ void bias_finish_kernel(float* dbias, floatX* per_image, const float*
     dbias[o] += total;
 }
 
-static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, int B, int T, int O) {
+static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
+                          int O) {
     int slabs = ceil_div(O, 8 * VEC), chunks = ceil_div(4 * gpu_multiprocessors, B * slabs);
     chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
     int rows = ceil_div(T, chunks);
@@ -3632,8 +3642,8 @@ static void bias_backward(float* dbias, floatX* per_image, const floatX* dout, i
     launch(bias_parts_kernel, dim3(slabs, chunks, B), 256, 0, gpu_workspace, dout, T, O, rows);
     if (!per_image) chunks *= B, B = 1;
     // Without per-image sums every part may go to any of the eight threads.
-    launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias, per_image, gpu_workspace,
-           per_image ? B : chunks, per_image ? chunks : 1, O);
+    launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias, per_image, pitch,
+           gpu_workspace, per_image ? B : chunks, per_image ? chunks : 1, O);
 }
 
 // ---- three channels: the first convolution's input, the last one's output
@@ -3691,15 +3701,15 @@ static int narrow_images(int B, int H, int W, int C) {
 }
 // out (B, H, W, N) = the 3x3 convolution of x (B, H, W, C), C narrow, by weights (N, narrow_pitch(C)).
 static void narrow_convolution(floatX* out, const floatX* x, const floatX* weights, const floatX* bias,
-                               const floatX* emb, const floatX* residual, int B, int H, int W, int C, int N,
-                               float2* moments, const Normed& norm) {
+                               const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
+                               int C, int N, float2* moments, const Normed& norm) {
     int images = narrow_images(B, H, W, C), T = H * W;
     for (int b = 0; b < B; b += images) {
         int count = std::min(images, B - b);
         Gemm g = {};
         g.x = narrow_rows(x + (size_t)b * T * C, count, H, W, C);
         g.out = out + (size_t)b * T * N, g.w = weights, g.bias = bias;
-        g.emb = emb ? emb + (size_t)b * N : nullptr;
+        g.emb = emb ? emb + (size_t)b * emb_pitch : nullptr, g.emb_pitch = emb_pitch;
         g.residual = residual ? residual + (size_t)b * T * N : nullptr;
         g.M = count * T, g.N = g.N1 = N, g.C = narrow_pitch(C), g.T = T;
         if (moments) g.moments = moments + (size_t)b * norm_parts(T) * N;
@@ -3746,16 +3756,16 @@ static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, co
 }
 
 static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
-                            const floatX* emb, const floatX* residual, int B, int H, int W, int C, int O,
-                            float2* moments = nullptr) {
+                            const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
+                            int C, int O, float2* moments = nullptr) {
     PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
     if (narrow(C)) {
         const floatX* weights = narrow_weights(w, O, C, narrow_pitch(C), false);
-        narrow_convolution(out, x, weights, bias, emb, residual, B, H, W, C, O, moments, Normed());
+        narrow_convolution(out, x, weights, bias, emb, emb_pitch, residual, B, H, W, C, O, moments, Normed());
         return;
     }
     Gemm g = {};
-    g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb;
+    g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb, g.emb_pitch = emb_pitch;
     g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W, g.moments = moments;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
     launch_gemm<9, false>(g);
@@ -3767,7 +3777,7 @@ static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX*
     if (narrow(O)) {
         const floatX* weights =
             narrow_weights(w, O, C, narrow_pitch(O), true);  // (C, taps backwards, O), padded
-        narrow_convolution(dx, dout, weights, nullptr, nullptr, nullptr, B, H, W, O, C, nullptr, norm);
+        narrow_convolution(dx, dout, weights, nullptr, nullptr, 0, nullptr, B, H, W, O, C, nullptr, norm);
         return;
     }
     Gemm g = {};
@@ -3782,14 +3792,14 @@ static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX*
     }
 }
 
-static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, const floatX* dout,
+static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int emb_pitch, const floatX* dout,
                                     const floatX* x, int B, int H, int W, int C, int O) {
     PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
     WeightGradient g = {};
     g.dw = dw;
     if (narrow(C) || narrow(O)) {
         ASSERT(!narrow(C) || !narrow(O));
-        bias_backward(dbias, demb, dout, B, H * W, O);
+        bias_backward(dbias, demb, emb_pitch, dout, B, H * W, O);
         int side = narrow(C) ? C : O, pitch = narrow_pitch(side), images = narrow_images(B, H, W, side);
         size_t used = NARROW_WEIGHT_BYTES + NARROW_ROW_BYTES;
         for (int b = 0; b < B; b += images) {
@@ -3804,16 +3814,16 @@ static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, const
         }
         return;
     }
-    g.dbias = dbias, g.per_image = demb;
+    g.dbias = dbias, g.per_image = demb, g.image_pitch = emb_pitch;
     g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
     launch_weight_gradient<9>(g, gpu_workspace, GPU_WORKSPACE_BYTES, NarrowMap{});
 }
 
-static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, const floatX* dout,
-                             const floatX* x, const floatX* w, int B, int H, int W, int C, int O,
-                             const Normed& norm = Normed()) {
-    backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, dout, x, B, H, W, C, O); });
+static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
+                             const floatX* dout, const floatX* x, const floatX* w, int B, int H, int W, int C,
+                             int O, const Normed& norm = Normed()) {
+    backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, emb_pitch, dout, x, B, H, W, C, O); });
     if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O, norm);
 }
 #endif  // __CUDACC__
@@ -5151,12 +5161,13 @@ struct Block {
     int H;            // height and width of the input
     int out_H;        // and of the output
     int input, skip;  // the blocks whose outputs are read; -1: none
+    int emb;          // residual: its first channel of block 0's output
     bool is_skip;     // the decoder reads the output too
     bool accumulate;  // the input feeds two consumers: its gradient is added to, not overwritten
     int param;        // its first tensor; the others follow
     int num_params;
     Buffer out;       // (B, out_H, out_H, O)
-    Buffer hidden;    // residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's two of (B, E)
+    Buffer hidden;    // residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's three of (B, E)
     Buffer inner;     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
     Buffer moments;   // float2 (B, parts, O): of out, for the norms that read it
     Buffer stats;     // float: mean and rstd (B, G) of each norm in turn; then attention's lse (B, heads, T)
@@ -5263,15 +5274,28 @@ static const floatX* skip_of(const Model* m, const Block& block) {
     return block.skip < 0 ? nullptr : output_of(m, block.skip);
 }
 
-// ---- embedding: sinusoids -> linear -> SiLU -> linear, and the SiLU that every residual block would apply -
+// ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projection to every residual block --
 
 enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
+
+// The residual blocks' embedding layers in one product; their parameters lie first, and together (see
+// join_projections). embedding (B, E), with its SiLU -> block 0's output (B, O): O channels in all.
+static void project_embedding(Model* m, const floatX* embedding, int B) {
+    int E = m->plan.embed, O = m->plan.blocks[0].O;
+    linear_forward(output_of(m, 0), embedding, nullptr, m->weights, m->weights + (size_t)E * O, nullptr, B, E,
+                   0, O);
+}
+static void project_embedding_backward(Model* m, floatX* dembedding, const floatX* embedding, int B) {
+    int E = m->plan.embed, O = m->plan.blocks[0].O;
+    linear_backward(dembedding, nullptr, m->gradients, m->gradients + (size_t)E * O, output_gradient_of(m, 0),
+                    embedding, nullptr, m->weights, B, E, 0, O, false);
+}
 
 static void embed_forward(Model* m, const Block& block, int B, const int* timesteps) {
     int base = m->plan.base, E = m->plan.embed;
     floatX *sinusoids = activation(m, block.inner),
-           *hidden = activation(m, block.hidden);  // (B, base), (B, E)
-    floatX* linear2 = hidden + (size_t)B * E;      // (B, E)
+           *hidden = activation(m, block.hidden);                                    // (B, base), (B, E)
+    floatX *linear2 = hidden + (size_t)B * E, *embedding = linear2 + (size_t)B * E;  // (B, E)
     floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
     timestep_embedding_forward(sinusoids, timesteps, B, base, m->plan.max_period);
     linear_forward(hidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), weight_of(m, block, EMBED_B1),
@@ -5279,21 +5303,24 @@ static void embed_forward(Model* m, const Block& block, int B, const int* timest
     silu_forward(active, hidden, (size_t)B * E);
     linear_forward(linear2, active, nullptr, weight_of(m, block, EMBED_W2), weight_of(m, block, EMBED_B2),
                    nullptr, B, E, 0, E);
-    silu_forward(activation(m, block.out), linear2, (size_t)B * E);
+    silu_forward(embedding, linear2, (size_t)B * E);
+    project_embedding(m, embedding, B);
 }
 
-static void embed_backward(Model* m, const Block& block, int B, const floatX* dout) {
+static void embed_backward(Model* m, const Block& block, int B) {
     int base = m->plan.base, E = m->plan.embed;
     floatX *sinusoids = activation(m, block.inner), *hidden = activation(m, block.hidden),
-           *linear2 = hidden + (size_t)B * E;
+           *linear2 = hidden + (size_t)B * E, *embedding = linear2 + (size_t)B * E;
     floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
     floatX* dlinear2 = take<floatX>(&m->scratch, (size_t)B * E);
-    floatX* dhidden = take<floatX>(&m->scratch, (size_t)B * E);  // before that, the gradient of `active`
-    silu_backward(dlinear2, dout, linear2, (size_t)B * E);
+    floatX* dhidden = take<floatX>(&m->scratch, (size_t)B * E);
+    floatX *dembedding = dhidden, *dactive = dhidden;  // one after the other
+    project_embedding_backward(m, dembedding, embedding, B);
+    silu_backward(dlinear2, dembedding, linear2, (size_t)B * E);
     silu_forward(active, hidden, (size_t)B * E);
-    linear_backward(dhidden, nullptr, gradient_of(m, block, EMBED_W2), gradient_of(m, block, EMBED_B2),
+    linear_backward(dactive, nullptr, gradient_of(m, block, EMBED_W2), gradient_of(m, block, EMBED_B2),
                     dlinear2, active, nullptr, weight_of(m, block, EMBED_W2), B, E, 0, E, false);
-    silu_backward(dhidden, dhidden, hidden, (size_t)B * E);
+    silu_backward(dhidden, dactive, hidden, (size_t)B * E);
     linear_backward(nullptr, nullptr, gradient_of(m, block, EMBED_W1), gradient_of(m, block, EMBED_B1),
                     dhidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), B, base, 0, E, false);
 }
@@ -5302,11 +5329,11 @@ static void embed_backward(Model* m, const Block& block, int B, const floatX* do
 
 static void conv_in_forward(Model* m, const Block& block, int B) {
     conv3x3_forward(activation(m, block.out), m->input, weight_of(m, block, 0), weight_of(m, block, 1),
-                    nullptr, nullptr, B, block.H, block.H, block.C, block.O, moments_of(m, block));
+                    nullptr, 0, nullptr, B, block.H, block.H, block.C, block.O, moments_of(m, block));
 }
 
 static void conv_in_backward(Model* m, const Block& block, int B, const floatX* dout) {
-    conv3x3_backward(nullptr, gradient_of(m, block, 0), gradient_of(m, block, 1), nullptr, dout, m->input,
+    conv3x3_backward(nullptr, gradient_of(m, block, 0), gradient_of(m, block, 1), nullptr, 0, dout, m->input,
                      weight_of(m, block, 0), B, block.H, block.H, block.C, block.O);
 }
 
@@ -5331,45 +5358,45 @@ enum {
 };
 
 static void res_forward(Model* m, const Block& block, int B) {
-    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups,
-        E = m->plan.embed;
+    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups;
     const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
     floatX *h = activation(m, block.hidden), *out = activation(m, block.out);
     float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
           *rstd2 = mean2 + B * G;
-    floatX* emb = take<floatX>(&m->scratch, (size_t)B * O);                      // (B, O)
+    const floatX* emb = output_of(m, 0) + block.emb;  // (B, emb_pitch)[:, :O]
+    int emb_pitch = m->plan.blocks[0].O;
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, K), then (B, T, O)
     float2* moments = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * O);  // of h
     const float2 *moments1 = moments_of(m, m->plan.blocks[block.input]),
                  *moments2 = block.skip < 0 ? nullptr : moments_of(m, m->plan.blocks[block.skip]);
 
-    const floatX* residual = block.num_params > RES_SKIP_W ? out : x;
-    backend_aside([&] {
-        linear_forward(emb, output_of(m, 0), nullptr, weight_of(m, block, RES_EMB_W),
-                       weight_of(m, block, RES_EMB_B), nullptr, B, E, 0, O);
-        if (residual == out)
+    const floatX* residual = x;
+    if (block.num_params > RES_SKIP_W) {
+        residual = out;
+        backend_aside([&] {
             linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B),
                            nullptr, B * T, C, C2, O);
-    });
+        });
+    }
     groupnorm_forward(normed, mean1, rstd1, x, x2, moments1, moments2, norm_of(m, block, RES_NORM1_W),
                       norm_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
     backend_join();
     conv3x3_forward(h, normed, weight_of(m, block, RES_CONV1_W), weight_of(m, block, RES_CONV1_B), emb,
-                    nullptr, B, H, H, K, O, moments);
+                    emb_pitch, nullptr, B, H, H, K, O, moments);
     groupnorm_forward(normed, mean2, rstd2, h, nullptr, moments, nullptr, norm_of(m, block, RES_NORM2_W),
                       norm_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
     conv3x3_forward(out, normed, weight_of(m, block, RES_CONV2_W), weight_of(m, block, RES_CONV2_B), nullptr,
-                    residual, B, H, H, O, O, moments_of(m, block));
+                    0, residual, B, H, H, O, O, moments_of(m, block));
 }
 
 static void res_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx, floatX* dx2) {
-    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups,
-        E = m->plan.embed;
+    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups;
     const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
     float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
           *rstd2 = mean2 + B * G;
-    floatX *h = activation(m, block.hidden), *dh = h;         // (B, T, O)
-    floatX* demb = take<floatX>(&m->scratch, (size_t)B * O);  // (B, O)
+    floatX *h = activation(m, block.hidden), *dh = h;     // (B, T, O)
+    floatX* demb = output_gradient_of(m, 0) + block.emb;  // (B, emb_pitch)[:, :O]
+    int emb_pitch = m->plan.blocks[0].O;
     float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * std::max(K, O));
     // The weight gradients are made beside what follows them, so what they read stays: normed2, dh, normed1.
     floatX* normed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O)
@@ -5383,7 +5410,7 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
 
     groupnorm_apply(normed2, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G, true);
     conv3x3_backward(dnormed2, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B),
-                     nullptr, dout, normed2, weight_of(m, block, RES_CONV2_W), B, H, H, O, O, norm2);
+                     nullptr, 0, dout, normed2, weight_of(m, block, RES_CONV2_W), B, H, H, O, O, norm2);
     bool widens = block.num_params > RES_SKIP_W;
     if (widens)
         linear_backward(dx, dx2, gradient_of(m, block, RES_SKIP_W), gradient_of(m, block, RES_SKIP_B), dout,
@@ -5394,12 +5421,7 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
     groupnorm_apply(normed1, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2, G, true);
     backend_join();
     conv3x3_backward(dnormed1, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
-                     dh, normed1, weight_of(m, block, RES_CONV1_W), B, H, H, K, O, norm1);
-    backend_aside([&] {
-        linear_backward(output_gradient_of(m, 0), nullptr, gradient_of(m, block, RES_EMB_W),
-                        gradient_of(m, block, RES_EMB_B), demb, output_of(m, 0), nullptr,
-                        weight_of(m, block, RES_EMB_W), B, E, 0, O, true);
-    });
+                     emb_pitch, dh, normed1, weight_of(m, block, RES_CONV1_W), B, H, H, K, O, norm1);
     groupnorm_backward(dx, dx2, gradient_of(m, block, RES_NORM1_W), gradient_of(m, block, RES_NORM1_B), sums,
                        dnormed1, widens ? nullptr : dout, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2,
                        G, true, widens || block.accumulate);
@@ -5463,7 +5485,7 @@ static void out_forward(Model* m, const Block& block, int B) {
                       moments_of(m, m->plan.blocks[block.input]), nullptr, norm_of(m, block, OUT_NORM_W),
                       norm_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
     conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
-                    weight_of(m, block, OUT_CONV_B), nullptr, nullptr, B, H, H, C, block.O);
+                    weight_of(m, block, OUT_CONV_B), nullptr, 0, nullptr, B, H, H, C, block.O);
 }
 
 static void out_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
@@ -5476,7 +5498,7 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
     floatX *normed = take<floatX>(&m->scratch, (size_t)B * H * H * C), *dnormed = dx;  // (B, H, H, C)
     groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true);
     conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
-                     dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O, norm);
+                     0, dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O, norm);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
                        sums, dnormed, nullptr, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G,
                        true, false);
@@ -5569,13 +5591,31 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
     return &plan->blocks.back();
 }
 
+// Makes the residual blocks' embedding layers one layer: block 0 has all their outputs, and their weights lie
+// before the other parameters, one behind the other, then their biases. Files keep PyTorch's order.
+static void join_projections(Plan* plan) {
+    Block& embedding = plan->blocks[0];
+    std::vector<Tensor*> order;
+    embedding.O = 0;
+    for (Block& b : plan->blocks) {
+        if (b.kind != BLOCK_RES) continue;
+        b.emb = embedding.O, embedding.O += b.O;
+        order.push_back(&plan->tensors[b.param + RES_EMB_W]);
+    }
+    for (size_t i = 0, n = order.size(); i < n; i++) order.push_back(order[i] + 1);
+    for (Tensor& t : plan->tensors)
+        if (std::find(order.begin(), order.end(), &t) == order.end()) order.push_back(&t);
+    size_t offset = 0;
+    for (Tensor* t : order) t->offset = offset, offset += t->count;
+}
+
 static std::vector<Buffer*> buffers_of(Block* b) {
     return {&b->out,   &b->hidden,   &b->inner,           &b->moments,
             &b->stats, &b->gradient, &b->scratch_forward, &b->scratch_backward};
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for the resampling blocks. The network's own output stays for the caller. take() stops
+// forward read, but for the resampling blocks' and the embedding's. The network's own output stays for the caller. take() stops
 // the program where scratch is counted too small.
 static void size_buffers(Plan* plan) {
     int n = (int)plan->blocks.size();
@@ -5583,20 +5623,20 @@ static void size_buffers(Plan* plan) {
     auto room = [](size_t count) { return aligned(count * sizeof(floatX)); };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, wide = std::max(C + b.C2, O);
+        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = plan->embed, wide = std::max(C + b.C2, O);
         size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
         size_t norm = 2 * B * plan->norm_groups, parts = norm_parts((int)T);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
                moments = aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
-                hidden = room(2 * B * O), inner = room(B * C);
-                forward = room(B * O), backward = 3 * room(B * O);
+                hidden = room(3 * B * E), inner = room(B * C);
+                forward = room(B * E), backward = 3 * room(B * E);
                 break;
             case BLOCK_RES:
                 hidden = room(B * T * O), stats = 2 * norm;
-                forward = room(B * O) + room(B * T * wide) + moments;
-                backward = room(B * O) + 2 * room(B * T * wide) + sums;
+                forward = room(B * T * wide) + moments;
+                backward = 2 * room(B * T * wide) + sums;
                 break;
             case BLOCK_ATTENTION:
                 hidden = room(3 * B * T * C), inner = room(B * T * C);
@@ -5616,14 +5656,15 @@ static void size_buffers(Plan* plan) {
         b.inner = {0, inner, i, kept};
         b.stats = {0, aligned(stats * sizeof(float)), i, kept};
         b.scratch_forward = {0, forward, i, i};
-        if (plan->training) {  // before the walk back the embedding's is zeroed and the network's is given
-            b.gradient = {0, out, i == 0 || i == n - 1 ? n : back, back};
+        if (plan->training) {  // before the walk back the network's gradient is given
+            b.gradient = {0, out, i == n - 1 ? n : back, back};
             b.scratch_backward = {0, backward, back, back};
         }
         for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            read.out.last = std::max(read.out.last, b.kind == BLOCK_DOWN || b.kind == BLOCK_UP ? i : kept);
+            bool once = b.kind == BLOCK_DOWN || b.kind == BLOCK_UP || source == 0;
+            read.out.last = std::max(read.out.last, once ? i : kept);
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
         }
@@ -5704,6 +5745,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     }
     ASSERT(skips.empty());
     add_block(&plan, BLOCK_OUT, "out", IMAGE_CHANNELS);
+    join_projections(&plan);
     place_buffers(&plan);
     return plan;
 }
@@ -5927,7 +5969,6 @@ static floatX* unet_output_gradient(const Model* m) {
 
 // The last block's output gradient -> every weight gradient (added to).
 static void unet_backward(Model* m, int B) {
-    backend_zero(output_gradient_of(m, 0), (size_t)B * m->plan.embed * sizeof(floatX));
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
         const floatX* dout = output_gradient_of(m, i);
@@ -5935,7 +5976,7 @@ static void unet_backward(Model* m, int B) {
         floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
         enter(m, block, block.scratch_backward);
         switch (block.kind) {
-            case BLOCK_EMBED: embed_backward(m, block, B, dout); break;
+            case BLOCK_EMBED: embed_backward(m, block, B); break;
             case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
             case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
             case BLOCK_ATTENTION: attention_block_backward(m, block, B, dout, dx); break;

@@ -382,15 +382,15 @@ static Plan plan_of(const Problem& p, BlockKind kind) {
     add_block(&plan, BLOCK_EMBED, "emb", plan.embed);
     if (C2) add_block(&plan, BLOCK_CONV_IN, "x2", C2);
     add_block(&plan, BLOCK_CONV_IN, "x", p.dim("C"));
-    Block* block = add_block(&plan, kind, "block", p.dim(residual ? "O" : "C"), C2 ? 1 : -1);
-    size_t others = plan.tensors[block->param].offset;
-    for (size_t i = block->param; i < plan.tensors.size(); i++) plan.tensors[i].offset -= others;
+    plan.tensors.clear();  // theirs
+    add_block(&plan, kind, "block", p.dim(residual ? "O" : "C"), C2 ? 1 : -1);
+    join_projections(&plan);
     size_buffers(&plan);
     return plan;
 }
 
 // A model of that plan whose buffers are the problem's. Its arena begins at address 0, so that a buffer's
-// offset is its address. The parameters lie one behind the other, as in every model; the file has them by
+// offset is its address. The parameters lie one behind the other, in the model's order; the file has them by
 // PyTorch's names.
 static Model model_of(Problem& p, BlockKind kind, bool backward) {
     Model m = Model();
@@ -398,8 +398,11 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     std::vector<Block>& blocks = m.plan.blocks;
     Block &block = blocks.back(), &x = blocks[block.input], &embedding = blocks[0];
     Names parameters, gradients;
-    for (int k = 0; k < block.num_params; k++) {
-        parameters.push_back(strchr(m.plan.tensors[block.param + k].name, '.') + 1);
+    std::vector<Tensor> tensors = m.plan.tensors;
+    std::sort(tensors.begin(), tensors.end(),
+              [](const Tensor& a, const Tensor& b) { return a.offset < b.offset; });
+    for (const Tensor& tensor : tensors) {
+        parameters.push_back(strchr(tensor.name, '.') + 1);
         gradients.push_back("d" + parameters.back());
     }
     m.weights = (floatX*)p.in<floatX>("weights", parameters);
@@ -408,7 +411,8 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
 
     auto at = [](Buffer* buffer, const void* address) { buffer->offset = (size_t)address; };
     at(&x.out, p.in<floatX>("x"));
-    if (kind == BLOCK_RES) at(&embedding.out, p.in<floatX>("emb"));
+    if (kind == BLOCK_RES)
+        at(&embedding.out, p.scratch<floatX>("projected", (size_t)m.plan.batch * embedding.O));
     if (block.skip >= 0) at(&blocks[block.skip].out, p.in<floatX>("x2"));
     Names statistics =
         kind == BLOCK_RES ? Names{"mean1", "rstd1", "mean2", "rstd2"} : Names{"mean", "rstd", "lse"};
@@ -419,7 +423,8 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
         at(&block.gradient, p.in<floatX>("dout"));
         at(&x.gradient, p.out<floatX>("dx"));
         if (block.skip >= 0) at(&blocks[block.skip].gradient, p.out<floatX>("dx2"));
-        if (kind == BLOCK_RES) at(&embedding.gradient, p.sum<floatX>("demb"));
+        if (kind == BLOCK_RES)
+            at(&embedding.gradient, p.scratch<floatX>("dprojected", (size_t)m.plan.batch * embedding.O));
         at(&block.stats, p.in<float>("statistics", statistics));
         if (kind == BLOCK_RES)
             at(&block.hidden, p.update<floatX>(hidden));  // becomes its own gradient

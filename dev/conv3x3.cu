@@ -659,7 +659,7 @@ static void conv3x3_forward8(Problem&, floatX* out, const floatX* x, const float
 // 9: production, train_unet.cu's own.
 static void conv3x3_forward9(Problem&, floatX* out, const floatX* x, const floatX* w, const floatX* bias,
                              Shape s) {
-    conv3x3_forward(out, x, w, bias, nullptr, nullptr, s.B, s.H, s.W, s.C, s.O);
+    conv3x3_forward(out, x, w, bias, nullptr, 0, nullptr, s.B, s.H, s.W, s.C, s.O);
 }
 
 #endif  // __CUDACC__
@@ -1059,7 +1059,7 @@ static float* bias_gradient9(Problem& p, Shape s) {
     return narrow(s.C) || narrow(s.O) ? p.scratch<float>("dbias", s.O) : nullptr;
 }
 static void conv3x3_weight_gradient9(Problem& p, float* dw, const floatX* dout, const floatX* x, Shape s) {
-    conv3x3_weight_gradient(dw, bias_gradient9(p, s), nullptr, dout, x, s.B, s.H, s.W, s.C, s.O);
+    conv3x3_weight_gradient(dw, bias_gradient9(p, s), nullptr, 0, dout, x, s.B, s.H, s.W, s.C, s.O);
 }
 
 // ---- backward: both gradients -----------------------------------------------------------------------------
@@ -1197,7 +1197,7 @@ static void conv3x3_backward8(Problem& p) {
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
     Shape s = Shape::of(p);
-    conv3x3_backward(p.out<floatX>("dx"), p.sum<float>("dw"), bias_gradient9(p, s), nullptr,
+    conv3x3_backward(p.out<floatX>("dx"), p.sum<float>("dw"), bias_gradient9(p, s), nullptr, 0,
                      p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), s.B, s.H, s.W, s.C, s.O);
 }
 #endif  // __CUDACC__

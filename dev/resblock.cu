@@ -148,7 +148,7 @@ static void resblock_forward3(Problem& p) {
     norm_alone(p, "1", normed1, p.out<float>("mean1"), p.out<float>("rstd1"), x, exact("in_layers.0.weight"),
                exact("in_layers.0.bias"), s.B, s.T, s.K, s.G);
     each_vector(s.in(), SiluVectors{active1, normed1});
-    conv3x3_forward(h, active1, w("in_layers.2.weight"), w("in_layers.2.bias"), nullptr, nullptr, s.B, s.H,
+    conv3x3_forward(h, active1, w("in_layers.2.weight"), w("in_layers.2.bias"), nullptr, 0, nullptr, s.B, s.H,
                     s.H, s.K, s.O);
     linear_forward(emb, p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), w("emb_layers.1.bias"),
                    nullptr, s.B, s.E, 0, s.O);
@@ -156,7 +156,7 @@ static void resblock_forward3(Problem& p) {
     norm_alone(p, "2", normed2, p.out<float>("mean2"), p.out<float>("rstd2"), h, exact("out_layers.0.weight"),
                exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
     each_vector(s.out(), SiluVectors{active2, normed2});
-    conv3x3_forward(out, active2, w("out_layers.3.weight"), w("out_layers.3.bias"), nullptr, nullptr, s.B,
+    conv3x3_forward(out, active2, w("out_layers.3.weight"), w("out_layers.3.bias"), nullptr, 0, nullptr, s.B,
                     s.H, s.H, s.O, s.O);
     if (s.widens)
         linear_forward(skip, x, nullptr, w("skip_connection.weight"), w("skip_connection.bias"), nullptr,
@@ -183,12 +183,12 @@ static void resblock_backward3(Problem& p) {
     groupnorm_apply(normed2, mean2, rstd2, h, nullptr, exact("out_layers.0.weight"),
                     exact("out_layers.0.bias"), s.B, s.T, s.O, 0, s.G, false);
     each_vector(s.out(), SiluVectors{active2, normed2});
-    conv3x3_backward(dnormed2, d("out_layers.3.weight"), d("out_layers.3.bias"), nullptr, dout, active2,
+    conv3x3_backward(dnormed2, d("out_layers.3.weight"), d("out_layers.3.bias"), nullptr, 0, dout, active2,
                      w("out_layers.3.weight"), s.B, s.H, s.H, s.O, s.O);
     each_vector(s.out(), SiluBackwardVectors{dnormed2, dnormed2, normed2});
     norm_alone_backward(p, "2", dh, d("out_layers.0.weight"), d("out_layers.0.bias"), dnormed2, mean2, rstd2,
                         h, exact("out_layers.0.weight"), exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
-    bias_backward(d("in_layers.2.bias"), projected, dh, s.B, s.T, s.O);
+    bias_backward(d("in_layers.2.bias"), projected, s.O, dh, s.B, s.T, s.O);
     linear_backward(demb, nullptr, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
                     p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), s.B, s.E, 0, s.O, false);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb});
@@ -196,7 +196,7 @@ static void resblock_backward3(Problem& p) {
     groupnorm_apply(normed1, mean1, rstd1, x, nullptr, exact("in_layers.0.weight"), exact("in_layers.0.bias"),
                     s.B, s.T, s.K, 0, s.G, false);
     each_vector(s.in(), SiluVectors{active1, normed1});
-    conv3x3_backward(dnormed1, d("in_layers.2.weight"), nullptr, nullptr, dh, active1,
+    conv3x3_backward(dnormed1, d("in_layers.2.weight"), nullptr, nullptr, 0, dh, active1,
                      w("in_layers.2.weight"), s.B, s.H, s.H, s.K, s.O);
     each_vector(s.in(), SiluBackwardVectors{dnormed1, dnormed1, normed1});
     norm_alone_backward(p, "1", dx, d("in_layers.0.weight"), d("in_layers.0.bias"), dnormed1, mean1, rstd1, x,
@@ -215,6 +215,7 @@ static void resblock_backward3(Problem& p) {
 
 static void resblock_forward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, false);
+    backend_aside([&] { project_embedding(&m, p.in<floatX>("emb"), m.plan.batch); });
     res_forward(&m, m.plan.blocks.back(), m.plan.batch);
 }
 static void resblock_backward4(Problem& p) {
@@ -222,6 +223,8 @@ static void resblock_backward4(Problem& p) {
     const Block& block = m.plan.blocks.back();
     res_backward(&m, block, m.plan.batch, activation(&m, block.gradient), output_gradient_of(&m, block.input),
                  block.skip < 0 ? nullptr : output_gradient_of(&m, block.skip));
+    backend_join();
+    project_embedding_backward(&m, p.out<floatX>("demb"), p.in<floatX>("emb"), m.plan.batch);
 }
 
 static Work work_of(const Problem& p, bool backward) {
