@@ -866,6 +866,7 @@ static void check_tiny() {
     test_conv(1, 9, 7, 3, 32, false, false, false, false, false);
     test_conv(1, 9, 7, 32, 3, false, false, false, true, false);
     test_linear(77, 96, 64, 96, true, true, true);
+    test_linear(3, 64, 0, 1280, false, true, false);  // dX is split
     test_bias(3, 49, 96, true);
     test_norm(3, 63, 96, 32, 32, true, false, false, 0.3f);
     test_norm(1, 63, 128, 64, 32, true, true, false, 0.3f);
@@ -916,6 +917,8 @@ static void check_products(const Plan& plan) {
     test_conv(40, 128, 128, 3, 32, false, false, false, false, false);  // gathered in more than one pass
     test_conv(40, 128, 128, 32, 3, false, false, false, true, false);
     test_conv(1, 8, 8, 1024, 512, false, false, false, true, false);
+    test_conv(14, 64, 64, 96, 96, true, true, false, true, true);  // more tiles than blocks
+    test_linear(3, 256, 0, 3712, false, true, false);
     std::vector<std::vector<int>> seen;
     auto first = [&](std::vector<int> shape) {
         bool fresh = std::find(seen.begin(), seen.end(), shape) == seen.end();

@@ -773,9 +773,9 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 }
 
 static cudaStream_t main_stream, side_stream;
-static cudaStream_t launch_stream;  // the one of them that kernels go to
-static cudaEvent_t side_begins, side_ended;
-static bool side_is_busy;  // with what the main stream has not waited for
+static cudaStream_t launch_stream;              // the one of them that kernels go to
+static cudaEvent_t side_begins, side_ended[4];  // of the last four calls of backend_aside
+static int side_calls, side_joined;             // those made; those that the main stream has waited for
 // Partial sums of split reductions, a half for each stream: this is the one of launch_stream. A launcher
 // splits no further than fits; uses follow each other on the stream.
 static float* gpu_workspace;
@@ -808,8 +808,9 @@ static void backend_init() {
     CUDA_CHECK(cudaStreamCreateWithFlags(&main_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaStreamCreateWithFlags(&side_stream, cudaStreamNonBlocking));
     launch_stream = main_stream;
-    for (cudaEvent_t* event : {&side_begins, &side_ended})
-        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
+    for (cudaEvent_t& event : side_ended)
+        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
 }
 static std::string backend_name() {
@@ -854,21 +855,26 @@ static void backend_download(void* to, const void* from, size_t bytes) {
 
 // Launches that may run beside what the main stream gets from now on, until it asks for their results with
 // backend_join. They follow everything launched before. A profile has them in line, to time each alone.
+// Returns the number of this call.
 template <typename Launches>
-static void backend_aside(Launches launches) {
-    if (profile.on || launch_stream == side_stream) return launches();
+static int backend_aside(Launches launches) {
+    if (profile.on || launch_stream == side_stream) {
+        launches();
+        return side_calls;
+    }
     CUDA_CHECK(cudaEventRecord(side_begins, main_stream));
     CUDA_CHECK(cudaStreamWaitEvent(side_stream, side_begins, 0));
     launch_stream = side_stream, gpu_workspace += GPU_WORKSPACE_BYTES / sizeof(float);
-    side_is_busy = true;
     launches();
     launch_stream = main_stream, gpu_workspace -= GPU_WORKSPACE_BYTES / sizeof(float);
+    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % 4], side_stream));
+    return ++side_calls;
 }
-static void backend_join() {
-    if (!side_is_busy) return;
-    side_is_busy = false;
-    CUDA_CHECK(cudaEventRecord(side_ended, side_stream));
-    CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended, 0));
+// The main stream waits for the launches of that call and of all before it; without a number, for all.
+static void backend_join(int call = side_calls) {
+    if (call <= side_joined) return;
+    CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended[(call - 1) % 4], 0));
+    side_joined = call;
 }
 
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
@@ -981,10 +987,11 @@ static void backend_download(void* to, const void* from, size_t bytes) { memcpy(
 static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 
 template <typename Launches>
-static void backend_aside(Launches launches) {
+static int backend_aside(Launches launches) {
     launches();
+    return 0;
 }
-static void backend_join() {}
+static void backend_join(int = 0) {}
 
 // A sequence of launches that is the same every time; on the GPU it is recorded once and replayed.
 struct Recording {};
@@ -5398,32 +5405,33 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
     floatX* demb = output_gradient_of(m, 0) + block.emb;  // (B, emb_pitch)[:, :O]
     int emb_pitch = m->plan.blocks[0].O;
     float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * std::max(K, O));
-    // The weight gradients are made beside what follows them, so what they read stays: normed2, dh, normed1.
-    floatX* normed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O)
-    floatX* dnormed2 = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O)
-    floatX *normed1 = dnormed2, *dnormed1 = normed2;                               // (B, T, K)
+    // The weight gradients are made aside, and the normed tensors, which only they read; the rest never waits.
+    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O), then (B, T, K)
+    floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O), then (B, T, K)
 
     const float *norm1_w = norm_of(m, block, RES_NORM1_W), *norm1_b = norm_of(m, block, RES_NORM1_B),
                 *norm2_w = norm_of(m, block, RES_NORM2_W), *norm2_b = norm_of(m, block, RES_NORM2_B);
     Normed norm1 = {x, x2, norm1_w, norm1_b, mean1, rstd1, C, C2, G, true, sums},
            norm2 = {h, nullptr, norm2_w, norm2_b, mean2, rstd2, O, 0, G, true, sums};
 
-    groupnorm_apply(normed2, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G, true);
-    conv3x3_backward(dnormed2, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B),
-                     nullptr, 0, dout, normed2, weight_of(m, block, RES_CONV2_W), B, H, H, O, O, norm2);
+    int made = backend_aside(
+        [&] { groupnorm_apply(normed, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G, true); });
+    conv3x3_backward(dnormed, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B), nullptr,
+                     0, dout, normed, weight_of(m, block, RES_CONV2_W), B, H, H, O, O, norm2);
     bool widens = block.num_params > RES_SKIP_W;
     if (widens)
         linear_backward(dx, dx2, gradient_of(m, block, RES_SKIP_W), gradient_of(m, block, RES_SKIP_B), dout,
                         x, x2, weight_of(m, block, RES_SKIP_W), B * T, C, C2, O, block.accumulate);
+    backend_join(made);  // h is read no more
     groupnorm_backward(dh, nullptr, gradient_of(m, block, RES_NORM2_W), gradient_of(m, block, RES_NORM2_B),
-                       sums, dnormed2, nullptr, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G,
+                       sums, dnormed, nullptr, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G,
                        true, false);
-    groupnorm_apply(normed1, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2, G, true);
-    backend_join();
-    conv3x3_backward(dnormed1, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
-                     emb_pitch, dh, normed1, weight_of(m, block, RES_CONV1_W), B, H, H, K, O, norm1);
+    backend_aside(
+        [&] { groupnorm_apply(normed, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2, G, true); });
+    conv3x3_backward(dnormed, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
+                     emb_pitch, dh, normed, weight_of(m, block, RES_CONV1_W), B, H, H, K, O, norm1);
     groupnorm_backward(dx, dx2, gradient_of(m, block, RES_NORM1_W), gradient_of(m, block, RES_NORM1_B), sums,
-                       dnormed1, widens ? nullptr : dout, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2,
+                       dnormed, widens ? nullptr : dout, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2,
                        G, true, widens || block.accumulate);
 }
 
@@ -5460,11 +5468,13 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
     Normed norm = {
         x,     nullptr, norm_of(m, block, ATT_NORM_W), norm_of(m, block, ATT_NORM_B), mean, rstd, C, 0, G,
         false, sums};
+    backend_aside([&] {
+        groupnorm_apply(normed, mean, rstd, x, nullptr, norm_of(m, block, ATT_NORM_W),
+                        norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
+    });
     linear_backward(djoined, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
                     dout, joined, nullptr, weight_of(m, block, ATT_PROJ_W), B * T, C, 0, C, false);
     attention_backward(dqkv, djoined, joined, lse, qkv, B, T, C, heads);
-    groupnorm_apply(normed, mean, rstd, x, nullptr, norm_of(m, block, ATT_NORM_W),
-                    norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
     linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_QKV_W), gradient_of(m, block, ATT_QKV_B),
                     dqkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), B * T, C, 0, 3 * C, false, norm,
                     T);
@@ -5496,7 +5506,8 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
     float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
     Normed norm = {x, nullptr, norm_w, norm_b, mean, rstd, C, 0, G, true, sums};
     floatX *normed = take<floatX>(&m->scratch, (size_t)B * H * H * C), *dnormed = dx;  // (B, H, H, C)
-    groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true);
+    backend_aside(
+        [&] { groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true); });
     conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
                      0, dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O, norm);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
