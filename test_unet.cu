@@ -918,6 +918,11 @@ static void check_products(const Plan& plan) {
     test_conv(40, 128, 128, 32, 3, false, false, false, true, false);
     test_conv(1, 8, 8, 1024, 512, false, false, false, true, false);
     test_conv(14, 64, 64, 96, 96, true, true, false, true, true);  // more tiles than blocks
+    test_linear(40000, 128, 0, 128, true, true, true);
+    for (bool neighbours : {true, false}) {
+        test_normed_product(14, 64, 64, 64, 64, 64, 32, true, neighbours);
+        test_normed_product(780, 8, 8, 64, 64, 64, 32, true, neighbours);
+    }
     test_linear(3, 256, 0, 3712, false, true, false);
     std::vector<std::vector<int>> seen;
     auto first = [&](std::vector<int> shape) {

@@ -17,7 +17,8 @@
 //              width, G groups; x input, y or out output, w weight, dx dy dw their gradients, mean rstd a
 //              group's statistics.
 // Layout       Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
-//              PyTorch's order; every other weight lies in memory as it does in files.
+//              PyTorch's order; every other weight lies in memory as it does in files. The weights follow
+//              each other in another order than in files: see join_projections.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
 // Gradients    Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
@@ -858,7 +859,7 @@ static void backend_download(void* to, const void* from, size_t bytes) {
 // Returns the number of this call.
 template <typename Launches>
 static int backend_aside(Launches launches) {
-    if (profile.on || launch_stream == side_stream) {
+    if (profile.on) {
         launches();
         return side_calls;
     }
@@ -1051,7 +1052,7 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS };
 struct Tensor {
     char name[64];         // as PyTorch's named_parameters() calls it
     int shape[4], ndim;    // in PyTorch's order
-    size_t offset, count;  // in floats; offsets follow the order of the list, without gaps
+    size_t offset, count;  // in floats; without gaps, in the order that join_projections makes
     Init init;
     int fan_in;
 };
@@ -1555,8 +1556,8 @@ static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
 
-// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted (the
-// gradient of what was added per image, the time embedding).
+// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted
+// (the gradient of what was added per image, the time embedding).
 #ifdef CPU_LAYERS
 static void bias_backward_cpu(float* dbias, float* per_image, int pitch, const float* dout, int B, int T,
                               int O) {
@@ -1665,7 +1666,8 @@ static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, 
 // ---- 3x3 convolution --------------------------------------------------------------------------------------
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, with x (B, H, W, C),
-// w (O, 3, 3, C), bias (O), emb (B, emb_pitch)[:, :O] or null, residual (B, H, W, O) or null; residual may be out itself.
+// w (O, 3, 3, C), bias (O), emb (B, emb_pitch)[:, :O] or null, residual (B, H, W, O) or null; residual may be
+// out itself.
 #ifdef CPU_LAYERS
 // Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
 // p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
@@ -2303,9 +2305,10 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t ba
         : "memory");
 }
 
-// A cluster's barrier in its two halves.
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+// All threads of a cluster meet.
+__device__ inline void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
 // From the shared memory of block `rank` of the cluster.
 __device__ inline float4 load_cluster(uint32_t address, int rank) {
     float4 v;
@@ -2388,6 +2391,7 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
 }
 
 // ---- Hopper: forward and input gradient
+
 struct HopperGemm {
     CUtensorMap x, x2, w, out, out2;
     CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
@@ -2434,10 +2438,11 @@ __device__ inline void barrier_threads(int barrier, int threads) {
 }
 
 // The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
-// tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what is
-// added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
-// multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ...; `rank` is that in a cluster, whose
-// blocks have a share of the chunks each. Per tile: its patch and 64 channels' weights come from L2 once.
+// tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what
+// is added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
+// multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks
+// take one and the same tile, and a share of its chunks each. Per tile: its patch and 64 channels' weights
+// come from L2 once.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
@@ -2519,7 +2524,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 }
         }
         __syncwarp();
-        if (splits > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+        if (splits > 1) cluster_barrier(), cluster_barrier();
         return;
     }
 
@@ -2563,24 +2568,24 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         wgmma_wait<0>();
         if (leads) barrier_arrive(w_empty(stage.before())), barrier_arrive(patch_empty(patch.before()));
         if (splits > 1) {  // the first of the cluster adds the others' sums to its own, rank by rank
-            constexpr int THREADS = BLOCKS * 128;
-            static_assert(THREADS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
+            constexpr int ADDERS = BLOCKS * 128;
+            static_assert(ADDERS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
             float4* mine = (float4*)hopper_shared + threadIdx.x;
             if (rank > 0) {
-                barrier_threads(1, THREADS);  // the patches have been read
+                barrier_threads(1, ADDERS);  // the patches have been read
 #pragma unroll
                 for (int e = 0; e < 64; e += 4)
-                    mine[e / 4 * THREADS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+                    mine[e / 4 * ADDERS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
             }
-            cluster_arrive(), cluster_wait();
+            cluster_barrier();
             if (rank == 0)
                 for (int r = 1; r < splits; r++)
 #pragma unroll
                     for (int e = 0; e < 64; e += 4) {
-                        float4 part = load_cluster(patches + (e / 4 * THREADS + threadIdx.x) * 16, r);
+                        float4 part = load_cluster(patches + (e / 4 * ADDERS + threadIdx.x) * 16, r);
                         c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
                     }
-            cluster_arrive(), cluster_wait();  // nobody leaves while another reads its shared memory
+            cluster_barrier();  // nobody leaves while another reads its shared memory
             if (rank > 0) return;
         }
 
@@ -2738,11 +2743,13 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
     while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
            h.chunks * TAPS >= 18 * splits)
         splits *= 2;
-    h.tiles = tiles, h.share = ceil_div(h.chunks, splits), splits = ceil_div(h.chunks, h.share);
+    h.tiles = tiles, h.share = ceil_div(h.chunks, splits);
+    splits = ceil_div(h.chunks, h.share);  // none without a chunk
     // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
-    // the outputs before. Elsewhere a block a tile: the last ones go to the multiprocessors that are free first.
+    // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
     int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns), rounds = ceil_div(tiles, slots);
     int blocks = TAPS == 1 || tiles >= 0.8f * rounds * slots ? std::min(tiles, slots) : tiles;
+    ASSERT(splits == 1 || blocks == tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
                     Tile::SHARED_BYTES, splits, h);
 }
@@ -3371,7 +3378,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             }
         }
         __syncwarp();
-        if (cluster > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+        if (cluster > 1) cluster_barrier(), cluster_barrier();
         return;
     }
 
@@ -3437,7 +3444,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         *(float2*)(p + 8 * Tile::SUMS_PITCH) = make_float2(c[4 * v + 2], c[4 * v + 3]);
     }
     if (cluster > 1)
-        cluster_arrive(), cluster_wait();
+        cluster_barrier();
     else
         barrier_threads(1, GROUPS * 128);
     float* to = g.partial ? g.partial + (size_t)(split / cluster) * g.O * 9 * g.C : g.dw;
@@ -3471,7 +3478,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     // Without other clusters all parts are here: ranks share the channels, threads the images.
     if (sums_bias && !g.partial)
         finish_bias(g, (float*)(hopper_shared + Tile::SUMS_BYTES), o0, 64 / cluster, rank, threadIdx.x % 128);
-    if (cluster > 1) cluster_arrive(), cluster_wait();  // nobody leaves while another reads its shared memory
+    if (cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
 #endif
 }
 
@@ -3618,8 +3625,8 @@ __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O
     parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
 }
 
-// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns channels [32
-// b, 32 b + 32); eight threads a channel take every eighth image.
+// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns
+// channels [32 b, 32 b + 32); eight threads a channel take every eighth image.
 __global__ void bias_finish_kernel(float* dbias, floatX* per_image, int pitch, const float* parts, int B,
                                    int chunks, int O) {
     __shared__ float sums[REDUCE_GROUPS][32];
@@ -5281,7 +5288,7 @@ static const floatX* skip_of(const Model* m, const Block& block) {
     return block.skip < 0 ? nullptr : output_of(m, block.skip);
 }
 
-// ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projection to every residual block --
+// ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 
 enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
 
@@ -5405,7 +5412,8 @@ static void res_backward(Model* m, const Block& block, int B, const floatX* dout
     floatX* demb = output_gradient_of(m, 0) + block.emb;  // (B, emb_pitch)[:, :O]
     int emb_pitch = m->plan.blocks[0].O;
     float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * std::max(K, O));
-    // The weight gradients are made aside, and the normed tensors, which only they read; the rest never waits.
+    // The weight gradients are made aside, and the normed tensors, which only they read. The rest waits for
+    // no more than the last reading of h.
     floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O), then (B, T, K)
     floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O), then (B, T, K)
 
@@ -5626,8 +5634,8 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for the resampling blocks' and the embedding's. The network's own output stays for the caller. take() stops
-// the program where scratch is counted too small.
+// forward read, but for what the resampling blocks read and the embedding's output. The network's own output
+// stays for the caller. take() stops the program where scratch is counted too small.
 static void size_buffers(Plan* plan) {
     int n = (int)plan->blocks.size();
     size_t B = plan->batch;
@@ -5663,7 +5671,8 @@ static void size_buffers(Plan* plan) {
         size_t out = room(B * b.out_H * b.out_H * O);
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
-        b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
+        size_t normed = b.kind == BLOCK_EMBED ? 0 : O;  // channels that a norm reads
+        b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * normed * sizeof(float2)), i, i};
         b.inner = {0, inner, i, kept};
         b.stats = {0, aligned(stats * sizeof(float)), i, kept};
         b.scratch_forward = {0, forward, i, i};

@@ -39,12 +39,13 @@
 // times the error. Tensor cores (8) make plain arithmetic nearly twice as fast again, although every tap
 // fetches its pixels anew, 0.7 GB through the second-level cache. Production (9) fetches a patch of the
 // image once for all nine taps, and on Hopper leaves fetching and multiplying to the copy engine and wgmma:
-// 3.3 times version 8. Its portable kernel takes 90 us there.
+// 3.7 times version 8, and faster than cuDNN. Its portable kernel takes 90 us there.
 //
 // Input gradient: the same convolution of flipped weights, 64 to 192 channels, so the same ladder behind a
 // small kernel that flips. Three times the outputs make what writes them dearer (atomics, partial sums,
 // Winograd's last transform); a third of the inputs makes im2col cheaper. Production reads the weights as
-// they lie.
+// they lie. Its blocks take several tiles each, so that the next tile's patch is on its way while one's
+// outputs are written: 57 us, and 63 with a block a tile.
 //
 // Weight gradient: the sums run over 131,072 pixels and the outputs are few, so the question is not how to
 // multiply but who adds up. With atomics (3) 2,048 blocks meet in each of 110,592 sums, and nothing else
@@ -60,7 +61,7 @@
 // without Hopper's instructions). All there is to save is one reading of dout, 17 MB or 6 us. The price: 176
 // sums a thread and so one block a multiprocessor, one split of the pixels for both, and beyond 64 output
 // channels a launch for each 64. Two kernels, each with the tile, the split and the instructions that suit
-// it, take 118 us. The idea doesn't pay.
+// it, take 104 us. The idea doesn't pay.
 #include "convolution.h"
 #ifdef __CUDACC__
 #include "cublas.h"
