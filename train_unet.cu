@@ -774,9 +774,10 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 }
 
 static cudaStream_t main_stream, side_stream;
-static cudaStream_t launch_stream;              // the one of them that kernels go to
-static cudaEvent_t side_begins, side_ended[4];  // of the last four calls of backend_aside
-static int side_calls, side_joined;             // those made; those that the main stream has waited for
+static cudaStream_t launch_stream;  // the one of them that kernels go to
+enum { SIDE_EVENTS = 4 };           // an older call is waited for with the one in its place
+static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
+static int side_calls, side_joined;  // those made; those that the main stream has waited for
 // Partial sums of split reductions, a half for each stream: this is the one of launch_stream. A launcher
 // splits no further than fits; uses follow each other on the stream.
 static float* gpu_workspace;
@@ -868,13 +869,13 @@ static int backend_aside(Launches launches) {
     launch_stream = side_stream, gpu_workspace += GPU_WORKSPACE_BYTES / sizeof(float);
     launches();
     launch_stream = main_stream, gpu_workspace -= GPU_WORKSPACE_BYTES / sizeof(float);
-    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % 4], side_stream));
+    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_stream));
     return ++side_calls;
 }
 // The main stream waits for the launches of that call and of all before it; without a number, for all.
 static void backend_join(int call = side_calls) {
     if (call <= side_joined) return;
-    CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended[(call - 1) % 4], 0));
+    CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
     side_joined = call;
 }
 
@@ -2738,7 +2739,8 @@ static void launch_hopper_tile(const Gemm& g, HopperShape s) {
     int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
                 : PAIRS   ? ceil_div(s.B, images)
                           : s.B * h.tiles_x * h.tiles_y;
-    // Where tiles leave multiprocessors without work, clusters share the long reductions.
+    // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
+    // below were measured on an H100.
     int columns = ceil_div(g.N, 64), splits = 1;
     while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
            h.chunks * TAPS >= 18 * splits)
@@ -4099,7 +4101,7 @@ enum {
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 by turns: forward 20% slower
-    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower
+    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower on an H100
     NORM_DEPTH = 4,      // vectors that a thread of the forward pass awaits; 2: 1% slower
 };
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
@@ -4397,7 +4399,7 @@ __device__ static inline void norm_weights(float* dw, float* dbias, const float2
 // dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
 // memory: x, dy and dresidual in, dx out (in and out where it accumulates), once each; before that each block
 // reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
-template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower
+template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
                               const floatX* dy, const floatX* dresidual, const float* mean, const float* rstd,
