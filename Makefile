@@ -192,4 +192,4 @@ toc:
 	@echo "contents list and banners of train_unet.cu agree"
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ $(addprefix dev/,$(LADDERS)) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS)) data/emoji.bin data/faces.bin

@@ -1,0 +1,224 @@
+"""What the tests share: the programs under test, how they are run, errors, toy data.
+
+The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r| against a reference r in
+float64; float32 passes below 1e-5. Comparisons are written so that a NaN fails and one bad element fails.
+The programs under test are those in the folder above; the environment variables TRAIN_UNET, TEST_UNET,
+TEST_UNET_ASAN, TEST_UNET_OWN, TEST_UNET_OPENBLAS and LADDERS name others. TRAIN_UNET is a build for the CPU;
+the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and TRAIN_UNET_FP32.
+"""
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import train_unet
+import unet_io
+from unet_io import Checkpoint, Config, UserError, flags_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TRAIN = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
+TEST = os.environ.get("TEST_UNET", str(ROOT / "test_unet"))
+VARIANTS = {"asan": os.environ.get("TEST_UNET_ASAN", str(ROOT / "build/test_unet_asan")),
+            "own": os.environ.get("TEST_UNET_OWN", str(ROOT / "build/test_unet_own")),
+            "openblas": os.environ.get("TEST_UNET_OPENBLAS", str(ROOT / "build/test_unet_openblas")),
+            "ladders": os.environ.get("LADDERS", str(ROOT / "build/ladders"))}
+
+GPU = {"bf16": os.environ.get("TRAIN_UNET_BF16", str(ROOT / "train_unet")),
+       "fp32": os.environ.get("TRAIN_UNET_FP32", str(ROOT / "build/train_unet_fp32"))}
+
+SMALL = dict(image_size=4, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
+             num_head_channels=8, norm_groups=8, batch_size=2)  # the smallest network that the flags allow
+TOY = SMALL | dict(image_size=8, channel_mult=(1, 2), attention_resolutions=(4,), num_head_channels=16)
+TRAINING = {
+    "eps": Config(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1, norm_groups=8,
+                  attention_resolutions=(8,), batch_size=4, lr=1e-4, seed=11),
+    "v, flip, warm-up, cosine": Config(image_size=16, num_channels=32, channel_mult=(1, 2), num_res_blocks=1,
+                                       norm_groups=8, attention_resolutions=(8,), batch_size=5, lr=3e-4,
+                                       seed=4000000000, predict="v", noise_schedule="cosine", flip=True,
+                                       lr_schedule="cosine", warmup_steps=5, ema_rate=0.7, lr_steps=20,
+                                       weight_decay=0.1, beta1=0.85, beta2=0.99, diffusion_steps=500),
+    "clipping, linear, averages": Config(image_size=16, num_channels=32, channel_mult=(1, 2), norm_groups=8,
+                                         num_res_blocks=1, attention_resolutions=(8,), batch_size=3, lr=3e-4,
+                                         seed=3, lr_schedule="linear", warmup_steps=3, lr_steps=20,
+                                         final_lr_fraction=0.2, grad_clip=1.0, adam_eps=1e-3,
+                                         weight_decay=2.0, ema_rate=(0.5, 0.9, 0.8, 0.7)),
+    "x0, zero terminal SNR, offset noise, min-SNR": Config(**TOY | dict(
+        image_size=16, predict="x0", seed=6, batch_size=3, zero_terminal_snr=True, offset_noise=0.3,
+        min_snr_gamma=5.0)),
+    "v, zero terminal SNR": Config(**TOY | dict(image_size=16, predict="v", seed=12, diffusion_steps=50,
+                                                noise_schedule="cosine", zero_terminal_snr=True)),
+    "eps, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=6, min_snr_gamma=5.0)),
+    "v, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=7, predict="v",
+                                      noise_schedule="cosine", min_snr_gamma=1.5)),
+    "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
+                                      num_head_channels=32)),
+}
+RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
+                           predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1)
+RESUMED = Config(**RESUMED_FLAGS)
+QUICK = ("--num_samples", 1, "--sample_steps", 1)  # the grid at the end of a run costs next to nothing
+
+
+def run(*command, status=0, timeout=300, **options):
+    """Run a command, which must end with this status; returns the result with its output as text."""
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout,
+                            **options)
+    assert result.returncode == status, f"{command}: {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def script(name, *flags, **options):
+    """Run one of the Python programs."""
+    return run(sys.executable, ROOT / name, *flags, **options)
+
+
+def call(module, *flags):
+    """Run the main() of one of the Python programs here; returns the sentence of a refusal or ''."""
+    argv = sys.argv
+    sys.argv = [module.__name__, *map(str, flags)]
+    try:
+        module.main()
+    except UserError as error:
+        return str(error)
+    finally:
+        sys.argv = argv
+    return ""
+
+
+def variant(name):
+    if not os.access(VARIANTS[name], os.X_OK):
+        pytest.skip(f"{VARIANTS[name]} is not built")
+    return VARIANTS[name]
+
+
+@functools.lru_cache
+def why_not_on_gpu(precision):
+    """Why tests of the GPU build can't run here; "" if they can."""
+    if not torch.cuda.is_available() and not shutil.which("nvidia-smi"):
+        return "no GPU on this machine"
+    if not os.access(GPU[precision], os.X_OK):
+        return f"{GPU[precision]} is not built"
+    result = subprocess.run([GPU[precision], "--dry_run"], capture_output=True, text=True)
+    if result.returncode:
+        return f"{GPU[precision]} does not start: {result.stderr.strip()}"
+    built = result.stdout.splitlines()[0]
+    return "" if built.endswith(f": {precision}") else f"{GPU[precision]} is no GPU build in {precision}"
+
+
+def on_gpu(precision):
+    """The program built for this machine's GPU; skips the test where there is none."""
+    why = why_not_on_gpu(precision)
+    if why:
+        pytest.skip(why)
+    return GPU[precision]
+
+
+def error_of(a, r):
+    """The error of a tensor, see above: NaN where a or r holds one."""
+    a, r = np.asarray(a, np.float64).ravel(), np.asarray(r, np.float64).ravel()
+    assert a.shape == r.shape and len(r)
+    difference = np.abs(a - r)
+    return max(np.linalg.norm(difference) / np.linalg.norm(r), difference.max() / np.abs(r).max())
+
+
+def same_bits(a, b):
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def write_toy_images(path, n=11, size=8, seed=1):
+    """Random smooth pictures."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (n, 3, 4, 4)).astype(np.float32)
+    fine = F.interpolate(torch.from_numpy(coarse), size=size, mode="bilinear").numpy()
+    unet_io.write_images(path, fine.astype(np.uint8))
+    return str(path)
+
+
+def checkpoint_in(folder, step):
+    return pathlib.Path(folder) / f"checkpoint_{step:08d}.bin"
+
+
+def losses_in(folder):
+    """Losses by step from metrics.jsonl, whose every line must be valid JSON."""
+    lines = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def perturbed_file(path, config):
+    """Write fresh weights plus N(0, 0.02^2): as initialised, nearly every gradient is zero. -> the model"""
+    model = train_unet.perturb(train_unet.init_weights(train_unet.UNet(config), config.seed), config.seed)
+    weights = train_unet.to_numpy(model.parameters())
+    unet_io.write_checkpoint(path, Checkpoint(config, {"weights": weights}))
+    return model
+
+
+def metrics_in(folder):
+    """The lines of metrics.jsonl that hold a loss."""
+    lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def start_flags(config, data, folder, steps, **more):
+    words = [*flags_of(config), "--data_file", data, "--out_dir", folder, "--steps", steps, *QUICK]
+    for name, value in more.items():
+        words += [f"--{name}", value]
+    return words
+
+
+def picture(path, mode="RGB"):
+    with Image.open(path) as image:
+        assert image.format == "PNG" and image.mode == mode
+        return np.asarray(image).astype(int)
+
+
+def refused(*command, status=1, says=(), **options):
+    """The command must end with one sentence on stderr that holds every string of `says`."""
+    result = run(*command, status=status, **options)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    assert "Traceback" not in result.stderr
+    for text in [says] if isinstance(says, str) else says:
+        assert str(text) in lines[0], (text, lines[0])
+    return lines[0]
+
+
+def settings(text):
+    """The flags of a configuration file without quotes: a dict of texts."""
+    return dict(re.findall(r"^(\w+) = ?(.*)$", text, re.M))
+
+
+def effective(*flags):
+    """The flags' values as ./train_unet --print_config tells them."""
+    return settings(run(TRAIN, *flags, "--print_config").stdout)
+
+
+def stored_flags():
+    """The rows of FLAGS in train_unet.cu that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
+    text = (ROOT / "train_unet.cu").read_text()
+    rows = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (FREE|FIXED), ([1-9]\d*), AT\(\w+\),\s+"[^"]*",'
+                      r'\s+[-\w.]+,\s+([-\w.]+),\s+(0|"[^"]*"),', text)
+    return {name: (kind, freedom, float(most), choices.strip('"').split("|"))
+            for name, kind, freedom, _, most, choices in rows}
+
+
+def another(name, value):
+    """A value of the flag that is not `value` and that the flag takes."""
+    kind, _, most, choices = stored_flags()[name]
+    if kind == "CHOICE":
+        return next(choice for choice in choices if choice != value)
+    if kind == "BOOL":
+        return str(1 - int(value))
+    if "FLOAT" in kind:
+        return "0.25" if value != "0.25" else "0.5"
+    if kind == "LIST":
+        return "2" if value != "2" else "1"
+    return str(int(value) + (1 if int(value) < most else -1))

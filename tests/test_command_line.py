@@ -1,0 +1,387 @@
+"""Command lines and configuration files: what is refused, and with which sentence."""
+import dataclasses
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import train_unet
+import unet_io
+from harness import (
+    QUICK, RESUMED, ROOT, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
+    run, settings, start_flags, stored_flags, write_toy_images)
+from unet_io import Config, flags_of
+
+
+# ----------------------------------------------------------------------------------------------------
+# command lines
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--batchsize", 4], ["--batchsize;", "--batch_size?"]), (["--lrr", 1], "--lr?"), (["--halp"], "--help?"),
+    (["--num-channels", 64], "--num_channels?"), (["data.bin"], "'data.bin'"),
+    (["--lr"], "--lr needs a value"),
+    (["--lr", "fast"], ["--lr", "'fast'"]), (["--lr=-1"], "--lr"), (["--steps", "1e12"], "--steps"),
+    (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
+    (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
+    (["--channel_mult", "1,x"], "--channel_mult"), (["--offset_noise", "-1"], "--offset_noise"),
+    (["--flip=perhaps"], "--flip"), (["--preset", "small23"], ["'small23'", "mean small32?"]),
+    (["--out_dir", ""], ["--out_dir", "''"]), (["--data_file="], "--data_file"),
+    (["--out_dir", "a\nb"], ["--out_dir", "line break"])])
+def test_usage(words, says):
+    refused(TRAIN, *words, status=2, says=says)
+
+
+def test_help():
+    text = run(TRAIN, "--help").stdout
+    for flag in ("data_file val_file model_weights out_dir resume preset image_size num_channels channel_mult"
+                 " num_res_blocks attention_resolutions num_head_channels norm_groups diffusion_steps"
+                 " noise_schedule predict batch_size steps lr weight_decay seed log_every save_every"
+                 " sample_every generate dry_run config print_config keep keep_every").split():
+        assert re.search(rf"^  --{flag}\b", text, re.M), flag
+    assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
+    assert run(TRAIN, "-h").stdout == text
+
+
+def completed(*words, program="./train_unet", cwd=ROOT):
+    """What completion.bash offers for the last of these words, sorted."""
+    shell = '''source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _train_unet
+               [ ${#COMPREPLY[@]} = 0 ] || printf '%s\n' "${COMPREPLY[@]}"'''
+    words = run("bash", "-c", shell, ROOT / "completion.bash", program, *words, cwd=cwd).stdout.splitlines()
+    return sorted(words)
+
+
+def test_completion(tmp_path):
+    """Flags, choices, presets and file names, all from the program's --help."""
+    help = run(TRAIN, "--help").stdout
+    flags = sorted(re.findall(r"^  (--\w+)", help, re.M))
+    assert len(flags) > 30
+    for words in (["--"], [""], ["--flip", "--"], ["--steps", 4, "--"], ["--preset", "tiny", ""]):
+        assert completed(*words, program=TRAIN) == flags, words
+    assert completed("--adam_", program=TRAIN) == ["--adam_eps"]
+    presets = sorted(unet_io.PRESETS)
+    assert completed("--preset", "", program=TRAIN) == completed("--preset", "=", program=TRAIN) == presets
+    assert completed("--preset", "=", "ti", program=TRAIN) == ["tiny"]
+    assert completed("--preset=ti", program=TRAIN) == ["--preset=tiny"]  # as zsh splits words
+    for flag, choices in re.findall(r"^  (--\w+) (\w+(?:\|\w+)+) ", help, re.M):
+        assert completed(flag, "", program=TRAIN) == sorted(choices.split("|")), flag
+    assert "linear" in completed("--noise_schedule", "l", program=TRAIN)
+    for name in ("my data.bin", "my.bin", "other.bin"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "runs").mkdir()
+    for flag in ("--data_file", "--val_file", "--model_weights", "--output_name"):
+        assert completed(flag, "m", program=TRAIN, cwd=tmp_path) == ["my data.bin", "my.bin"]
+    assert completed("--resume", "r", program=TRAIN, cwd=tmp_path) == ["runs"]
+    assert completed("--lr", "", program=TRAIN, cwd=tmp_path) == completed("--lrr", "", program=TRAIN) == []
+    assert completed("--", program="./none") == []
+
+
+def test_zero_terminal_snr_weights():
+    """A timestep of noise alone has a finite weight: that of v and of x0 is 0, that of eps 1."""
+    abar = np.array([0.9, 0.5, 0.0])
+    assert unet_io.loss_weights(abar, "v", 5)[-1] == unet_io.loss_weights(abar, "x0", 5)[-1] == 0
+    assert unet_io.loss_weights(abar, "eps", 5)[-1] == 1
+
+
+def test_dry_run(tmp_path):
+    """The plan, the parameters and the memory, without data and without a trace."""
+    text = run(TRAIN, "--dry_run", "--out_dir", tmp_path / "run", "--data_file", tmp_path / "none").stdout
+    assert "20494211 parameters in 326 tensors" in text and "middle_block.1" in text and "in all" in text
+    assert not (tmp_path / "run").exists()
+    needed = [float(re.search(r"([\d.]+) GB in all", run(TRAIN, "--dry_run", *flags).stdout)[1])
+              for flags in ((), ("--microbatch", 16), ("--batch_size", 64, "--microbatch", 16))]
+    assert needed[1] < 0.7 * needed[0] and abs(needed[2] - needed[1]) < 0.01
+    text = run(TRAIN, "--preset=tiny", "--dry_run", "1", "--num_channels=64").stdout
+    assert re.search(r"num_channels +64 ", text) and re.search(r"image_size +32 ", text)
+    refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
+    refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
+    refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+    refused(TRAIN, "--dry_run", "--zero_terminal_snr", says=["--predict eps", "v or x0"])
+
+
+def test_time_of_a_dry_run():
+    """What a step and all steps will take here; where the memory is too small, the plan and that."""
+    for flags, steps in (((), 20000), ((*flags_of(Config(**TOY)), "--steps", 100), 100)):
+        text = run(TRAIN, *flags, "--dry_run").stdout
+        line = r"^one training step: ([\d.]+) (ms|s), ([\d.]+) images/s \((measured|an estimate from \d+ of)"
+        time_of, unit, rate, _ = re.search(line, text, re.M).groups()
+        ms = float(time_of) * (1 if unit == "ms" else 1e3)
+        batch, all_steps = 32 if steps == 20000 else TOY["batch_size"], float(ms) * steps / 1e3
+        assert abs(float(ms) * float(rate) / (1e3 * batch) - 1) < 0.1
+        parts = re.findall(r"(\d+)([dhms])", re.search(rf"^{steps} steps: ([\ddhms ]+), ", text, re.M)[1])
+        units = dict(d=86400, h=3600, m=60, s=1)
+        shown = sum(int(number) * units[unit] for number, unit in parts)
+        assert abs(shown - all_steps) < 1.01 * units[parts[-1][1]] + 0.01 * all_steps
+    assert "(measured, on random images)" in text
+    result = run(TRAIN, "--dry_run", "--batch_size", 65536, status=1)
+    assert "middle_block.1" in result.stdout and "GB in all" in result.stdout
+    sentence = r"error: this run needs \S+ GB of memory and \S+ GB are free; .*would fit.*\n"
+    assert re.fullmatch(sentence, result.stderr)
+
+
+def profile_tables(text):
+    """The tables of ./train_unet --profile: a list of {name: (launches, ms, share)}, each with its sum."""
+    tables = []
+    for line in text.splitlines():
+        row = re.fullmatch(r"(\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +[\d.]+ +[\d.]+ +(?:-|\d+%)", line)
+        if line.split()[:2] == ["launches", "ms"]:
+            tables.append({})
+        elif row:
+            tables[-1][row[1]] = int(row[2]), float(row[3]), float(row[4])
+    return tables
+
+
+def test_profile():
+    """Both tables add up and agree; the operations of a step are those that PyTorch counts."""
+    result = run(TRAIN, "--profile", "--batch_size", 1)
+    assert re.match(r"train_unet on .+, batch 1\n", result.stdout) and "no line counts" not in result.stdout
+    kinds, blocks = profile_tables(result.stdout)
+    assert kinds["sum of the parts"] == blocks["sum of the parts"]
+    for table in (kinds, blocks):
+        launches, ms, share = table.pop("sum of the parts")
+        assert sum(row[0] for row in table.values()) == launches and share == 100
+        assert abs(sum(row[1] for row in table.values()) - ms) < 1e-3 * len(table)
+        assert abs(sum(row[2] for row in table.values()) - 100) < 0.05 * len(table) + 1e-6
+    assert {f"{size} {what}" for size in ("3x3", "1x1") for what in ("forward", "dX", "dW")} < kinds.keys()
+    plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
+    assert [name for name in blocks if name != "step"] == plan and len(plan) > 40
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model, t = train_unet.UNet(Config()), torch.zeros(1, dtype=torch.long)
+        model(torch.empty(1, 3, 64, 64), t).sum().backward()
+    ours = float(re.search(r"^operations: +([\d.]+) GFLOP an image", result.stdout, re.M)[1])
+    assert abs(ours / (counter.get_total_flops() / 1e9) - 1) < 3e-4 and 38 < ours < 39
+
+
+def test_benchmark_tables():
+    """The GPU's tables: each kind's newest line, none from another GPU, pairs only; their places."""
+    head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
+    ours = dict(precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
+                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]),
+                default_ms=5.0, everything_ms=5.1)
+    theirs = dict(precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
+                  memory_mib=1024.0, first_s=100.0, torch="2.9")
+    lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
+             theirs, ours, ours | dict(batch=128)]
+    texts = train_unet.render_gpu(lines)
+    assert "**3.00 times (batch 32) as fast as PyTorch**, on X." in texts["gpu"]
+    assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
+    assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
+    assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
+    assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
+    assert train_unet.render_gpu(lines[:1]) == {}
+    page = pathlib.Path(train_unet.README).read_text()
+    for name in ("cpu", *texts):
+        assert page.count(f"<!-- bench:{name} -->") == page.count(f"<!-- /bench:{name} -->") == 1
+
+
+def test_data_files(tmp_path, images8):
+    toy = start_flags(Config(**TOY), images8, tmp_path / "run", 1)  # a flag that comes later wins
+    refused(TRAIN, *toy, "--data_file", tmp_path / "none.bin", says=["none.bin", "prepare_data.py"])
+    good = pathlib.Path(images8).read_bytes()
+    (tmp_path / "cut.bin").write_bytes(good[:-5])
+    refused(TRAIN, *toy, "--data_file", tmp_path / "cut.bin", says=["cut.bin", "damaged"])
+    (tmp_path / "flipped.bin").write_bytes(good[:2000] + bytes([good[2000] ^ 1]) + good[2001:])
+    refused(TRAIN, *toy, "--data_file", tmp_path / "flipped.bin", says=["flipped.bin", "checksum"])
+    (tmp_path / "text.bin").write_text("hello\n" * 500)
+    refused(TRAIN, *toy, "--data_file", tmp_path / "text.bin", says=["text.bin", "no image file"])
+    (tmp_path / "empty.bin").write_bytes(b"")
+    refused(TRAIN, *toy, "--data_file", tmp_path / "empty.bin", says="empty.bin")
+    refused(TRAIN, *toy, "--data_file", tmp_path, says="not a regular file")
+    odd = write_toy_images(tmp_path / "odd.bin", size=12)
+    refused(TRAIN, *toy, "--data_file", odd, says=["12 x 12", "prepare_data.py", "--image_size 8"])
+    small = write_toy_images(tmp_path / "small.bin", size=4)
+    refused(TRAIN, *toy, "--data_file", small, says=["4 x 4", "--image_size 8"])
+    refused(TRAIN, *toy, "--data_file", images8, "--val_file", small, says=["small.bin", "4 x 4"])
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "packed.bin.gz").write_bytes(b"")
+    refused(TRAIN, *toy, "--data_file", tmp_path / "packed.bin", says="gzip")
+
+
+def test_weights_files(tmp_path, images8):
+    toy = start_flags(Config(**TOY), images8, tmp_path / "run", 1)
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    refused(TRAIN, *toy, "--model_weights", tmp_path / "none.bin", says="none.bin")
+    refused(TRAIN, *toy, "--model_weights", images8, says=["images", "--data_file"])
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--num_channels", 64, "--data_file", images8,
+            "--out_dir", tmp_path / "run", says=["--num_channels 64", "w.bin", "32"])
+    good = (tmp_path / "w.bin").read_bytes()
+    (tmp_path / "cut.bin").write_bytes(good[:-1000])
+    refused(TRAIN, *toy, "--model_weights", tmp_path / "cut.bin", says=["cut.bin", "damaged"])
+    refused(TRAIN, *toy, "--data_file", tmp_path / "w.bin", says="no image file")
+    (tmp_path / "w.pt").write_bytes(b"PK" + good)
+    refused(TRAIN, *toy, "--model_weights", tmp_path / "w.pt", says=["w.pt", "generate.py --import"])
+    refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "nowhere", says=["checkpoint", "nowhere"])
+    draw = [TRAIN, "--generate", 1, "--model_weights", tmp_path / "w.bin"]
+    refused(*draw, "--sample_steps", 2000, says="2000")
+    refused(*draw, "--sample_steps", 1, "--output_name", tmp_path / "no/such/folder.png", says="folder.png")
+
+
+def test_run_folders(tmp_path, images8):
+    folder = tmp_path / "a/b/run"
+    toy = start_flags(RESUMED, images8, folder, 2)
+    run(TRAIN, *toy)
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_00000002.bin", "config.txt",
+                                                        "metrics.jsonl", "samples_00000002.png"}
+    refused(TRAIN, *toy, says=[folder, "step 2", "--resume", "--out_dir"])
+    refused(TRAIN, "--resume", folder, "--num_channels", 64, says=["--num_channels 64", "32"])
+    refused(TRAIN, "--resume", folder, "--batch_size", 7, says=["--batch_size 7", "3"])
+    refused(TRAIN, "--resume", folder, "--predict", "eps", says=["--predict eps", "v"])
+    refused(TRAIN, "--resume", folder, "--seed", 1, says=["--seed 1", "0"])
+    refused(TRAIN, "--resume", tmp_path / "nowhere", says=["nowhere", "--resume"])
+    (tmp_path / "file").write_text("")
+    refused(TRAIN, *toy, "--out_dir", tmp_path / "file/run", says="file")
+    moved = run(TRAIN, "--resume", folder, "--lr", "5e-4", "--steps", 3)
+    assert "changed on resume: --lr" in moved.stdout
+    os.rename(images8, images8 + ".away")
+    try:
+        refused(TRAIN, "--resume", folder, "--steps", 9, says=[images8])
+    finally:
+        os.rename(images8 + ".away", images8)
+
+
+def test_too_little_memory(tmp_path):
+    message = refused(TRAIN, "--batch_size", 65536, "--data_file", ROOT / "data/faces.bin",
+                      "--out_dir", tmp_path, says="of memory")
+    fits = re.search(r"--microbatch (\d+), the same batch in parts, or --batch_size (\d+) would fit", message)
+    assert "no batch size would fit" in message or 0 < int(fits[1]) == int(fits[2]) < 65536
+
+
+def test_nan_keeps_the_checkpoint(tmp_path, images8):
+    """Weights that overflow: the step is named, and the checkpoint before it stays as it is."""
+    run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 3))
+    path = checkpoint_in(tmp_path / "run", 3)
+    checkpoint = unet_io.read_checkpoint(str(path))
+    checkpoint.sections["weights"] = checkpoint.sections["weights"] * np.float32(1e30)
+    unet_io.write_checkpoint(path, checkpoint)
+    before = path.read_bytes()
+    message = refused(TRAIN, "--resume", tmp_path / "run", "--steps", 20, "--save_every", 1,
+                      says=["in step 4;", "checkpoint_00000003.bin", "--lr"])
+    assert "NaN" in message or "infinite" in message
+    assert list((tmp_path / "run").glob("checkpoint*")) == [path] and path.read_bytes() == before
+
+
+def test_diverging_run_says_so(tmp_path, images8):
+    message = refused(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 200), "--lr", 900,
+                      "--warmup_steps", 0, "--lr_schedule", "constant", says="--lr")
+    assert "NaN" in message or "infinite" in message
+
+
+# ----------------------------------------------------------------------------------------------------
+# configuration files
+
+
+def test_config_precedence(tmp_path):
+    """defaults < preset < file < typed, wherever the preset is named; comments, both ways to write a line."""
+    path = tmp_path / "my settings.txt"
+    path.write_text("# a comment\n\n  steps 77   # another\nlr = 5e-4\npreset tiny\nout_dir = a b # c\n"
+                    "flip=true\n")
+    flags = effective("--steps", 99, "--config", path)
+    assert (flags["steps"], flags["lr"], flags["batch_size"], flags["num_channels"], flags["flip"]) == (
+        "99", "0.0005", "8", "32", "1")
+    assert flags["out_dir"] == "a b"
+    assert effective("--config", path, "--preset", "small32")["batch_size"] == "64"
+    assert effective("--config", path)["steps"] == "77"
+
+
+@pytest.mark.parametrize("preset", unet_io.PRESETS)
+def test_print_config(tmp_path, preset):
+    """What --print_config writes is what it reads; grouped as in --help."""
+    printed = run(TRAIN, "--preset", preset, "--print_config").stdout
+    (tmp_path / "printed.txt").write_text(printed)
+    assert run(TRAIN, "--config", tmp_path / "printed.txt", "--print_config").stdout == printed
+    assert [line for line in re.findall(r"^# (\w+)$", printed, re.M)] == ["Files", "Model", "Diffusion",
+                                                                          "Training", "Sampling"]
+    assert stored_flags().keys() <= settings(printed).keys()
+
+
+@pytest.mark.parametrize("text, status, says", [
+    ("lr 1e-4\n\nbatchsize 4\n", 2, [", line 3: ", "'batchsize'", "batch_size?"]),
+    ("--lr 1e-4\n", 2, [", line 1: ", "'--lr'", "mean lr?"]), ("lr = fast\n", 2, [", line 1: ", "'fast'"]),
+    ("# x\nlr =   # nothing\n", 2, [", line 2: ", "--lr", "''"]),
+    ("out_dir\n", 2, [", line 1: ", "--out_dir"]),
+    ("steps 10 20\n", 2, [", line 1: ", "'10 20'"]), ("preset huge\n", 2, [", line 1: ", "'huge'", "tiny"]),
+    ("resume out\n", 2, [", line 1: ", "--resume"]), ("config x\n", 2, [", line 1: ", "--config"]),
+    ('out_dir "a b\n', 2, [", line 1: ", "quote"]), ("num_channels 48\n", 1, ["--num_channels", "48"]),
+    ("lr 1e-4\0\n", 1, ["no configuration"]), ("= 3\n", 2, [", line 1: "])])
+def test_config_refusals(tmp_path, text, status, says):
+    (tmp_path / "c.txt").write_text(text)
+    line = refused(TRAIN, "--config", tmp_path / "c.txt", "--print_config", status=status, says=says)
+    assert ", line" not in line or line.startswith(f"error: {tmp_path}/c.txt, line ")
+
+
+def test_config_no_file(tmp_path):
+    refused(TRAIN, "--config", tmp_path / "none.txt", says=["none.txt", "No such file"])
+    refused(TRAIN, "--config", tmp_path, says=[tmp_path, "not a regular file"])
+    refused(TRAIN, "--config", "", status=2, says="--config")
+    refused(TRAIN, "--config", ROOT / "data/faces.bin.gz", says=["faces.bin.gz", "no configuration"])
+
+
+def test_config_that_can_not_be_written(tmp_path, images8):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    flags = start_flags(RESUMED, images8, tmp_path / "run", 2)
+    refused(TRAIN, *flags, says=["run/config.txt", "too large"], preexec_fn=limit)
+    assert not list((tmp_path / "run").iterdir())
+    refused(TRAIN, *flags, "--out_dir", "/proc/run", says="/proc/run")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([TRAIN, "--print_config"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1 and re.fullmatch(r"error: .*No space left.*\n", result.stderr)
+
+
+def test_config_reproduces(tmp_path, images8):
+    """A run's config.txt, alone, makes the run again, bit for bit; names with spaces and quotes survive."""
+    data = tmp_path / 'my "data" #1.bin'
+    shutil.copy(images8, data)
+    folder = tmp_path / "the run # 2"
+    config = dataclasses.replace(RESUMED, adam_eps=3e-7, seed=12)
+    run(TRAIN, *start_flags(config, data, folder, 6, val_file=data, save_every=3))
+    again = run(TRAIN, "--config", folder / "config.txt", "--out_dir", tmp_path / "other")
+    other = tmp_path / "other"
+    for step in (3, 6):
+        assert checkpoint_in(folder, step).read_bytes() == checkpoint_in(other, step).read_bytes()
+    assert losses_in(folder) == losses_in(other)
+    texts = [(place / "config.txt").read_text() for place in (folder, other)]
+    assert texts[0].replace(f'out_dir = "{folder}"', f"out_dir = {other}") == texts[1]
+    # the commands that the end prints can be pasted
+    words = re.search(r"^pictures: +\./train_unet (.+)$", again.stdout, re.M).group(1)
+    subprocess.run(f"{TRAIN} {words} --output_name {tmp_path}/p.png --sample_steps 1", shell=True, check=True,
+                   capture_output=True)
+    first = run(TRAIN, "--resume", folder).stdout
+    words = re.search(r"^continue: +\./train_unet (.+)$", first, re.M).group(1)
+    assert words.endswith("--steps 12 --lr_schedule constant")  # the cosine has come to its end
+    subprocess.run(f"{TRAIN} {words}", shell=True, check=True, capture_output=True)
+    assert checkpoint_in(folder, 12).exists()
+
+
+def test_config_of_new_run_from_weights(tmp_path, images8):
+    """--model_weights brings its own architecture, which the run's config.txt holds, also after a resume."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 2, *QUICK)
+    run(TRAIN, *flags, "--out_dir", tmp_path / "run")
+    run(TRAIN, "--config", tmp_path / "run/config.txt", "--out_dir", tmp_path / "again")
+    assert "channel_mult = 1,2\n" in (tmp_path / "run/config.txt").read_text()
+    found, expected = (checkpoint_in(tmp_path / name, 2).read_bytes() for name in ("again", "run"))
+    assert found == expected
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 3)
+    assert f"model_weights = {tmp_path}/w.bin\n" in (tmp_path / "run/config.txt").read_text()
+    refused(TRAIN, "--resume", tmp_path / "run", "--model_weights", "other.bin",
+            says=["--model_weights other.bin contradicts", f"made with {tmp_path}/w.bin;"])
+
+
+def test_summary():
+    """The last line of a run of this file counts what passed, failed and was skipped, and says why."""
+    words = [sys.executable, ROOT / "test_unet.py", "-k", "schedule_by_known_values or gpu_missing"]
+    last = run(*words, env=dict(os.environ, TRAIN_UNET_BF16="/nowhere/train_unet")).stdout.splitlines()[-1]
+    why = "no GPU on this machine|/nowhere/train_unet is not built"
+    assert re.fullmatch(rf"1 passed, 0 failed, 1 skipped \(({why}): 1\)", last)

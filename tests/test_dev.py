@@ -1,0 +1,196 @@
+"""The ladders and tools of dev/."""
+import io
+import json
+import os
+import re
+import runpy
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import generate
+from harness import (
+    ROOT, SMALL, TOY, TRAIN, call, losses_in, perturbed_file, picture, refused, run, same_bits,
+    script, start_flags, variant)
+from unet_io import Config, UserError
+
+
+# ----------------------------------------------------------------------------------------------------
+# dev/
+
+@pytest.mark.parametrize("stem", sorted(path.stem for path in (ROOT / "dev").glob("*.py")
+                                        if path.with_suffix(".cu").exists()))
+def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
+    """Every version of a layer in dev/ against PyTorch; without a GPU, those for the CPU."""
+    monkeypatch.setenv("DEV_DATA", str(tmp_path))
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    monkeypatch.setattr(sys, "argv", [stem])
+    runpy.run_path(str(ROOT / f"dev/{stem}.py"), run_name="__main__")
+    cpp(variant("ladders"), stem)
+
+
+def test_ladders_cover_the_model(tmp_path, monkeypatch):
+    """Every shape of the default model's plan is a case that dev/ times."""
+    plan = run(TRAIN, "--dry_run", "--out_dir", tmp_path).stdout
+    stems = ("conv3x3", "conv1x1", "groupnorm", "attention", "upsample", "downsample")
+    wanted = {stem: set() for stem in stems}
+    row = r"^\d+ +\S+ +(\w+) +(\d+) \d+ (\d+)(?: \+ (\d+))? +\d+ \d+ (\d+)"
+    for kind, H, C, C2, O in re.findall(row, plan, re.M):
+        H, K, O = int(H), int(C) + int(C2 or 0), int(O)
+        if kind in ("conv", "residual", "out"):
+            wanted["conv3x3"] |= {(K, O, H)} | ({(O, O, H)} if kind == "residual" else set())
+        if kind in ("residual", "attention", "out"):
+            wanted["groupnorm"] |= {(K, H)} | ({(O, H)} if kind == "residual" else set())
+        if kind == "residual" and K != O:
+            wanted["conv1x1"].add((K, O, H))
+        if kind == "attention":
+            wanted["conv1x1"] |= {(K, 3 * K, H), (K, K, H)}
+            wanted["attention"].add((K, H))
+        if kind in ("up", "down"):
+            wanted[kind + "sample"].add((K, H))
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    for stem, shapes in wanted.items():
+        cases = [case for case in runpy.run_path(str(ROOT / f"dev/{stem}.py"))["CASES"].values()
+                 if case["B"] == 32 and {"timed", "model"} & set(case)]
+        timed = {(case["heads"] * case["d"], round(case["T"]**0.5)) if stem == "attention" else
+                 tuple(case[size] for size in "COH" if size in case) for case in cases}
+        assert len(shapes) > 1 and shapes <= timed, (stem, shapes - timed)
+
+
+def test_ladders_of_make():
+    """make takes what has a .cu and a .py for a ladder, and none of the tools."""
+    stems = {path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
+    for folder in (ROOT, ROOT / "dev"):
+        database = run("make", "-pn", "-C", folder, "clean").stdout
+        assert set(re.search(r"^LADDERS := (.*)$", database, re.M)[1].split()) == stems
+
+
+# ----------------------------------------------------------------------------------------------------
+# a run's log, in pictures and for TensorBoard
+
+def metrics_file(path, steps=range(10, 60, 10), ending="", **more):
+    """A metrics.jsonl as ./train_unet writes it; `more` goes into every line of a loss."""
+    lines = []
+    for step in steps:
+        line = dict(step=step, loss=10 / step, smoothed=20 / step, grad_norm=1.5, lr=1e-4 * step)
+        lines.append(line | more)
+        lines += [dict(step=step, val_loss=5 / step)] * (step % 20 == 0)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + ending)
+    return path
+
+
+def test_read_metrics(tmp_path, tools):
+    """The later line of a step counts; cut lines, other lines and nulls do no harm."""
+    read = tools("plot_log").read_metrics
+    whole = read(metrics_file(tmp_path / "a.jsonl"))
+    assert whole["loss"] == {10: 1, 20: 0.5, 30: 10 / 30, 40: 0.25, 50: 0.2}
+    assert whole["val_loss"] == {20: 0.25, 40: 0.125} and "step" not in whole
+    cut = ('[1]\n3\n\n{"loss": 1}\n{"step": null}\n{"step": Infinity}\n'
+           '{"step": 60, "loss": null, "lr": 1}\n{"step": 70, "lo')
+    assert read(metrics_file(tmp_path / "b.jsonl", ending=cut))["loss"] == whole["loss"]
+    resumed = '{"step": 55, "loss": 3}\n{"step": 30, "loss": 7}\n{"step": 40, "val_loss": 8}\n'
+    again = read(metrics_file(tmp_path / "c.jsonl", ending=resumed))
+    assert list(again["loss"].items()) == [(10, 1), (20, 0.5), (30, 7), (40, 0.25), (50, 0.2), (55, 3)]
+    assert again["val_loss"] == {20: 0.25, 40: 8}
+    for name, content, says in (("none", None, "no such file"), ("empty", "", "holds no line"),
+                                ("cut", '{"step": 1', "holds no line")):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=f"(?i){name}.*{says}"):
+            read(tmp_path / name)
+
+
+def test_plot_log(tmp_path, tools):
+    pytest.importorskip("matplotlib")
+    plot_log = tools("plot_log")
+    logs = [metrics_file(tmp_path / "a.jsonl"),
+            metrics_file(tmp_path / "b.jsonl", [7], '{"step": 9', loss_quartiles=[4, 3, None, 1])]
+    figure = plot_log.plot({path.name: plot_log.read_metrics(path) for path in logs})
+    lines = {axis.get_ylabel(): [line.get_xydata().tolist() for line in axis.lines] for axis in figure.axes}
+    assert list(lines) == ["loss", "loss by timestep", "gradient norm", "learning rate"]
+    steps = [10, 20, 30, 40, 50]
+    assert lines["loss"] == [[[step, 10 / step] for step in steps], [[step, 20 / step] for step in steps],
+                             [[20, 0.25], [40, 0.125]], [[7, 10 / 7]], [[7, 20 / 7]]]
+    assert lines["loss by timestep"] == [[[7, 4]], [[7, 3]], [[7, 1]]]
+    assert lines["learning rate"] == [[[step, 1e-4 * step] for step in steps], [[7, 7e-4]]]
+    target = tmp_path / "loss.png"
+    assert "loss by timestep" in script("dev/plot_log.py", *logs, "--output_name", target).stdout
+    assert picture(target, "RGBA").std() > 10
+    target = tmp_path / "no/x.png"
+    refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    for name, says in (("x.txt", "supported"), ("full.png", "a device"), (".", "a folder")):
+        assert says in call(plot_log, logs[0], "--output_name", tmp_path / name)
+    assert not list(tmp_path.glob("x*")) and (tmp_path / "full.png").is_char_device()
+
+
+def test_missing_packages(tmp_path, tools, monkeypatch):
+    """Where an optional package is not installed, a sentence says which."""
+    log = metrics_file(tmp_path / "metrics.jsonl")
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for package, module, words in (
+            ("matplotlib", tools("plot_log"), [log, "--output_name", tmp_path / "x.png"]),
+            ("tensorboard", tools("to_tensorboard"), [log, "--output_dir", tmp_path / "x"]),
+            ("safetensors", generate, ["--model_filename", tmp_path / "w.bin", "--export",
+                                       tmp_path / "x.safetensors"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        sentence = call(module, *words)
+        assert "pip install" in sentence and package in sentence and len(sentence.splitlines()) == 1
+    assert not list(tmp_path.glob("x*"))
+
+SCRIPTS = {"prepare_data.py": ["numpy", "PIL"], "generate.py": ["numpy", "torch"],
+           "train_unet.py": ["numpy", "torch"], "dev/plot_log.py": ["numpy"],
+           "dev/to_tensorboard.py": ["numpy", "PIL"]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_missing_requirements(tmp_path, name):
+    """A script that can't start for want of a package says so in one sentence."""
+    for package in SCRIPTS[name]:
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module', name='{package}')")
+        refused(sys.executable, ROOT / name, "--help", env=dict(os.environ, PYTHONPATH=str(folder)),
+                says=[f"the package {'pillow' if package == 'PIL' else package}:", "-r requirements.txt"])
+
+
+def test_plots_of_a_run(tmp_path, images8, tools):
+    """What the program itself writes can be plotted and converted."""
+    read = tools("plot_log").read_metrics
+    run(TRAIN, *start_flags(Config(**TOY), images8, tmp_path / "run", 4, log_every=1, val_file=images8,
+                            val_every=2))
+    metrics = read(tmp_path / "run/metrics.jsonl")
+    assert metrics["loss"] == losses_in(tmp_path / "run") and list(metrics["val_loss"]) == [2, 4]
+    assert all(key in metrics for key in ("smoothed", "grad_norm", "lr"))
+
+
+def test_to_tensorboard(tmp_path, tools):
+    """Every number and grid is in the event file, once, also after a second call."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    log = metrics_file(tmp_path / "metrics.jsonl", loss_quartiles=[4, 3, None, 1])
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 14, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "samples_00000040.png")
+    Image.fromarray(pixels).save(tmp_path / "other.png")
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/mine.txt").write_text("kept")
+    for _ in range(2):
+        assert call(tools("to_tensorboard"), log, "--output_dir", tmp_path / "events") == ""
+    assert len(list((tmp_path / "events").iterdir())) == 2
+    events = EventAccumulator(str(tmp_path / "events"), size_guidance={"images": 0})
+    events.Reload()
+    found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    expected = {key: {step: float(np.float32(value)) for step, value in points.items()}
+                for key, points in tools("plot_log").read_metrics(log).items() if key != "loss_quartiles"}
+    for n, value in ((1, 4), (2, 3), (4, 1)):
+        expected[f"loss_quartiles/{n}"] = {step: value for step in expected["loss"]}
+    assert found == expected
+    [image] = events.Images("samples")
+    assert image.step == 40
+    assert same_bits(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), pixels)
+    target = tmp_path / "x"
+    assert "none.jsonl" in call(tools("to_tensorboard"), tmp_path / "none.jsonl", "--output_dir", target)
+    assert not target.exists()

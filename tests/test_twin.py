@@ -1,0 +1,288 @@
+"""Random numbers, schedules, samplers and learning rates against their twins in Python."""
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import train_unet
+import unet_io
+from harness import (
+    QUICK, RESUMED, ROOT, TEST, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
+    script)
+from unet_io import Config, Stream, flags_of
+
+
+def int32(values):
+    return np.asarray(values, np.uint64).astype(np.uint32).view(np.int32)
+
+
+def respaced_sampler(T, schedule, predict, sampler, count):
+    """The sampler's numbers from the published formulas, written another way than in the programs.
+
+    Respacing as in guided-diffusion: the betas that are left are derived from the products that are left,
+    then Ho et al. 2020, equation 7, or Song et al. 2021, equation 12. float64 (count, 6), last timestep
+    first: the timestep; x0 = n1 x + n2 out; x <- n3 x0 + n4 x + n5 noise.
+    """
+    if schedule == "linear":
+        betas = np.minimum(np.linspace(1e-4 * 1000 / T, 0.02 * 1000 / T, T), 0.999)
+    else:
+        def bar(s):
+            return np.cos((s + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = np.array([min(1 - bar((i + 1) / T) / bar(i / T), 0.999) for i in range(T)])
+    products = np.cumprod(1 - betas)
+    stride, place, kept = (T - 1) / (count - 1) if count > 1 else 1, 0.0, []
+    for _ in range(count):
+        kept.append(round(place))
+        place += stride
+    left, last = [], 1.0
+    for t in kept:
+        left.append(1 - products[t] / last)
+        last = products[t]
+    alphas = 1 - np.array(left)
+    bar, rows = np.cumprod(alphas), []
+    for i in reversed(range(count)):
+        before = bar[i - 1] if i else 1.0
+        n1, n2 = ((np.sqrt(bar[i]), -np.sqrt(1 - bar[i])) if predict == "v"
+                  else (1 / np.sqrt(bar[i]), -np.sqrt(1 / bar[i] - 1)))
+        if sampler == "ddpm":
+            n3 = left[i] * np.sqrt(before) / (1 - bar[i])
+            n4 = (1 - before) * np.sqrt(alphas[i]) / (1 - bar[i])
+            n5 = np.sqrt(left[i] * (1 - before) / (1 - bar[i])) if i else 0.0
+        else:  # x = sqrt(before) x0 + sqrt(1 - before) eps with eps = (x - sqrt(bar) x0) / sqrt(1 - bar)
+            n4, n5 = np.sqrt((1 - before) / (1 - bar[i])), 0.0
+            n3 = np.sqrt(before) - n4 * np.sqrt(bar[i])
+        rows.append([kept[i], n1, n2, n3, n4, n5])
+    return np.array(rows)
+
+
+class Network:
+    """A made-up network, the same in test_unet.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
+    def __init__(self, config):
+        self.config = config
+        self.abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule,
+                                       config.zero_terminal_snr)
+
+    def __call__(self, x, t):
+        a, x = self.abar[int(t[0])], x.double()
+        x0 = 1.6 * torch.tanh(x + int(t[0]) / self.config.diffusion_steps / 2)
+        eps = (x - np.sqrt(a) * x0) / np.sqrt(1 - a)
+        v = np.sqrt(a) * eps - np.sqrt(1 - a) * x0
+        return {"eps": eps, "v": v, "x0": x0}[self.config.predict].float()
+
+
+def chain_cases(add):
+    """Whole pictures by every sampler from the made-up network."""
+    for sampler, flags, predict, schedule, zero in (
+            ("ddim", {}, "eps", "linear", False), ("ddim", dict(eta=0.7), "v", "cosine", False),
+            ("ddim", dict(eta=1.0, threshold="dynamic"), "v", "linear", True),
+            ("ddpm", {}, "x0", "linear", True), ("ddpm", dict(threshold="none"), "eps", "linear", False),
+            ("dpmpp", {}, "v", "cosine", True), ("dpmpp", dict(threshold="dynamic"), "eps", "linear", False),
+            ("dpmpp", dict(sample_steps=1), "x0", "cosine", False),
+            ("dpmpp", dict(sample_steps=2), "v", "linear", False),
+            ("heun", {}, "eps", "linear", False), ("heun", dict(threshold="dynamic"), "x0", "cosine", False),
+            ("heun", dict(threshold="none", sample_steps=40), "v", "linear", True)):
+        config = Config(**TOY | dict(image_size=9, channel_mult=(1,), diffusion_steps=300, predict=predict,
+                                     zero_terminal_snr=zero, noise_schedule=schedule))
+        pictures = train_unet.sample(Network(config), [5, 4000000000], sampler, **flags).numpy()
+        assert np.isfinite(pictures).all() and pictures.std() > 0.1
+        args = [["eps", "v", "x0"].index(predict), schedule == "cosine", zero,
+                list(train_unet.SAMPLERS).index(sampler), flags.get("sample_steps", 0),
+                ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9, 5, 4000000000]
+        name = " ".join(["chain", sampler, predict, schedule, *map(str, flags.values()), *["to 0"] * zero])
+        add(name, args, pictures.reshape(-1), reals=np.array([flags.get("eta", 0.0)]))
+
+
+def twin_cases():
+    tensors = {}
+
+    def add(name, args, values, **others):
+        for what, value in dict(args=np.array(args), values=values, **others).items():
+            value = np.asarray(value)
+            if value.dtype not in (np.float32, np.float64):
+                value = int32(value)
+            tensors[f"{name}/{what}"] = value
+
+    for stream in Stream:
+        add(f"words {stream.name}", [2**32 - 5, stream, 3, 99], unet_io.words(2**32 - 5, stream, 1001, 3, 99))
+    for seed, sample, step in ((0, 0, 0), (1, 31, 19999), (2**32 - 1, 2**31 + 7, 2**32 - 1)):
+        add(f"words {seed} {sample} {step}", [seed, Stream.NOISE, sample, step],
+            unet_io.words(seed, Stream.NOISE, 400, sample, step))
+        add(f"normals {seed} {sample} {step}", [seed, Stream.NOISE, sample, step],
+            unet_io.normals(seed, Stream.NOISE, 12289, sample, step))
+    for T in (1000, 17, 4000):
+        add(f"timesteps of {T}", [5, Stream.TIMESTEP, 7, T], unet_io.timesteps(5, np.arange(100), 7, T))
+    for schedule, predict, gamma in (("linear", "eps", 5), ("linear", "v", 5), ("cosine", "x0", 1.5),
+                                     ("cosine", "v", 0), ("cosine", "eps", 20)):
+        # the published formula, w = min(SNR, gamma) / r with r = 1, SNR, SNR + 1 for x0, eps, v
+        abar = unet_io.alphas_bar(200, schedule)
+        snr = abar / (1 - abar)
+        ratio = {"x0": 1, "eps": snr, "v": snr + 1}[predict]
+        weights = np.minimum(snr, gamma) / ratio if gamma else np.ones(200)
+        assert np.abs(unet_io.loss_weights(abar, predict, gamma) / weights - 1).max() < 1e-12
+        choices = [200, schedule == "cosine", ("eps", "v", "x0").index(predict)]
+        add(f"weights {schedule} {predict} {gamma}", choices, weights, reals=np.array([float(gamma)]))
+    for epoch, n in ((0, 1), (3, 2), (1, 78), (123456, 1626)):
+        add(f"permutation {epoch} of {n}", [2**31 + 1, epoch], unet_io.permutation(2**31 + 1, epoch, n))
+    add("batches across epochs", [6, 7],
+        np.concatenate([unet_io.batch_indices(6, step, 5, 7) for step in range(6)]))
+    for T, schedule in ((1000, "linear"), (1000, "cosine"), (100, "linear"), (20, "linear"), (77, "cosine")):
+        for zero in (False, True):
+            add(f"abar {schedule} {T} zero {zero}", [T, schedule == "cosine", zero],
+                unet_io.alphas_bar(T, schedule, zero))
+    for T, schedule, predict, sampler, count in (
+            (1000, "linear", "eps", "ddim", 50), (1000, "linear", "eps", "ddpm", 1000),
+            (1000, "cosine", "v", "ddim", 50), (1000, "cosine", "v", "ddpm", 250),
+            (100, "linear", "v", "ddim", 1), (100, "cosine", "eps", "ddpm", 7),
+            (500, "linear", "eps", "ddim", 499)):
+        add(f"sampler {schedule} {T} {predict} {sampler} {count}",
+            [T, schedule == "cosine", predict == "v", sampler == "ddpm", count],
+            respaced_sampler(T, schedule, predict, sampler, count).reshape(-1))
+    chain_cases(add)
+    at = [0, 1, 2, 4, 5, 6, 9, 10, 50, 98, 99, 100, 101, 5000]
+    kinds = ("constant", "cosine", "linear")
+    for schedule, warmup, length, last, skipped in (
+            ("constant", 0, 100, 0.5, 0), ("constant", 10, 100, 0, 0), ("cosine", 0, 100, 0, 0),
+            ("cosine", 10, 100, 0, 0), ("cosine", 100, 100, 0.25, 0), ("cosine", 200, 100, 0.25, 0),
+            ("cosine", 10, 100, 0.25, 0), ("linear", 0, 100, 0, 0), ("linear", 10, 100, 0.1, 4),
+            ("linear", 100, 100, 0.1, 0), ("linear", 200, 100, 0.1, 0)):
+        config = Config(lr=3e-4, lr_schedule=schedule, warmup_steps=warmup, lr_steps=length,
+                        final_lr_fraction=last, ema_rate=(0.995, 0.9))
+        steps = [s for s in at if s >= skipped]
+        values = [[unet_io.learning_rate(config, s), *(1 - unet_io.ema_decay(rate, s - skipped)
+                                                       for rate in config.ema_rate)] for s in steps]
+        add(f"rate {schedule} warm-up {warmup} of {length} to {last}, {skipped} skipped",
+            [kinds.index(schedule), warmup, length, skipped], np.array(values).reshape(-1),
+            reals=np.array([3e-4, last, *config.ema_rate]), at=steps)
+    return tensors
+
+
+def test_twin(cpp, tmp_path):
+    unet_io.write_tensors(tmp_path / "twin.bin", twin_cases())
+    cpp(TEST, "--twin", tmp_path / "twin.bin")
+
+
+def test_device_twin(images8):
+    """The random numbers that PyTorch makes on its device: the integers equal, the batches to 2e-6."""
+    for seed, stream, step in ((0, Stream.NOISE, 0), (2**32 - 1, Stream.PERTURB, 9), (7, Stream.FLIP, 2**31)):
+        rows = torch.tensor([0, 1, 31, 2**31 + 5])
+        words = train_unet.device_words(seed, stream, 400, rows, torch.tensor([step]))
+        assert np.array_equal(words.numpy(), unet_io.words(seed, stream, 400, rows.numpy(), step))
+    config = Config(**TOY | dict(flip=True, batch_size=5, seed=3, offset_noise=0.2))
+    images = unet_io.read_images(images8)
+    replayed = train_unet.DeviceReplay(train_unet.UNet(config), images, config, 7, "cpu")
+    for step in range(7):
+        for ours, theirs in zip(replayed.batch(), train_unet.make_batch(images, config, step)):
+            assert ours.dtype == torch.from_numpy(theirs).dtype and ours.shape == theirs.shape
+            assert np.abs(ours.numpy() - theirs).max() <= (2e-6 if ours.is_floating_point() else 0)
+        replayed.step_index += 1
+
+
+def test_compare_quality(tmp_path, images8):
+    """Both programs from fresh weights, with everything that may vary from step to step."""
+    config = dataclasses.replace(RESUMED, ema_rate=0.0)
+    result = script("train_unet.py", "--compare_quality", tmp_path / "x/curves.jsonl", *flags_of(config),
+                    "--steps", 12, "--data_file", images8, "--device", "cpu")
+    assert "within 1%: the losses fall alike" in result.stdout
+    lines = [json.loads(line) for line in (tmp_path / "x/curves.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(abs(line["train_unet"] / line["pytorch"] - 1) < 1e-5 for line in lines)
+
+
+def test_schedule_by_known_values():
+    """The published schedule's ends, and guided-diffusion's choice of 10 of 1000 timesteps."""
+    abar = unet_io.alphas_bar(1000, "linear")
+    assert abs(abar[0] - 0.9999) < 1e-12 and abs(abar[-1] - 4.0358e-5) < 1e-8
+    # zero terminal SNR, from the paper's algorithm by way of its betas
+    alphas = (np.sqrt(abar) - np.sqrt(abar[-1])) / (np.sqrt(abar[0]) - np.sqrt(abar[-1])) * np.sqrt(abar[0])
+    alphas = alphas**2
+    betas = 1 - np.append(alphas[0], alphas[1:] / alphas[:-1])
+    rescaled = unet_io.alphas_bar(1000, "linear", True)
+    assert np.abs(np.cumprod(1 - betas) - rescaled).max() < 1e-12
+    assert rescaled[-1] == 0 and abs(rescaled[0] - abar[0]) < 1e-15 and (np.diff(rescaled) < 0).all()
+    assert unet_io.space_timesteps(1000, 10).tolist() == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
+    assert unet_io.space_timesteps(1000, 1).tolist() == [0]
+
+
+@pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True)])
+def test_order_of_samplers(schedule, zero):
+    """Of data N(0.3, 0.5^2) the perfect network and the exact picture of a noise are known. Twice the steps:
+    half the error of a sampler of first order, a quarter of one of second."""
+    class Perfect(Network):
+        def __call__(self, x, t):
+            a = self.abar[int(t[0])]
+            x0 = 0.3 + 0.25 * np.sqrt(a) / (0.25 * a + 1 - a) * (x.double() - 0.3 * np.sqrt(a))
+            return np.sqrt(a) * (x - np.sqrt(a) * x0) / np.sqrt(1 - a) - np.sqrt(1 - a) * x0
+
+    config = Config(**TOY | dict(diffusion_steps=4000, predict="v", noise_schedule=schedule,
+                                 zero_terminal_snr=zero))
+    network, seeds = Perfect(config), [1, 2]
+    # the noise of picture y at the first timestep is the same multiple of its standard deviation
+    a = network.abar[-1]
+    z = train_unet.seed_noise(seeds, (3, 8, 8)).double()
+    exact = 0.3 + 0.5 * (z - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
+    for sampler, least, most in (("ddim", 1.9, 2.1), ("dpmpp", 3, 6), ("heun", 3.7, 6)):
+        drawn = [train_unet.sample(network, seeds, sampler, n, threshold="none") for n in (100, 200)]
+        errors = [float((x - exact).abs().max()) for x in drawn]
+        print(sampler, errors)
+        assert least < errors[0] / errors[1] < most and errors[1] < 0.03
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 2])
+def test_initial_weights(tmp_path, images8, seed):
+    """Both programs draw the same weights, to the bit; as PyTorch would: bounds, zeros, ones."""
+    config = Config(**TOY | dict(seed=seed))
+    run(TRAIN, *flags_of(config), "--steps", 0, "--data_file", images8, "--out_dir", tmp_path / "run", *QUICK)
+    file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 0)))
+    model = train_unet.init_weights(train_unet.UNet(config), seed)
+    parameters = dict(model.named_parameters())
+    flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(parameters.values())])
+    assert same_bits(file.sections["weights"], flat) and same_bits(file.sections["ema"], flat)
+    assert not file.sections["adam_m"].any() and not file.sections["adam_v"].any()
+    assert file.tensors == len(parameters) and file.step == 0
+    fresh = dict(train_unet.UNet(config).named_parameters())  # as PyTorch draws them
+    for name, parameter in parameters.items():
+        values, theirs, n = parameter.detach(), fresh[name].detach(), parameter.numel()
+        if theirs.unique().numel() == 1:  # zeros and ones
+            assert torch.equal(values, theirs), name
+            continue
+        bound = model.get_submodule(name.rpartition(".")[0]).weight[0].numel() ** -0.5
+        for drawn in (values, theirs):
+            assert drawn.abs().max() <= bound * 1.000001, name
+            assert abs(drawn.std() / bound * 3**0.5 - 1) < 0.05 + 4 / n**0.5, name
+            assert abs(drawn.mean() / bound) < 0.02 + 4 / n**0.5, name
+
+
+def test_flags_of_both_programs(tmp_path):
+    """./train_unet --help and unet_io.Config agree on defaults; train_unet.py's file needs no flags again."""
+    text = run(TRAIN, "--help").stdout
+    listed = dict(re.findall(r"^  --(\w+) .*?(?:\(default ([^)]*)\))?$", text, re.M))
+    for field in dataclasses.fields(Config):
+        if not field.metadata["help"]:
+            continue
+        default = field.default
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        if field.type is bool:
+            assert not default and field.name in listed
+        elif field.type is float:
+            assert float(listed[field.name]) == default, field.name
+        else:
+            assert listed[field.name] == str(default), field.name
+    for config in (TRAINING["clipping, linear, averages"], TRAINING["no average"]):  # and back
+        assert train_unet.parse_flags([*flags_of(config), "--steps", "20"])[1] == dataclasses.replace(
+            config, lr_steps=20)
+    shared = {field.name for field in dataclasses.fields(Config)} | train_unet.RUN_FLAGS.keys()
+    standard = effective()
+    for preset, values in unet_io.PRESETS.items():
+        theirs = effective("--preset", preset)
+        assert {name for name in shared & theirs.keys() if theirs[name] != standard[name]} <= values.keys()
+        for name, value in values.items():
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            assert theirs[name] == str(shown) or float(theirs[name]) == float(shown), (preset, name)
+        for name in ("data_file", "val_file"):
+            assert not theirs[name] or (ROOT / f"{theirs[name]}.gz").exists(), (preset, name)
+    listed = re.search(r"^Presets\n(.*)", text, re.M | re.S).group(1)
+    assert re.findall(r"^  (\w+):", listed, re.M) == list(unet_io.PRESETS)
