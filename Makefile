@@ -175,7 +175,7 @@ CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD
 TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/ladders
 
 test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
-	@$(foreach test,$(CUDA_TESTS),$(test) &&) true
+	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
 # Against PyTorch on this machine; writes its tables into README.md. On a GPU, BATCHES=32,128 measures some of the batch

@@ -117,6 +117,7 @@ static void test_microbatch(double limit);  // below, in section 11
 //
 //   build/test_unet_cuda_bf16          check: every launcher, many shapes
 //   build/test_unet_cuda_bf16 tiny     few and small shapes, for compute-sanitizer
+//   build/test_unet_cuda_bf16 limits   the largest sizes that the flags allow, some minutes
 //
 // One line a layer and pass. Inputs are rounded to the layers' precision first, so that an error is the
 // launcher's own. What is overwritten is NaN before, as is the workspace; two runs must agree in every bit.
@@ -255,7 +256,7 @@ struct Pair : AnyBuffer {
         std::vector<T> values(host.begin(), host.end());
         backend_upload(device, values.data(), bytes());
     }
-    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_stream)); }
+    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_lane.stream)); }
     std::vector<T> download() const {
         std::vector<T> values(host.size());
         backend_download(values.data(), device, bytes());
@@ -267,6 +268,7 @@ struct Pair : AnyBuffer {
     }
     std::vector<double> numbers(bool here) const override {
         std::vector<double> all;
+        all.reserve(host.size());
         if (here)
             for (const Host& value : host) append(&all, value);
         else
@@ -321,7 +323,8 @@ static void check(const std::string& layer, const std::string& shape, const std:
             o.buffer->upload();
             if (o.before == WRITTEN) o.buffer->poison();
         }
-        CUDA_CHECK(cudaMemsetAsync(gpu_workspace, 255, GPU_WORKSPACE_BYTES, main_stream));
+        for (const Lane* l : {&main_lane, &side_lane})
+            CUDA_CHECK(cudaMemsetAsync(l->workspace.base, 255, GPU_WORKSPACE_BYTES, main_lane.stream));
         call(gpu, OnDevice());
         backend_join();
         for (const Output& o : outputs) of_run.push_back(o.buffer->bits());
@@ -369,19 +372,19 @@ static void test_conv(int B, int H, int W, int C, int O, bool emb, bool residual
     auto cpu = [&](auto... arguments) {
         conv3x3_backward_cpu(arguments...);
         if (M < 300000) return;  // its fp32 sums are no measure for so many pixels
-#pragma omp parallel for collapse(2)
-        for (int o = 0; o < O; o++)
-            for (int k = 0; k < 9 * C; k++) {
-                double sum = before[(size_t)o * 9 * C + k];
-                int dy = k / C / 3 - 1, dx = k / C % 3 - 1;
-                for (int p = 0; p < (int)M; p++) {
-                    int py = p / W % H + dy, px = p % W + dx;
+#pragma omp parallel for
+        for (int o = 0; o < O; o++) {
+            std::vector<double> sums(&before[(size_t)o * 9 * C], &before[(size_t)o * 9 * C] + 9 * C);
+            for (int p = 0; p < (int)M; p++)
+                for (int tap = 0; tap < 9; tap++) {
+                    int dy = tap / 3 - 1, dx = tap % 3 - 1, py = p / W % H + dy, px = p % W + dx;
                     if (py < 0 || py >= H || px < 0 || px >= W) continue;
-                    sum +=
-                        (double)dout.host[(size_t)p * O + o] * x.host[(size_t)(p + dy * W + dx) * C + k % C];
+                    const float* pixel = &x.host[(size_t)(p + dy * W + dx) * C];
+                    double d = dout.host[(size_t)p * O + o];
+                    for (int c = 0; c < C; c++) sums[tap * C + c] += d * pixel[c];
                 }
-                dw.host[(size_t)o * 9 * C + k] = (float)sum;
-            }
+            std::copy(sums.begin(), sums.end(), &dw.host[(size_t)o * 9 * C]);
+        }
     };
     check("conv3x3 backward", shape, outputs, conv3x3_backward, cpu, [&](auto f, auto on) {
         f(on(gx, dx), on(dw), on(db), on(ge, demb), pitch, on(dout), on(x), on(w), B, H, W, C, O, Normed());
@@ -590,6 +593,81 @@ static void test_attention(int B, int T, int heads, int d) {
           [&](auto f, auto on) { f(on(dqkv), on(dout), on(out), on(lse), on(qkv), B, T, C, heads); });
 }
 
+// T pixels of one image and head, as many as the CPU can't do in full: every `stride`-th query, and every
+// such key's gradients, in double. The rest of the device's tensors enters only by what was checked for rows
+// of the same kernel: out and lse.
+static void test_long_attention(int T, int d, int stride) {
+    std::string shape = text("B1 T%d heads 1 of %d, every %d-th row", T, d, stride);
+    size_t N = (size_t)T * d;
+    Layer qkv(3 * N), out(N), dout(N), dqkv(3 * N);
+    Floats lse(T);
+    attention_forward(out.device, lse.device, qkv.device, 1, T, d, 1);
+    attention_backward(dqkv.device, dout.device, out.device, lse.device, qkv.device, 1, T, d, 1);
+    std::vector<double> o = out.numbers(false), l = lse.numbers(false), g = dqkv.numbers(false), D(T);
+    const float *q = qkv.host.data(), *k = q + d, *v = k + d;  // rows of 3 d
+    double scale = 1 / sqrt((double)d);
+    auto dot = [&](const float* a, const float* b) {
+        double sum = 0;
+        for (int c = 0; c < d; c++) sum += (double)a[c] * b[c];
+        return sum;
+    };
+    for (int t = 0; t < T; t++)
+        for (int c = 0; c < d; c++) D[t] += dout.host[(size_t)t * d + c] * o[(size_t)t * d + c];
+    int rows = (T + stride - 1) / stride;
+    std::vector<double> found[4], exact[4], logs, logs_exact;  // out, dq, dk, dv
+    for (auto& e : exact) e.resize((size_t)rows * d);
+    logs_exact.resize(rows);
+#pragma omp parallel for
+    for (int r = 0; r < rows; r++) {
+        size_t i = (size_t)r * stride;
+        double top = -INFINITY, total = 0, own = 0;
+        for (int j = 0; j < T; j++) top = std::max(top, scale * dot(q + i * 3 * d, k + (size_t)j * 3 * d));
+        for (int pass = 0; pass < 2; pass++)  // out and lse first, then dq from them
+            for (size_t j = 0; j < (size_t)T; j++) {
+                double p = exp(scale * dot(q + i * 3 * d, k + j * 3 * d) - top);
+                if (pass == 0) {
+                    total += p;
+                    for (int c = 0; c < d; c++) exact[0][r * d + c] += p * v[j * 3 * d + c];
+                    if (j + 1 < (size_t)T) continue;
+                    for (int c = 0; c < d; c++) exact[0][r * d + c] /= total;
+                    for (int c = 0; c < d; c++) own += dout.host[i * d + c] * exact[0][r * d + c];
+                    logs_exact[r] = top + log(total);
+                } else {
+                    double ds = scale * p / total * (dot(&dout.host[i * d], v + j * 3 * d) - own);
+                    for (int c = 0; c < d; c++) exact[1][r * d + c] += ds * k[j * 3 * d + c];
+                }
+            }
+        for (size_t j = 0; j < (size_t)T; j++) {  // row i as a key, of queries j
+            double p = exp(scale * dot(q + j * 3 * d, k + i * 3 * d) - l[j]);
+            double ds = scale * p * (dot(&dout.host[j * d], v + i * 3 * d) - D[j]);
+            for (int c = 0; c < d; c++) {
+                exact[2][r * d + c] += ds * q[j * 3 * d + c];
+                exact[3][r * d + c] += p * dout.host[j * d + c];
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < d; c++) {
+            size_t i = (size_t)r * stride;
+            found[0].push_back(o[i * d + c]);
+            for (int part = 0; part < 3; part++) found[1 + part].push_back(g[(i * 3 + part) * d + c]);
+        }
+    for (int r = 0; r < rows; r++) logs.push_back(l[(size_t)r * stride]);
+    line_of("long attention").shapes++;
+    auto compare = [&](const char* name, const std::vector<double>& a, const std::vector<double>& r,
+                       double limit) {
+        double error = error_of(a, r);
+        Line& line = line_of("long attention");
+        if (!(error <= limit))
+            fault("long attention", text("%s %s: error %.2e of %.0e", shape.c_str(), name, error, limit));
+        if (!(error <= line.worst))
+            line.worst = error, line.allowed = limit, line.worst_at = shape + " " + name;
+    };
+    compare("lse", logs, logs_exact, FLOAT_LIMIT);
+    const char* const names[] = {"out", "dq", "dk", "dv"};
+    for (int n = 0; n < 4; n++) compare(names[n], found[n], exact[n], n ? ATTENTION_BACKWARD_LIMIT : LIMIT);
+}
+
 static void test_resample(int B, int H, int W, int C) {  // H, W: the small side
     std::string shape = text("B%d H%d W%d C%d", B, H, W, C);
     size_t n = (size_t)B * H * W * C;
@@ -701,7 +779,7 @@ static void test_philox(int n) {
     Pair<uint32_t> ours(std::vector<uint32_t>(4 * n)), curand(std::vector<uint32_t>(4 * n));
     Floats normals(4 * n);
     auto gpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
-        philox_kernel<<<ceil_div(n, 128), 128, 0, main_stream>>>(ours, curand, normals, n);
+        philox_kernel<<<ceil_div(n, 128), 128, 0, main_lane.stream>>>(ours, curand, normals, n);
         LAUNCH_CHECK();
     };
     auto cpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
@@ -1012,10 +1090,48 @@ static void check_all(const Plan& plan) {
     report_lines();
 }
 
+// The largest sizes that the flags allow, where indices, grids and workspaces end.
+static void check_limits() {
+    for (int tile : {-1, 1}) {  // the fastest kernel, and a portable one
+        forced_tile = tile;
+        test_conv(1, 1024, 1024, 3, 32, true, true, false, false, true);  // one image's rows do not fit
+        test_conv(2, 808, 1000, 3, 32, true, false, false, false, true);
+        test_conv(1, 1024, 1024, 32, 3, false, false, false, true, false);
+        test_conv(65535, 2, 2, 3, 32, true, false, false, false, false);
+        test_conv(65535, 1, 1, 32, 160, true, true, false, true, true);  // too many images for bias_parts
+        test_conv(1, 4, 4, 4096, 32, false, false, false, true, false);
+        test_conv(1, 4, 4, 32, 8192, true, false, false, true, true);
+        test_linear(16, 8192, 8192, 64, false, true, true);
+        test_linear(16, 64, 0, 24576, false, true, false);
+        test_normed_product(65535, 1, 1, 32, 0, 32, 8, true, true);
+        test_normed_product(65535, 1, 1, 32, 0, 32, 8, false, false);
+        report_lines();
+    }
+    forced_tile = -1;
+    test_normed_product(1, 1024, 1024, 32, 0, 32, 8, true, true);
+    report_lines();
+    for (bool per_image : {true, false})
+        test_bias(65535, 1, 320, per_image), test_bias(65535, 4, 32, per_image);
+    test_bias(1, 1 << 20, 32, true), test_bias(3, 4, 8192, true);
+    test_norm(1, 1 << 20, 32, 0, 8, true, false, false, 0.3f);
+    test_norm(65535, 1, 32, 32, 8, true, false, false, 0.3f);
+    for (int G : {1, 32, 1024}) test_norm(2, 16, 8192, 8192, G, true, true, false, 0.3f);
+    report_lines();
+    test_attention(65535, 1, 2, 16), test_attention(1, 64, 512, 16), test_attention(1, 64, 64, 128);
+    for (int d : {32, 128}) test_long_attention(MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE, d, 9973);
+    test_resample(1, 512, 512, 32), test_resample(65535, 1, 1, 32), test_resample(1, 2, 2, 8192);
+    report_lines();
+    test_embedding(65535, 32), test_embedding(3, 1024);
+    test_diffusion(1, 1024, 1024, PREDICT_EPS, true), test_diffusion(65535, 1, 4, PREDICT_V, true);
+    test_step(3, 65535, 4, 99999999, LR_COSINE, true), test_step(2, 1, 1024, 3, LR_CONSTANT, true);
+    test_finish(65536, 48, 1000, 0), test_finish(1, 3 << 20, 2147483647, 0);
+    report_lines();
+}
+
 int main(int argc, char** argv) {
     std::string mode = argc > 1 ? argv[1] : "check";
-    if (mode != "check" && mode != "tiny")
-        fail_usage("test_unet knows check and tiny, and no %s", mode.c_str());
+    if (mode != "check" && mode != "tiny" && mode != "limits")
+        fail_usage("test_unet knows check, tiny and limits, and no %s", mode.c_str());
     backend_init();
     if (!allocate_workspace()) fail("could not allocate the workspace");
     Config config = default_config();
@@ -1023,6 +1139,8 @@ int main(int argc, char** argv) {
     printf("%s\n", backend_name().c_str());
     if (mode == "tiny")
         check_tiny();
+    else if (mode == "limits")
+        check_limits();
     else
         check_all(plan);
     test_microbatch(sizeof(floatX) == 2 ? 2e-2 : 1e-5);

@@ -751,6 +751,26 @@ struct ProfileScope {
 };
 #define PROFILE(...) ProfileScope profile_scope(__VA_ARGS__)
 
+// ---- arenas -----------------------------------------------------------------------------------------------
+
+// A block of memory of a known size, handed out piece by piece.
+struct Arena {
+    char* base;
+    size_t capacity, used;  // bytes
+};
+enum { ALIGNMENT = 256 };
+
+static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+template <typename T>
+static T* take(Arena* arena, size_t count) {
+    size_t bytes = aligned(count * sizeof(T));
+    ASSERT(arena->used + bytes <= arena->capacity);  // the plan counted less than the walk took
+    T* memory = (T*)(arena->base + arena->used);
+    arena->used += bytes;
+    return memory;
+}
+
 // ---- backend: the only place but the layers where the two builds differ -----------------------------------
 
 #if !defined(__CUDACC__) || defined(TESTING)
@@ -773,15 +793,25 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-static cudaStream_t main_stream, side_stream;
-static cudaStream_t launch_stream;  // the one of them that kernels go to
-enum { SIDE_EVENTS = 4 };           // an older call is waited for with the one in its place
+// A stream, and what its launchers borrow: gathered inputs, partial sums of split reductions. A launcher splits
+// no further than fits and gives back what it took; uses follow each other on the stream.
+struct Lane {
+    cudaStream_t stream;
+    Arena workspace;
+};
+static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one of them that kernels go to
+static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
+// What is taken of the lane's workspace while a Borrowed lives is given back with it.
+struct Borrowed {
+    size_t before = lane->workspace.used;
+    Borrowed() {}
+    Borrowed(const Borrowed&) = delete;
+    ~Borrowed() { lane->workspace.used = before; }
+    static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
+};
+enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its place
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
 static int side_calls, side_joined;  // those made; those that the main stream has waited for
-// Partial sums of split reductions, a half for each stream: this is the one of launch_stream. A launcher
-// splits no further than fits; uses follow each other on the stream.
-static float* gpu_workspace;
-static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[8];
 static std::vector<cudaEvent_t> gpu_stamps;
@@ -807,9 +837,8 @@ static void backend_init() {
             "train_unet DEVICE=cpu",
             properties.name, properties.major, properties.minor);
     gpu_multiprocessors = properties.multiProcessorCount;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&main_stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&side_stream, cudaStreamNonBlocking));
-    launch_stream = main_stream;
+    for (Lane* made : {&main_lane, &side_lane})
+        CUDA_CHECK(cudaStreamCreateWithFlags(&made->stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ended)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
@@ -835,24 +864,24 @@ static void* backend_allocate_host(size_t bytes) {
 static void backend_free_host(void* memory) { CUDA_CHECK(cudaFreeHost(memory)); }
 static void backend_zero(void* memory, size_t bytes) {
     PROFILE("zeroing", {0, (double)bytes});
-    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream));
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, main_stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, main_lane.stream));
 }
 static void backend_upload_async(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, main_stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, main_lane.stream));
 }
 static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_upload_async(to, from, bytes);
-    CUDA_CHECK(cudaStreamSynchronize(main_stream));
+    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
 }
 static void backend_download_async(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, main_stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, main_lane.stream));
 }
 static void backend_download(void* to, const void* from, size_t bytes) {
     backend_download_async(to, from, bytes);
-    CUDA_CHECK(cudaStreamSynchronize(main_stream));
+    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
 }
 
 // Launches that may run beside what the main stream gets from now on, until it asks for their results with
@@ -864,18 +893,19 @@ static int backend_aside(Launches launches) {
         launches();
         return side_calls;
     }
-    CUDA_CHECK(cudaEventRecord(side_begins, main_stream));
-    CUDA_CHECK(cudaStreamWaitEvent(side_stream, side_begins, 0));
-    launch_stream = side_stream, gpu_workspace += GPU_WORKSPACE_BYTES / sizeof(float);
+    CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
+    ASSERT(lane == &main_lane);
+    lane = &side_lane;
     launches();
-    launch_stream = main_stream, gpu_workspace -= GPU_WORKSPACE_BYTES / sizeof(float);
-    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_stream));
+    lane = &main_lane;
+    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_lane.stream));
     return ++side_calls;
 }
 // The main stream waits for the launches of that call and of all before it; without a number, for all.
 static void backend_join(int call = side_calls) {
     if (call <= side_joined) return;
-    CUDA_CHECK(cudaStreamWaitEvent(main_stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
+    CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
     side_joined = call;
 }
 
@@ -893,32 +923,32 @@ static void backend_replay(Recording* recording, Launches launches) {
     }
     if (!recording->graph) {
         cudaGraph_t graph;
-        CUDA_CHECK(cudaStreamBeginCapture(main_stream, cudaStreamCaptureModeThreadLocal));
+        CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
         launches();
-        CUDA_CHECK(cudaStreamEndCapture(main_stream, &graph));
+        CUDA_CHECK(cudaStreamEndCapture(main_lane.stream, &graph));
         CUDA_CHECK(cudaGraphInstantiate(&recording->graph, graph, 0));
         CUDA_CHECK(cudaGraphDestroy(graph));
     }
-    CUDA_CHECK(cudaGraphLaunch(recording->graph, main_stream));
+    CUDA_CHECK(cudaGraphLaunch(recording->graph, main_lane.stream));
 }
 static void backend_forget(Recording* recording) {
     if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy(recording->graph));
     *recording = Recording();
 }
 // A point in the work given to the device, and waiting until it is reached.
-static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_stream)); }
+static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
 // A stamp that is recorded becomes a node of the graph: each replay takes its time anew. Its event was made
 // before, when the sequence was run.
 static void backend_stamp(size_t place) {
     cudaStreamCaptureStatus capturing;
-    CUDA_CHECK(cudaStreamIsCapturing(main_stream, &capturing));
+    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
     while (gpu_stamps.size() <= place) {
         gpu_stamps.push_back(nullptr);
         CUDA_CHECK(cudaEventCreate(&gpu_stamps.back()));
     }
     CUDA_CHECK(cudaEventRecordWithFlags(
-        gpu_stamps[place], main_stream,
+        gpu_stamps[place], main_lane.stream,
         capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
 }
 // Milliseconds between two stamps, once all work is done.
@@ -1024,26 +1054,6 @@ static size_t backend_memory_available() {
     return kilobytes * 1024;
 }
 #endif
-
-// ---- arenas -----------------------------------------------------------------------------------------------
-
-// A block of memory of a known size, handed out piece by piece.
-struct Arena {
-    char* base;
-    size_t capacity, used;  // bytes
-};
-enum { ALIGNMENT = 256 };
-
-static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-
-template <typename T>
-static T* take(Arena* arena, size_t count) {
-    size_t bytes = aligned(count * sizeof(T));
-    ASSERT(arena->used + bytes <= arena->capacity);  // the plan counted less than the walk took
-    T* memory = (T*)(arena->base + arena->used);
-    arena->used += bytes;
-    return memory;
-}
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
@@ -1436,7 +1446,7 @@ __device__ static inline float silu_gradient(float x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// kernel<<<grid, threads, shared>>>(args...) on launch_stream, in clusters of `cluster` blocks along x.
+// kernel<<<grid, threads, shared>>>(args...) on lane->stream, in clusters of `cluster` blocks along x.
 template <typename... Parameters, typename... Arguments>
 static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
                             int cluster, Arguments... arguments) {
@@ -1445,7 +1455,7 @@ static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threa
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {grid, threads, shared, launch_stream, &attribute, cluster > 1 ? 1u : 0u};
+    cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, &attribute, cluster > 1 ? 1u : 0u};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
     LAUNCH_CHECK();
 }
@@ -2819,7 +2829,7 @@ static void launch_portable(Gemm g) {
             TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, BM[t]).tiles : ceil_div(g.M, BM[t]);
         int tiles = pixel_tiles * ceil_div(g.N, BN[t]);
         for (int s = 1; s <= chunks && s <= 8; s++) {
-            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > GPU_WORKSPACE_BYTES) break;
+            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > Borrowed::left()) break;
             float step = 2.0f * BM[t] * BN[t] * BK / 3.2e6f / RATE[t];  // at 3.2 TFLOP/s
             if (sizeof(floatX) == 4) step *= 10;
             int load = ceil_div((size_t)tiles * s, gpu_multiprocessors);
@@ -2833,8 +2843,9 @@ static void launch_portable(Gemm g) {
     if (forced_tile >= 0) best = forced_tile;
     if (forced_splits > 0) splits = forced_splits > chunks ? chunks : forced_splits;
 #endif
+    Borrowed borrowed;
     g.splits = splits;
-    g.partial = gpu_workspace;
+    if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
     if (best == 0)
         launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
     if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
@@ -3261,6 +3272,15 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
                           int O);
 
+// Borrows the partial sums of dbias, `rows` of (O). Those of thousands of images are better taken apart.
+static void take_bias_parts(WeightGradient* g, size_t rows) {
+    if (g->dbias && rows * g->O * sizeof(float) > Borrowed::left() / 2) {
+        bias_backward(g->dbias, g->per_image, g->image_pitch, g->dout, g->B, g->M / g->B, g->O);
+        g->dbias = nullptr;
+    }
+    g->bias_parts = g->dbias ? take<float>(&lane->workspace, rows * g->O) : nullptr;
+}
+
 #ifdef HOPPER
 // ---- Hopper: weight gradient
 
@@ -3520,9 +3540,10 @@ static HopperWeightPlan plan_hopper_weight(const WeightGradient& g, size_t bytes
 }
 
 template <class Tile>
-static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan, float* partial) {
+static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
+    size_t n = (size_t)g.O * 9 * g.C;
     g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
-    g.partial = g.partials > 1 ? partial : nullptr;
+    g.partial = g.partials > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
     auto box = [&](const floatX* x, int channels, int width, int height) {
         return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
     };
@@ -3530,38 +3551,32 @@ static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan, f
                     Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
                     box(g.x, g.C, 10, Tile::LINES), plan.cluster);
     if (!g.partial) return;
-    size_t n = (size_t)g.O * 9 * g.C;
     int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
     launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks, NarrowMap{});
 }
 
 // launch_weight_gradient on Hopper, for 3x3; channels are multiples of 8.
-static void launch_hopper_weight_gradient(WeightGradient g, float* workspace, size_t bytes) {
+static void launch_hopper_weight_gradient(WeightGradient g) {
+    Borrowed borrowed;
     g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
     g.tiles = g.patch.tiles, g.B = g.patch.B, g.group_images = 1;
     g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    size_t bias_bytes = g.dbias ? (size_t)(2 * gpu_multiprocessors + g.B) * g.O * sizeof(float) : 0;
-    if (bias_bytes > bytes / 2) {  // thousands of images: the sums are better taken apart
-        bias_backward(g.dbias, g.per_image, g.image_pitch, g.dout, g.B, g.M / g.B, g.O);
-        g.dbias = nullptr, bias_bytes = 0;
-    }
-    bias_bytes = (bias_bytes + 255) / 256 * 256, bytes -= bias_bytes;
-    g.bias_parts = g.dbias ? workspace : nullptr;
-    float* partial = workspace + bias_bytes / sizeof(float);
-    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, bytes),
-                     line = plan_hopper_weight<HopperWeightTile<1>>(g, bytes);
+    take_bias_parts(&g, (size_t)2 * gpu_multiprocessors + g.B);
+    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, Borrowed::left()),
+                     line = plan_hopper_weight<HopperWeightTile<1>>(g, Borrowed::left());
     if (line.us < all.us)
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line, partial);
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line);
     else
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all, partial);
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all);
 }
 #endif  // HOPPER
 
 template <int TAPS>
-static void launch_weight_gradient(WeightGradient g, float* workspace, size_t bytes, NarrowMap map) {
+static void launch_weight_gradient(WeightGradient g, NarrowMap map) {
 #ifdef HOPPER
-    if (TAPS > 1 && g.O % 8 == 0 && g.C % 8 == 0) return launch_hopper_weight_gradient(g, workspace, bytes);
+    if (TAPS > 1 && g.O % 8 == 0 && g.C % 8 == 0) return launch_hopper_weight_gradient(g);
 #endif
+    Borrowed borrowed;
     constexpr bool HALF = sizeof(floatX) == 2;
     using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
                                            WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
@@ -3572,26 +3587,18 @@ static void launch_weight_gradient(WeightGradient g, float* workspace, size_t by
     int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
     int most = std::max(1, std::min(g.tiles, 2 * gpu_multiprocessors / (TAPS > 1 ? 2 : 1) / tiles));
 
-    size_t bias_bytes =
-        g.dbias ? (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images * g.O * sizeof(float) : 0;
-    if (bias_bytes > bytes / 2) {  // thousands of images: the sums are better taken apart
-        bias_backward(g.dbias, g.per_image, g.image_pitch, g.dout, g.B, g.M / g.B, g.O);
-        g.dbias = nullptr, bias_bytes = 0;
-    }
-    bias_bytes = (bias_bytes + 255) / 256 * 256;
-    g.bias_parts = g.dbias ? workspace : nullptr;
-    float* partial = workspace + bias_bytes / sizeof(float);
+    take_bias_parts(&g, (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images);
 
     // More splits shorten a block's walk over the pixels and lengthen the reduction.
     size_t n = (size_t)g.O * TAPS * (g.C + g.C2);
-    most = std::max(1, std::min(most, (int)((bytes - bias_bytes) / (n * sizeof(float)))));
+    most = std::max(1, std::min(most, (int)(Borrowed::left() / (n * sizeof(float)))));
     float least = 1e30f, tile_us = (HALF ? 4.0f : 12.0f) * (TAPS > 1 ? 1.0f : 0.12f);  // measured on an H100
     for (int s = 1; s <= most; s++) {
         float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
         if (time < least) least = time, g.splits = s;
     }
     g.partials = g.splits;
-    g.partial = g.splits > 1 || map.pitch ? partial : nullptr;
+    g.partial = g.splits > 1 || map.pitch ? take<float>(&lane->workspace, g.partials * n) : nullptr;
     launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
     int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
@@ -3655,11 +3662,19 @@ static void bias_backward(float* dbias, floatX* per_image, int pitch, const floa
     chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
     int rows = ceil_div(T, chunks);
     chunks = ceil_div(T, rows);
-    launch(bias_parts_kernel, dim3(slabs, chunks, B), 256, 0, gpu_workspace, dout, T, O, rows);
-    if (!per_image) chunks *= B, B = 1;
-    // Without per-image sums every part may go to any of the eight threads.
-    launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias, per_image, pitch,
-           gpu_workspace, per_image ? B : chunks, per_image ? chunks : 1, O);
+    Borrowed borrowed;
+    size_t most = std::max((size_t)1, Borrowed::left() / ((size_t)chunks * O * sizeof(float)));
+    int images = (int)std::min((size_t)B, most);  // as many at a time as fit
+    float* parts = take<float>(&lane->workspace, (size_t)images * chunks * O);
+    for (int b = 0; b < B; b += images) {
+        int count = std::min(images, B - b);
+        launch(bias_parts_kernel, dim3(slabs, chunks, count), 256, 0, parts, dout + (size_t)b * T * O, T, O,
+               rows);
+        // Without per-image sums every part may go to any of the eight threads.
+        launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias,
+               per_image ? per_image + (size_t)b * pitch : nullptr, pitch, parts,
+               per_image ? count : count * chunks, per_image ? chunks : 1, O);
+    }
 }
 
 // ---- three channels: the first convolution's input, the last one's output
@@ -3671,10 +3686,11 @@ static int narrow_pitch(int channels) { return ceil_div(9 * channels, 32) * 32; 
 
 // rows (pixels, pitch) = F.unfold(x, 3, padding=1), tap-major, for pixels from `first`; x (B, H, W, C). A
 // thread a vector.
-__global__ void gather_kernel(floatX* rows, const floatX* x, size_t vectors, int H, int W, int C, int pitch) {
+__global__ void gather_kernel(floatX* rows, const floatX* x, size_t first, size_t vectors, int H, int W,
+                              int C, int pitch) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= vectors) return;
-    size_t m = i / (pitch / VEC);
+    size_t m = first + i / (pitch / VEC);
     int k0 = (int)(i % (pitch / VEC)) * VEC, px = (int)(m % W), py = (int)(m / W % H);
     float out[VEC];
 #pragma unroll
@@ -3695,43 +3711,46 @@ __global__ void narrow_weights_kernel(floatX* out, const floatX* w, int O, int C
     out[i] = k < depth ? w[at] : (floatX)0.0f;
 }
 
-enum {
-    NARROW_WEIGHT_BYTES = 1 << 20,
-    NARROW_ROW_BYTES = 39 << 20
-};  // of gpu_workspace; the rest is for partial sums
+// The following are borrowed of the lane's workspace.
 static floatX* narrow_weights(const floatX* w, int O, int C, int pitch, bool flipped) {
-    floatX* out = (floatX*)gpu_workspace;
-    launch(narrow_weights_kernel, ceil_div((size_t)(flipped ? C : O) * pitch, 256), 256, 0, out, w, O, C,
-           pitch, flipped);
+    size_t n = (size_t)(flipped ? C : O) * pitch;
+    floatX* out = take<floatX>(&lane->workspace, n);
+    launch(narrow_weights_kernel, ceil_div(n, 256), 256, 0, out, w, O, C, pitch, flipped);
     return out;
 }
-static floatX* narrow_rows(const floatX* x, int B, int H, int W, int C) {
-    floatX* rows = (floatX*)((char*)gpu_workspace + NARROW_WEIGHT_BYTES);
-    size_t vectors = (size_t)B * H * W * narrow_pitch(C) / VEC;
-    launch(gather_kernel, ceil_div(vectors, 256), 256, 0, rows, x, vectors, H, W, C, narrow_pitch(C));
-    return rows;
+// Pixels that are gathered at a time: whole images where one fits, otherwise a part of one. What they leave
+// is for partial sums.
+static const size_t NARROW_ROW_BYTES = (size_t)39 << 20;
+static int narrow_pixels(int B, int T, int C) {
+    size_t fit = NARROW_ROW_BYTES / (narrow_pitch(C) * sizeof(floatX));
+    return (int)std::min((size_t)B * T, fit < (size_t)T ? fit : fit / T * T);
 }
-static int narrow_images(int B, int H, int W, int C) {
-    return std::max(
-        1, std::min(B, (int)(NARROW_ROW_BYTES / ((size_t)H * W * narrow_pitch(C) * sizeof(floatX)))));
+static floatX* narrow_rows(const floatX* x, size_t first, int pixels, int H, int W, int C) {
+    size_t n = (size_t)pixels * narrow_pitch(C);
+    floatX* rows = take<floatX>(&lane->workspace, n);
+    launch(gather_kernel, ceil_div(n / VEC, 256), 256, 0, rows, x, first, n / VEC, H, W, C, narrow_pitch(C));
+    return rows;
 }
 // out (B, H, W, N) = the 3x3 convolution of x (B, H, W, C), C narrow, by weights (N, narrow_pitch(C)).
 static void narrow_convolution(floatX* out, const floatX* x, const floatX* weights, const floatX* bias,
                                const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
                                int C, int N, float2* moments, const Normed& norm) {
-    int images = narrow_images(B, H, W, C), T = H * W;
-    for (int b = 0; b < B; b += images) {
-        int count = std::min(images, B - b);
+    size_t T = (size_t)H * W, pixels = narrow_pixels(B, H * W, C);
+    bool whole = pixels >= T;  // images
+    for (size_t from = 0, count; from < B * T; from += count) {
+        Borrowed borrowed;
+        count = std::min(pixels, whole ? B * T - from : T - from % T);
         Gemm g = {};
-        g.x = narrow_rows(x + (size_t)b * T * C, count, H, W, C);
-        g.out = out + (size_t)b * T * N, g.w = weights, g.bias = bias;
-        g.emb = emb ? emb + (size_t)b * emb_pitch : nullptr, g.emb_pitch = emb_pitch;
-        g.residual = residual ? residual + (size_t)b * T * N : nullptr;
-        g.M = count * T, g.N = g.N1 = N, g.C = narrow_pitch(C), g.T = T;
-        if (moments) g.moments = moments + (size_t)b * norm_parts(T) * N;
+        g.x = narrow_rows(x, from, (int)count, H, W, C);
+        g.out = out + from * N, g.w = weights, g.bias = bias;
+        g.emb = emb ? emb + from / T * emb_pitch : nullptr, g.emb_pitch = emb_pitch;
+        g.residual = residual ? residual + from * N : nullptr;
+        g.M = (int)count, g.N = g.N1 = N, g.C = narrow_pitch(C), g.T = (int)(whole ? T : count);
+        if (moments && whole) g.moments = moments + from / T * norm_parts(H * W) * N;
         launch_gemm<1, false>(g);
     }
-    if (norm.mean) groupnorm_gradient(out, out, norm, B, T);
+    if (moments && !whole) channel_moments(moments, out, B, H * W, N);
+    if (norm.mean) groupnorm_gradient(out, out, norm, B, H * W);
 }
 
 // ---- launchers; maths and shapes stand above the CPU functions of the same names
@@ -3761,7 +3780,7 @@ static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, 
     PROFILE("1x1 dW", convolution_work(M, 1, C + C2, O, sizeof(float)));
     WeightGradient g = {};
     g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
-    launch_weight_gradient<1>(g, gpu_workspace, GPU_WORKSPACE_BYTES, NarrowMap{});
+    launch_weight_gradient<1>(g, NarrowMap{});
 }
 
 static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
@@ -3775,6 +3794,7 @@ static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const
                             const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
                             int C, int O, float2* moments = nullptr) {
     PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
+    Borrowed borrowed;
     if (narrow(C)) {
         const floatX* weights = narrow_weights(w, O, C, narrow_pitch(C), false);
         narrow_convolution(out, x, weights, bias, emb, emb_pitch, residual, B, H, W, C, O, moments, Normed());
@@ -3790,6 +3810,7 @@ static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const
 static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
                                    int C, int O, const Normed& norm) {
     PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
+    Borrowed borrowed;
     if (narrow(O)) {
         const floatX* weights =
             narrow_weights(w, O, C, narrow_pitch(O), true);  // (C, taps backwards, O), padded
@@ -3816,24 +3837,21 @@ static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int e
     if (narrow(C) || narrow(O)) {
         ASSERT(!narrow(C) || !narrow(O));
         bias_backward(dbias, demb, emb_pitch, dout, B, H * W, O);
-        int side = narrow(C) ? C : O, pitch = narrow_pitch(side), images = narrow_images(B, H, W, side);
-        size_t used = NARROW_WEIGHT_BYTES + NARROW_ROW_BYTES;
-        for (int b = 0; b < B; b += images) {
-            int count = std::min(images, B - b);
-            size_t from = (size_t)b * H * W;
-            g.x = narrow_rows((narrow(C) ? x : dout) + from * side, count, H, W, side);
+        int side = narrow(C) ? C : O, pitch = narrow_pitch(side);
+        size_t M = (size_t)B * H * W, pixels = narrow_pixels(B, H * W, side);
+        for (size_t from = 0; from < M; from += pixels) {
+            Borrowed borrowed;
+            g.M = (int)std::min(pixels, M - from), g.O = narrow(C) ? O : C, g.C = pitch;
+            g.x = narrow_rows(narrow(C) ? x : dout, from, g.M, H, W, side);
             g.dout = narrow(C) ? dout + from * O : x + from * C;
-            g.M = count * H * W, g.O = narrow(C) ? O : C, g.C = pitch;
-            NarrowMap map = {pitch, 9 * side, narrow(C) ? 0 : O, g.O};
-            launch_weight_gradient<1>(g, (float*)((char*)gpu_workspace + used), GPU_WORKSPACE_BYTES - used,
-                                      map);
+            launch_weight_gradient<1>(g, {pitch, 9 * side, narrow(C) ? 0 : O, g.O});
         }
         return;
     }
     g.dbias = dbias, g.per_image = demb, g.image_pitch = emb_pitch;
     g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_weight_gradient<9>(g, gpu_workspace, GPU_WORKSPACE_BYTES, NarrowMap{});
+    launch_weight_gradient<9>(g, NarrowMap{});
 }
 
 static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
@@ -5830,8 +5848,11 @@ static bool allocate_workspace() {
     if (!cpu_workspace && posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes())) return false;
 #endif
 #ifdef __CUDACC__
-    if (!gpu_workspace) gpu_workspace = (float*)backend_allocate(2 * GPU_WORKSPACE_BYTES);
-    if (!gpu_workspace) return false;
+    for (Lane* made : {&main_lane, &side_lane}) {
+        if (!made->workspace.base)
+            made->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
+        if (!made->workspace.base) return false;
+    }
 #endif
     return true;
 }
@@ -5878,8 +5899,24 @@ static size_t memory_needed(const Config& config, int batch, bool training) {
     return lay_out_model(&m, nullptr) + workspace_bytes();
 }
 
-// Refuses what this machine's memory can't hold.
+// Images that the network can take at a time: more than a grid has rows, or more pixels than 32 bits can
+// number with room to spare, are refused.
+static int most_images(const Config& config) {
+    const int GRID_ROWS = 65535, PIXELS = 1 << 30;
+    return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
+}
+
+// Refuses what kernels and files can't count, and what this machine's memory can't hold.
 static void check_memory(const Config& config, int batch, bool training) {
+    size_t parameters = make_plan(config, 1, false).num_parameters;
+    if (parameters > INT32_MAX)
+        fail(
+            "this model has %zu parameters and %d are the most; use fewer --num_channels or a smaller "
+            "--channel_mult",
+            parameters, INT32_MAX);
+    if (batch > most_images(config))
+        fail("%d images of %d x %d at a time are too many; use --microbatch %d, the same batch in parts",
+             batch, config.image_size, config.image_size, most_images(config));
     size_t needed = memory_needed(config, batch, training), available = backend_memory_available();
     if (!available || needed <= available) return;
     int fits = batch;
@@ -7973,7 +8010,7 @@ static double copy_bandwidth() {
 }
 
 // A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
-static void print_profile(std::string Profile::Entry::* name, bool sorted, double peak, double bandwidth) {
+static void print_profile(std::string Profile::Entry::*name, bool sorted, double peak, double bandwidth) {
     struct Row {
         std::string name;
         double launches, ms, floor_ms, operations, bytes;
@@ -8240,16 +8277,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     if ((double)count * std::max(1, config.strip) * pow(config.image_size + 2, 2) > 5e8)
         fail("%d pictures are too many for one PNG; draw them in parts, with --seeds", count);
     memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
-    config.batch_size = std::min(config.batch_size, count);
+    config.batch_size = std::min({config.batch_size, count, most_images(config)});
     Model m = Model();
     if (config.dry_run) {
         print_run(config, make_plan(config, config.batch_size, false),
                   memory_needed(config, config.batch_size, false));
         return 0;
     }
-    {
-        Writer trial(grid);
-    }  // what can't be written is better said before the pictures are drawn
+    { Writer trial(grid); }  // what can't be written is better said before the pictures are drawn
     if (*config.output_dir) make_folder(config.output_dir);
     build_model(&m, config, config.batch_size, false);
     read_parameters(m.master, file, section, m.plan);

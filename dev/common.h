@@ -302,12 +302,13 @@ struct Measured {
 };
 static void run_version(Problem* p, const Version& version) {
 #ifdef __CUDACC__
-    CUDA_CHECK(cudaMemsetAsync(gpu_workspace, 255, 2 * GPU_WORKSPACE_BYTES, main_stream));
+    for (const Lane* l : {&main_lane, &side_lane})
+        CUDA_CHECK(cudaMemsetAsync(l->workspace.base, 255, GPU_WORKSPACE_BYTES, main_lane.stream));
 #endif
     version.function(*p);
     backend_join();
 #ifdef __CUDACC__
-    CUDA_CHECK(cudaStreamSynchronize(main_stream));
+    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
 #endif
 }
 // Runs the version once; of its outputs the error that is nearest to its limit, or past it.
