@@ -5906,7 +5906,7 @@ static int most_images(const Config& config) {
     return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
 }
 
-// Refuses what kernels and files can't count, and what this machine's memory can't hold.
+// Refuses what a checkpoint's header and the kernels can't count, and what this machine's memory can't hold.
 static void check_memory(const Config& config, int batch, bool training) {
     size_t parameters = make_plan(config, 1, false).num_parameters;
     if (parameters > INT32_MAX)
@@ -5914,16 +5914,18 @@ static void check_memory(const Config& config, int batch, bool training) {
             "this model has %zu parameters and %d are the most; use fewer --num_channels or a smaller "
             "--channel_mult",
             parameters, INT32_MAX);
-    if (batch > most_images(config))
-        fail("%d images of %d x %d at a time are too many; use --microbatch %d, the same batch in parts",
-             batch, config.image_size, config.image_size, most_images(config));
     size_t needed = memory_needed(config, batch, training), available = backend_memory_available();
-    if (!available || needed <= available) return;
-    int fits = batch;
-    while (fits > 0 && memory_needed(config, fits, training) > available) fits /= 2;
+    bool enough = !available || needed <= available;
+    if (enough && batch <= most_images(config)) return;
+    std::string why =
+        enough ? text("%d images of %d x %d at a time are too many", batch, config.image_size,
+                      config.image_size)
+               : text("this run needs %s of memory and %s are free", human_bytes((double)needed).c_str(),
+                      human_bytes((double)available).c_str());
+    int fits = std::min(batch, most_images(config));
+    while (fits > 0 && available && memory_needed(config, fits, training) > available) fits /= 2;
     std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
-    fail("this run needs %s of memory and %s are free; %s", human_bytes((double)needed).c_str(),
-         human_bytes((double)available).c_str(),
+    fail("%s; %s", why.c_str(),
          fits ? text("%s--batch_size %d would fit", parts.c_str(), fits).c_str()
               : "no batch size would fit: use a smaller model");
 }
