@@ -5918,10 +5918,10 @@ static void check_memory(const Config& config, int batch, bool training) {
     bool enough = !available || needed <= available;
     if (enough && batch <= most_images(config)) return;
     std::string why =
-        enough ? text("%d images of %d x %d at a time are too many", batch, config.image_size,
-                      config.image_size)
-               : text("this run needs %s of memory and %s are free", human_bytes((double)needed).c_str(),
-                      human_bytes((double)available).c_str());
+        enough
+            ? text("%d images of %d x %d at a time are too many", batch, config.image_size, config.image_size)
+            : text("this run needs %s of memory and %s are free", human_bytes((double)needed).c_str(),
+                   human_bytes((double)available).c_str());
     int fits = std::min(batch, most_images(config));
     while (fits > 0 && available && memory_needed(config, fits, training) > available) fits /= 2;
     std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
