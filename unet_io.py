@@ -2,7 +2,7 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and progress        explain_missing, UserError, Parser, run_script, progress
+1. errors and progress        explain_missing, UserError, printable, say, Parser, run_script, progress
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
@@ -23,6 +23,7 @@ import enum
 import functools
 import io
 import math
+import numbers
 import os
 import sys
 import time
@@ -47,6 +48,10 @@ IMAGES_MAGIC = 20240620
 OLD_WEIGHTS_MAGIC = 12345678
 WEIGHTS_MAGIC = 0x54454E55  # the bytes "UNET"
 TENSORS_MAGIC = 0x534E4554  # the bytes "TENS"
+FLOAT_MIN = 2.0**-126       # a float32 below it is 0 or has lost digits
+MAX_LEVELS = 8              # of channel_mult
+MAX_WIDTH = 8192            # channels of a level
+MAX_ATTENTION_SIZE = 512    # pixels a side
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -56,37 +61,85 @@ class UserError(Exception):
     """A mistake that the user can mend. The text is one sentence: what is wrong, where, and what to do."""
 
 
+def printable(text):
+    """Text as a terminal may show it: a control byte as \\x1B, so that no name of a file can drive it."""
+    def escaped(c):
+        how = "surrogateescape" if 0xDC80 <= ord(c) <= 0xDCFF else "surrogatepass"  # see os.fsdecode
+        return "".join(f"\\x{byte:02X}" for byte in c.encode("utf-8", how))
+    return "".join(c if c.isprintable() else escaped(c) for c in str(text))
+
+
+def say(text):
+    """Print a line that may hold names."""
+    print(printable(text), flush=True)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name."""
-    def __init__(self, **options):
+    """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
+
+    renamed: {flag of the trainer whose files we read: what there is here}, for those that are no aliases.
+    """
+    def __init__(self, renamed=None, **options):
+        self.renamed = renamed or {}
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(self, argv=None):
         words = sys.argv[1:] if argv is None else argv
         flags = [name for action in self._actions for name in action.option_strings]
         for name in (word.split("=")[0] for word in words):
+            if name in self.renamed:
+                self.error(f"unknown flag {name}; here it is {self.renamed[name]} (--help lists all flags)")
             if name.startswith("--") and name not in flags:
                 alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
                 nearest = max(alike, key=alike.get)
                 self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
         return super().parse_args(words)
 
+    def _print_message(self, message, file=None):
+        (file or sys.stderr).write(message or "")  # argparse's own hides that it can't be written
+
     def error(self, message):
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {printable(message)}\n")
 
 
 def run_script(main):
-    """Run main(). A UserError becomes `error: ...` on stderr and exit status 1; Ctrl-C exits with 130."""
-    sys.stdout.reconfigure(line_buffering=True)
+    """Run main(). What the user can mend becomes one line, `error: ...`, on stderr and exit status 1.
+
+    So do memory that doesn't suffice and a standard output that can't be written. Ctrl-C exits with 130.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed at start: no file of ours may take its number
+            setattr(sys, name, open(os.devnull, "r+" if name == "stdin" else "w"))
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
-        main()
+        try:
+            return main()
+        finally:  # --help leaves by SystemExit, and argparse is silent where it can't print
+            sys.stdout.flush()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        message = str(error)
     except OSError as error:
-        sys.exit(f"error: {error.filename or 'file'}: {error.strerror or error}")
+        where = "standard output" if error.filename is None else os.fsdecode(error.filename)
+        message = f"{where}: {error.strerror or error}"
+    except (MemoryError, RuntimeError) as error:
+        message = out_of_memory(error)
+        if not message:
+            raise
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
+    print(f"error: {printable(message)}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes standard output once more at its end
+    sys.exit(1)
+
+
+def out_of_memory(error):
+    """A sentence where an exception of Python, NumPy or PyTorch says that memory didn't suffice; else ""."""
+    text = (str(error) or "memory").splitlines()[0]
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+        return (f"this takes more memory than there is ({text}): use a smaller --batch_size, fewer pictures"
+                f" or a smaller model")
+    return ""
 
 
 def parse_bool(text):
@@ -99,15 +152,21 @@ def parse_bool(text):
 
 def parse_sizes(text):
     """'1,2,3,4' (or any sequence of ints) as a tuple of positive ints; '', '0' and 'none' are ()."""
-    parts = text.split(",") if isinstance(text, str) else list(text)
     try:
+        parts = text.split(",") if isinstance(text, str) else list(text)
         sizes = tuple(int(part) for part in parts) if parts not in (["none"], ["0"], [""]) else ()
-    except ValueError:
+    except (TypeError, ValueError):
         sizes = (0,)
-    if any(size < 1 for size in sizes) or len(sizes) > 8:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most 8 positive numbers such as"
-                                         f" 1,2,3,4")
+    if any(size < 1 for size in sizes) or len(sizes) > MAX_LEVELS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most {MAX_LEVELS} positive numbers"
+                                         f" such as 1,2,3,4")
     return sizes
+
+
+def is_number(value, kind):
+    """Whether it is a number of this kind, int or float; True and False are none."""
+    wanted = numbers.Integral if kind is int else numbers.Real
+    return isinstance(value, wanted) and not isinstance(value, bool)
 
 
 class Rates(tuple):
@@ -254,17 +313,23 @@ def init_uniform(seed, tensor_index, shape, fan_in):
 # ----------------------------------------------------------------------------------------------------
 # 3. diffusion (T = diffusion_steps; t = 0 ... T-1 indexes the tables and the timestep embedding alike)
 
+LEAST_LINEAR_STEPS = 21  # 0.02 * 1000 / 20, the last beta of 20 steps, is 1: nothing of the image is left
+
+
 def alphas_bar(diffusion_steps, noise_schedule, zero_terminal_snr=False):
     """The cumulative products of 1 - beta: float64 (T,).
 
     linear: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", section 4, stretched for T other than
     1000; cosine: Nichol and Dhariwal 2021, "Improved DDPM", equation 17; zero_terminal_snr: rescaled so that
-    the last is 0, Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
+    the last is 0, Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed". Raises
+    UserError where a linear schedule is so short that a beta would not be below 1.
     """
     T = diffusion_steps
     if noise_schedule == "linear":
+        if T < LEAST_LINEAR_STEPS:
+            raise UserError(f"{T} timesteps are too few for a linear schedule, whose last beta would be"
+                            f" {20 / T:.3g}; use {LEAST_LINEAR_STEPS} or more")
         betas = np.linspace(1e-4 * 1000 / T, 0.02 * 1000 / T, T, dtype=np.float64)
-        betas = np.minimum(betas, 0.999)
     else:
         f = np.cos((np.arange(T + 1) / T + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = np.minimum(1 - f[1:] / f[:-1], 0.999)
@@ -319,62 +384,77 @@ def _setting(default, index, help=None, choices=None, low=None, high=None):
 @dataclasses.dataclass
 class Config:
     """Architecture, diffusion, optimiser: what a .bin's header holds, and a flag each where help is given."""
-    image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=1, high=4096)
+    image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=4, high=1024)
     in_channels: int = _setting(3, 17, low=1, high=16)
-    num_channels: int = _setting(64, 18, "width of the first level, a multiple of 32", low=32, high=8192)
-    num_res_blocks: int = _setting(2, 19, "residual blocks a level", low=1, high=64)
-    num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=8192)
-    norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=8192)
-    max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=1, high=2**31 - 1)
-    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels", high=256)
-    attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", high=4096)
-    diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=1, high=10**6)
+    num_channels: int = _setting(64, 18, "width of the first level, a multiple of 32", low=32, high=1024)
+    num_res_blocks: int = _setting(2, 19, "residual blocks a level", low=1, high=16)
+    num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=1024)
+    norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=1024)
+    max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=2, high=10**8)
+    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels", low=1,
+                                   high=64)
+    attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", low=0,
+                                            high=1024)
+    diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=2, high=10**5)
     noise_schedule: str = _setting("linear", 41, "how the noise grows with t", choices=("linear", "cosine"))
     predict: str = _setting("eps", 42, "what the network predicts: the noise, v or the image",
                             choices=("eps", "v", "x0"))
     zero_terminal_snr: bool = _setting(False, 90, "rescale the schedule to end in noise alone; not with eps")
-    batch_size: int = _setting(32, 48, "images a step", low=1, high=2**20)
+    batch_size: int = _setting(32, 48, "images a step", low=1, high=65536)
     seed: int = _setting(0, 49, "seed of every random number", low=0, high=2**32 - 1)
     flip: bool = _setting(False, 50, "mirror half of the images left-right")
     offset_noise: float = _setting(0.0, 91, "one more normal a channel in the training noise, times this",
                                    low=0, high=10)
-    lr: float = _setting(1e-4, 51, "learning rate", low=0)
+    lr: float = _setting(1e-4, 51, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", 52, "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
     final_lr_fraction: float = _setting(0.0, 79, "part of lr that cosine and linear end at", low=0, high=1)
-    warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=2**31 - 1)
+    warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=10**9)
     lr_steps: int = _setting(20000, 54, low=0, high=2**31 - 1)
-    weight_decay: float = _setting(0.0, 55, "AdamW's weight decay, of matrices and convolutions", low=0)
-    beta1: float = _setting(0.9, 56, "AdamW's first moment", low=0, high=1)
-    beta2: float = _setting(0.999, 57, "AdamW's second moment", low=0, high=1)
-    adam_eps: float = _setting(1e-8, 58, "AdamW's epsilon", low=0)
-    grad_clip: float = _setting(0.0, 78, "longest gradient, a longer one is scaled to it; 0 for any", low=0)
+    weight_decay: float = _setting(0.0, 55, "AdamW's weight decay, of matrices and convolutions", low=0,
+                                   high=1000)
+    beta1: float = _setting(0.9, 56, "AdamW's first moment", low=0, high=0.99999)
+    beta2: float = _setting(0.999, 57, "AdamW's second moment", low=0, high=0.9999999)
+    adam_eps: float = _setting(1e-8, 58, "AdamW's epsilon", low=1e-20, high=1)
+    grad_clip: float = _setting(0.0, 78, "longest gradient, a longer one is scaled to it; 0 for any", low=0,
+                                high=10**9)
     skip_outliers: float = _setting(0.0, 80, "standard deviations from which a step is skipped, 0 for none",
-                                    low=0)
+                                    low=0, high=10**9)
     ema_rate: Rates = _setting(Rates((0.999,)), 59, "rates of the weights' moving averages, 0 for none",
-                               high=1)
-    min_snr_gamma: float = _setting(0.0, 71, "min-SNR weights of the loss (5 is usual), 0 for none", low=0)
+                               low=0, high=0.9999999)
+    min_snr_gamma: float = _setting(0.0, 71, "min-SNR weights of the loss (5 is usual), 0 for none", low=0,
+                                    high=10**6)
 
     def __post_init__(self):
         self.ema_rate = Rates(self.ema_rate)
+
+    def level_sizes(self):
+        """Height and width of each level's images, from the first level to the last, in pixels."""
+        return [self.image_size >> level for level in range(len(self.channel_mult))]
 
     def check(self, where=""):
         """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
         prefix = f"{where}: " if where else "--"
         for field in dataclasses.fields(self):
             value, rule = getattr(self, field.name), field.metadata
+            low, high = rule["low"], rule["high"]
             if field.type is str:
                 fine, wanted = value in rule["choices"], " or ".join(rule["choices"])
+            elif field.type is bool:
+                fine, wanted = isinstance(value, (bool, int)) and value in (0, 1), "0 or 1"
             elif field.type is tuple:
-                fine, wanted = all(1 <= v <= rule["high"] for v in value), f"numbers from 1 to {rule['high']}"
+                fine = isinstance(value, (tuple, list)) and len(value) <= MAX_LEVELS
+                fine = fine and all(is_number(v, int) and max(low, 1) <= v <= high for v in value)
+                wanted = f"at most {MAX_LEVELS} numbers from {max(low, 1)} to {high}"
             elif field.type is Rates:
-                fine = len(value) <= len(EMA_SECTIONS) and all(0 < v < 1 for v in value)
-                wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and 1"
+                fine = len(value) <= len(EMA_SECTIONS) and all(low < v <= high for v in value)
+                wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and {high}"
             else:
-                low, high = rule["low"] or 0, math.inf if rule["high"] is None else rule["high"]
-                fine, wanted = low <= value <= high and math.isfinite(value), f"from {low} to {high}"
+                fine, wanted = is_number(value, field.type) and low <= value <= high, f"from {low} to {high}"
+                if fine and 0 < abs(value) < FLOAT_MIN:
+                    fine, wanted = False, f"0 or at least {FLOAT_MIN:.2g}, the least float above it"
             if not fine:
-                raise UserError(f"{prefix}{field.name} is {value}, it must be {wanted}")
+                raise UserError(f"{prefix}{field.name} is {value!r:.60}, it must be {wanted}")
         if not self.channel_mult:
             raise UserError(f"{prefix}channel_mult is empty, it must name the width of each level, e.g."
                             f" 1,2,3,4")
@@ -382,12 +462,40 @@ class Config:
             levels = len(self.channel_mult)
             raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
                             f" {levels} levels of channel_mult")
+        widest, sizes = self.num_channels * max(self.channel_mult), self.level_sizes()
+        if widest > MAX_WIDTH:
+            raise UserError(f"{prefix}channel_mult makes a level {widest} channels wide; {MAX_WIDTH} is the"
+                            f" most")
+        attended = max(size for size in sizes if size == sizes[-1] or size in self.attention_resolutions)
+        if attended > MAX_ATTENTION_SIZE:
+            raise UserError(f"{prefix}attention_resolutions: attention at {attended}x{attended} does not fit;"
+                            f" {MAX_ATTENTION_SIZE}x{MAX_ATTENTION_SIZE} is the largest: use more levels or"
+                            f" other sizes (the middle, at the last level, always has attention)")
+        if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
+            T, dashes = self.diffusion_steps, "" if where else "--"
+            raise UserError(f"{prefix}diffusion_steps {T} is too few for {dashes}noise_schedule linear, whose"
+                            f" last beta would be {20 / T:.3g}; use {LEAST_LINEAR_STEPS} or more, or cosine")
         if self.zero_terminal_snr and self.predict == "eps":
             raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
         if self.num_channels % 32:
             raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         return self
+
+
+# What the flags that are no fields of Config may be, here as in ./train_unet.
+RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10**9), "keep": (1, 10**9),
+          "keep_every": (0, 10**9), "sample_every": (0, 10**9), "val_every": (1, 10**9),
+          "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
+          "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
+          "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2)}
+
+
+def check_range(name, value, least=None, flag=None):
+    """Raise UserError unless a number is in RANGES[name]; least: where that is not its lower end."""
+    low, high = RANGES[name]
+    if not max(low, least or low) <= value <= high:
+        raise UserError(f"--{flag or name} must be from {max(low, least or low)} to {high}, not {value}")
 
 
 PRESETS = {
@@ -621,7 +729,13 @@ def read_images(path):
     shape, count = (n, channels, height, width), n * channels * height * width
     if version == 0:
         _need_size(path, data, HEADER_BYTES + 4 * count, f"{n} images of {channels}x{height}x{width} floats")
-        return Images(data[HEADER_BYTES:].view("<f4").reshape(shape), path=path)
+        pixels = data[HEADER_BYTES:].view("<f4")
+        for start in range(0, count, 1 << 22):
+            some = pixels[start:start + (1 << 22)]
+            bad = some[~((some >= -1.001) & (some <= 1.001))]
+            if len(bad):
+                raise UserError(f"{path} is damaged: it holds a pixel of {bad[0]:g}, outside [-1, 1]")
+        return Images(pixels.reshape(shape), path=path)
     if classes < 0 or name_bytes < 0 or (classes == 0) != (name_bytes == 0):
         raise UserError(f"{path} claims to have {classes} classes with names of {name_bytes} bytes")
     end = HEADER_BYTES + count
@@ -764,7 +878,7 @@ def _unpack_config(header, path):
         elif field.type is str:
             value = choices[value] if 0 <= value < len(choices) else f"number {value}"
         elif field.type is bool:
-            value = bool(value)
+            value = bool(value) if value in (0, 1) else value
         elif field.name == "seed":
             value &= 0xFFFFFFFF
         setattr(config, field.name, value)
@@ -809,9 +923,15 @@ def read_checkpoint(path):
             sections[name] = data[first:last].tobytes().decode("utf-8", "replace")
         elif name == "state":
             sections[name] = History.unpack(data[first:last].tobytes(), step, path)
+    floats = header.view("<f4")
+    for name, (index, _) in RUN_FIELDS.items():
+        low, high = RANGES[name]
+        if not low <= (floats if name == "eta" else header)[index] <= high:
+            raise UserError(f"{path} is damaged: its {name} is out of range")
+    if not np.isfinite(floats[60]):
+        raise UserError(f"{path} is damaged: its loss is no number")
     run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()}
-    return Checkpoint(_unpack_config(header, path), sections, step, float(header.view("<f4")[60]), tensors,
-                      run=run if min(run["steps"], run["log_every"]) > 0 else {})
+    return Checkpoint(_unpack_config(header, path), sections, step, float(floats[60]), tensors, run=run)
 
 
 def _read_old_weights(path, header, data):
