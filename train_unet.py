@@ -22,11 +22,13 @@ import os
 import pickle
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 
 import unet_io  # first, because it explains a missing package
 
@@ -187,33 +189,66 @@ class UNet(nn.Module):
         return self.out(x)
 
 
-# Flags of guided-diffusion's create_model for which there is one value here; None: any, it has no effect.
+# What channel_mult="" means in guided-diffusion's create_model, by image_size.
+GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
+# Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
+# value here.
 FIXED_FLAGS = dict(learn_sigma=False, class_cond=False, use_scale_shift_norm=False, resblock_updown=False,
-                   dropout=0, use_fp16=False, use_new_attention_order=True,
-                   use_checkpoint=None, num_heads=None, num_heads_upsample=None)
+                   conv_resample=False, dropout=0, use_fp16=False, use_checkpoint=False,
+                   use_new_attention_order=True, timestep_respacing="", use_kl=False, predict_xstart=False,
+                   rescale_timesteps=False, rescale_learned_sigmas=False)
 
 
-def create_model(**flags):
-    """UNet from guided-diffusion's flags, e.g. image_size=64, num_channels=64, attention_resolutions="16,8".
+def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult="", **flags):
+    """UNet by the flags of guided-diffusion's create_model (Dhariwal and Nichol 2021).
 
-    Any field of unet_io.Config may be given; lists as "1,2,3,4" or as tuples. Weights as PyTorch initialises
-    them, see init_weights. Raises UserError for a flag or a value that doesn't exist here.
+    image_size: pixels a side. num_channels: width of the first level. channel_mult: each level's width in
+    units of it, "1,2,3,4" or a tuple; "" stands for guided-diffusion's at this image_size. flags: any other
+    field of unet_io.Config, as attention_resolutions="16,8" (pixels a side), num_head_channels=32,
+    norm_groups=32; and guided-diffusion's others, with the value that they have here.
+    Returns a module called as model(x, t): x (B, 3, image_size, image_size), t (B,) -> the prediction, of x's
+    shape. Weights as PyTorch initialises them, see init_weights.
+
+    What is not given is as in ./train_unet, and then the network is not guided-diffusion's by default: it
+    resamples without a convolution (conv_resample False: 20,494,211 parameters where guided-diffusion has
+    22,080,323), attends at 16 and 8 pixels with heads of 32 channels, and splits qkv before the heads
+    (use_new_attention_order True). Raises UserError for a flag or a value that doesn't exist here.
     """
     known = {field.name: field for field in dataclasses.fields(Config)}
-    values = {}
-    for name, value in flags.items():
+    values = dict(image_size=image_size, num_channels=num_channels, num_res_blocks=num_res_blocks)
+    if isinstance(channel_mult, str) and channel_mult == "":
+        channel_mult = GUIDED_MULTS.get(image_size)
+        if channel_mult is None:
+            raise UserError(f"create_model: guided-diffusion has no channel_mult for image_size"
+                            f" {image_size!r}: name the width of each level, e.g. channel_mult='1,2,2'")
+        if 0.5 in channel_mult:
+            raise UserError(f"create_model: guided-diffusion's channel_mult for image_size {image_size} is"
+                            f" {channel_mult}, and only whole multiples of num_channels are supported: name"
+                            f" others")
+    heads = {name: flags.pop(name) for name in ("num_heads", "num_heads_upsample") if name in flags}
+    if flags.get("num_head_channels", -1 if heads else 1) == -1:
+        raise UserError("create_model: the same number of heads at every width (num_heads, where"
+                        " num_head_channels is -1) is not supported: name the channels of a head, e.g."
+                        " num_head_channels=64")
+    for name, value in (flags | dict(channel_mult=channel_mult)).items():
         if name in FIXED_FLAGS:
-            if FIXED_FLAGS[name] is not None and value != FIXED_FLAGS[name]:
+            if value != FIXED_FLAGS[name]:
                 raise UserError(f"create_model: {name}={value!r} is not supported, only"
                                 f" {FIXED_FLAGS[name]!r}")
         elif name not in known:
             raise UserError(f"create_model: there is no flag {name}")
         elif known[name].type is tuple:
-            if value != "" or name == "attention_resolutions":  # channel_mult="" asks for the default
+            try:
                 values[name] = unet_io.parse_sizes(value)
+            except argparse.ArgumentTypeError as error:
+                raise UserError(f"create_model: {name}: {error}") from None
         else:
             values[name] = value
-    return UNet(Config(**values))
+    config = Config(**values).check()
+    # guided-diffusion attends where the image was shrunk image_size // r times, be it r pixels large or not
+    config.attention_resolutions = tuple(image_size // (image_size // size) if size <= image_size else size
+                                         for size in config.attention_resolutions)
+    return UNet(config)
 
 
 def init_weights(model, seed):
@@ -241,11 +276,16 @@ def perturb(model, seed, scale=0.02):
 
 
 def set_parameters(parameters, flat, path):
-    """Copy one flat float32 array into the parameters, in order. Raises UserError if the counts differ."""
+    """Copy one flat float32 array into the parameters, in order.
+
+    Raises UserError if the counts differ, or a number is NaN or infinite.
+    """
     parameters = list(parameters)
     have = sum(p.numel() for p in parameters)
     if have != len(flat):
         raise UserError(f"{path} has {len(flat)} parameters, the model that its header describes has {have}")
+    if not np.isfinite(flat).all():
+        raise UserError(f"{path} holds NaN or infinity: its training had gone wrong; use an older one")
     for parameter, values in zip(parameters, np.split(flat, np.cumsum([p.numel() for p in parameters])[:-1])):
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
 
@@ -260,26 +300,28 @@ def refuse_contradictions(flags, config, path):
 
 
 def load_model(path, use_ema=1, overrides=None):
-    """(UNet, Checkpoint) from a .bin, old or new, or from a .pt or .safetensors that save_weights wrote, or a
-    .pt with the state dict of an old model.
+    """(UNet, Checkpoint) from a .bin, old or new, from a .pt or .safetensors that save_weights wrote, or from
+    a .pt with the bare state dict of guided-diffusion's model, of UNet, or of the trainer before it.
 
     use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
-    overrides: Config values that replace those of an old file (an old .pt tells only its width: it is taken
-    for a model of 64x64 images, max_period 1000); a new one knows all, and others are refused.
+    overrides: Config values by name, for what old files and bare state dicts don't tell; what is not given
+    there is as in _read_bare. A new file knows all, and others are refused. Raises UserError.
     """
+    overrides = dict(overrides or {})
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is {'a folder' if os.path.isdir(path) else 'no file'}, a file is needed")
     if path.endswith(".safetensors"):
         checkpoint = _read_safetensors(path)
+    elif path.endswith((".pt", ".pth")):
+        checkpoint = _read_pt(path, overrides)
     else:
-        checkpoint = _read_pt(path) if path.endswith((".pt", ".pth")) else unet_io.read_checkpoint(path)
-    overrides = dict(overrides or {})
+        checkpoint = unet_io.read_checkpoint(path)
+        if checkpoint.old:
+            checkpoint.config = _with_old_attention(checkpoint.config, overrides).check()
     if not checkpoint.old:
         refuse_contradictions(overrides, checkpoint.config, path)
-    elif "image_size" in overrides:  # attention at the third and fourth level
-        size = overrides["image_size"]
-        overrides.setdefault("attention_resolutions", (size // 4, size // 8))
-    checkpoint.config = dataclasses.replace(checkpoint.config, **overrides).check()
-    with torch.device("meta"):  # no memory until the number of parameters is known to be right
-        model = UNet(checkpoint.config)
+    # no memory until the number of parameters is known to be right
+    model = _unet_without_memory(checkpoint.config, path)
     tensors = len(list(model.parameters()))
     section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
     if use_ema > 1 and section not in checkpoint.sections:
@@ -294,15 +336,24 @@ def load_model(path, use_ema=1, overrides=None):
     return model, checkpoint
 
 
+def _with_old_attention(config, overrides):
+    """The Config of an old model with other values; its attention is at the third and fourth level."""
+    if "image_size" in overrides:
+        size = overrides["image_size"]
+        overrides = dict(attention_resolutions=(size // 4, size // 8)) | overrides
+    return dataclasses.replace(config, **overrides)
+
+
 def _first_line(error):
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _read_pt(path):
-    """Checkpoint from save_weights' .pt, or of an old model from a state dict in the order of its parameters.
-    """
+def _read_pt(path, overrides):
+    """Checkpoint from save_weights' .pt, or from a bare state dict. overrides: see load_model."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} can't be read: no such file") from None
     except pickle.UnpicklingError:
@@ -314,20 +365,98 @@ def _read_pt(path):
         return _from_state(path, state.get("state_dict"), state["config"], state.get("step", 0))
     for key in ("state_dict", "model"):
         state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
-    if not isinstance(state, dict) or not state or not all(torch.is_tensor(v) for v in state.values()):
+    return _read_bare(path, state, overrides)
+
+
+# The names of the layers in the state dicts of the trainer before this one, and guided-diffusion's.
+OLD_NAMES = {"gn1": "in_layers.0", "cv3_1": "in_layers.2", "l_emb": "emb_layers.1", "gn2": "out_layers.0",
+             "cv3_2": "out_layers.3", "gn": "norm", "proj": "proj_out"}
+
+
+def _read_bare(path, state, overrides):
+    """Checkpoint from a state dict that comes without its configuration.
+
+    The names tell whose it is. guided-diffusion's and UNet's have max_period 10000. The trainer before this
+    one had 1000, and other names (see OLD_NAMES); a dict with neither is taken for one of its, by the order
+    of the parameters. The width is read from the first tensor. What else no shape tells is as in Config, or
+    as overrides say, and what was assumed is printed on stderr.
+    """
+    _check_tensors(path, state)
+    count = len(state)
+    state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}  # torch.compile's
+    guided = any(".in_layers." in name for name in state)
+    for part, flag in {"label_emb.": "class_cond", ".op.": "conv_resample"}.items():
+        if guided and any(part in name for name in state):
+            raise UserError(f"{path} is a model made with guided-diffusion's {flag}, which is not supported")
+    first = next(iter(state.values())).shape  # time_embed.0.weight: (4 num_channels, num_channels)
+    config = Config(num_channels=first[-1] if len(first) == 2 else 0, max_period=10000 if guided else 1000)
+    config = dataclasses.replace(config, **overrides) if guided else _with_old_attention(config, overrides)
+    expected = _expected_shapes(config.check("" if overrides else path), path)
+    names = [".".join(OLD_NAMES.get(part, part) for part in name.split(".")) for name in state]
+    if not any(".in_layers." in name for name in names):
+        names = [*expected, *names[len(expected):]]
+    named = {name: _without_ones(value, expected.get(name)) for name, value in zip(names, state.values())}
+    if len(named) < count:
+        raise UserError(f"{path} holds two tensors of one name")
+    weights = _flat_weights(path, named, expected, "the model that it is taken for; say what it is with"
+                            " --image_size, --num_channels, --channel_mult, --attention_resolutions ...")
+    assumed = [f"{name} {getattr(config, name)}" for name in
+               ("image_size", "num_head_channels", "norm_groups", "max_period", *DIFFUSION[:3])
+               if name not in overrides]
+    if assumed:
+        order = ", use_new_attention_order True" if guided else ""
+        print(f"{unet_io.printable(path)} doesn't tell all that it is, and is taken for a model of"
+              f" {', '.join(assumed)}{order}; flags of these names say otherwise", file=sys.stderr)
+    return Checkpoint(config, {"weights": weights}, tensors=len(expected), old=True)
+
+
+def _without_ones(value, shape):
+    """The tensor in this shape where the two differ in dimensions of 1 alone; otherwise as it is."""
+    same = shape and [d for d in shape if d != 1] == [d for d in value.shape if d != 1]
+    return value.reshape(shape) if same else value
+
+
+def _unet_without_memory(config, path):
+    """UNet on the meta device. Raises UserError, which names the file, where its Config can't work."""
+    try:
+        with torch.device("meta"):
+            return UNet(config)
+    except UserError as error:
+        raise UserError(f"{path} can't be read as a model of its configuration: {error}") from None
+
+
+def _expected_shapes(config, path):
+    return {name: tuple(p.shape) for name, p in _unet_without_memory(config, path).named_parameters()}
+
+
+def _check_tensors(path, state):
+    """Raise UserError unless it is a dict, not empty, of names and plain tensors that are really there."""
+    if not isinstance(state, dict) or not state:
         raise UserError(f"{path} holds no state dict of tensors")
-    state = {name.removeprefix("_orig_mod."): value.float().numpy() for name, value in state.items()}
-    shapes = [value.shape for value in state.values()]
-    width = shapes[0][-1] if len(shapes[0]) == 2 else 0  # time_embed.0.weight: (4 num_channels, num_channels)
-    config = Config(num_channels=width, max_period=1000).check(path)
-    with torch.device("meta"):
-        expected = UNet(config).named_parameters()
-    for (ours, parameter), theirs in zip(expected, state):
-        if tuple(d for d in parameter.shape if d != 1) != tuple(d for d in state[theirs].shape if d != 1):
-            raise UserError(f"{path}: {theirs} has shape {state[theirs].shape}, where {ours} has"
-                            f" {tuple(parameter.shape)}")
-    weights = np.concatenate([value.reshape(-1) for value in state.values()])
-    return Checkpoint(config, {"weights": weights}, tensors=len(state), old=True)
+    held = {}  # bytes of each storage, which tensors may share
+    for name, value in state.items():
+        if not isinstance(name, str) or not torch.is_tensor(value):
+            kind = "tensor" if torch.is_tensor(value) else type(value).__name__
+            raise UserError(f"{path} holds no state dict of tensors: {name!r} names a {kind}")
+        if value.layout != torch.strided or value.is_meta or not value.is_floating_point():
+            raise UserError(f"{path}: {name} is a tensor of {value.dtype} and {value.layout} on"
+                            f" {value.device}; plain floating-point numbers are needed")
+        held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    claimed = sum(value.numel() * value.element_size() for value in state.values())
+    if claimed > sum(held.values()):
+        raise UserError(f"{path} is damaged: its tensors claim {claimed} bytes and it holds"
+                        f" {sum(held.values())}")
+
+
+def _flat_weights(path, state, expected, where):
+    """A dict's tensors as one float32 array, in the order of `expected`, name -> shape, which they must fit.
+    """
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            raise UserError(f"{path}: {name} is {found.get(name, 'missing')} there and"
+                            f" {expected.get(name, 'no parameter')} in {where}")
+    return np.concatenate([state[name].detach().float().numpy().reshape(-1) for name in expected])
 
 
 def _read_safetensors(path):
@@ -346,7 +475,7 @@ def _read_safetensors(path):
                         f" generate.py --export wrote can be read")
     try:
         config, step = json.loads(metadata["config"]), int(metadata.get("step", 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         config = step = None
     return _from_state(path, state, config, step)
 
@@ -362,26 +491,20 @@ def _need_safetensors(path):
 def _from_state(path, state, config, step):
     """Checkpoint from tensors by PyTorch's names and a dict with the configuration's fields."""
     known = {field.name: field.type for field in dataclasses.fields(Config)}
+    if not isinstance(config, dict) or not unet_io.is_number(step, int) or not 0 <= step < 2**31:
+        raise UserError(f"{path} is damaged: its configuration or its step, {step!r:.40}, can't be read")
+    for name in config:
+        if name not in known:
+            raise UserError(f"{path} has the setting {name}, which this program doesn't know")
     try:
-        unknown = [str(name) for name in config if name not in known]
-        values = {name: tuple(map(int, value)) if known[name] is tuple else known[name](value)
-                  for name, value in config.items() if name in known}
-        step = int(step)
-    except (TypeError, ValueError, AttributeError, OverflowError):
+        values = {name: known[name](value) if known[name] in (tuple, unet_io.Rates) else value
+                  for name, value in config.items()}
+    except (TypeError, ValueError):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
-    if unknown:
-        raise UserError(f"{path} has the setting {unknown[0]}, which this program doesn't know")
-    config = Config(**values).check(path)
-    if not isinstance(state, dict) or not all(torch.is_tensor(value) for value in state.values()):
-        raise UserError(f"{path} holds no state dict of tensors")
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in UNet(config).named_parameters()}
-    found = {name: tuple(value.shape) for name, value in state.items()}
-    for name in [*expected, *found]:
-        if found.get(name) != expected.get(name):
-            raise UserError(f"{path}: {name} is {found.get(name, 'missing')} there and"
-                            f" {expected.get(name, 'no parameter')} in the model of its configuration")
-    weights = np.concatenate([state[name].float().numpy().reshape(-1) for name in expected])
+    config = Config(**values).check(f"{path}: its configuration")
+    _check_tensors(path, state)
+    expected = _expected_shapes(config, path)
+    weights = _flat_weights(path, state, expected, "the model of its configuration")
     return Checkpoint(config, {"weights": weights}, step=step, tensors=len(expected))
 
 
@@ -622,7 +745,12 @@ class Trainer:
 
         tensors = {"weights": self.parameters, **dict(zip(unet_io.EMA_SECTIONS, self.emas)),
                    "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
-        sections = {name: to_numpy(values) for name, values in tensors.items()} | {"state": self.history}
+        sections = {name: to_numpy(values) for name, values in tensors.items()}
+        for name, arrays in sections.items():
+            if not all(np.isfinite(array).all() for array in arrays):
+                raise UserError(f"{name} became NaN or infinite by step {self.steps_done}, which is not"
+                                f" saved; earlier checkpoints are")
+        sections["state"] = self.history
         sections |= {name: text for name, text in texts.items() if text}
         return Checkpoint(self.config, sections, self.steps_done, smoothed_loss, run=run or {})
 
@@ -1166,17 +1294,23 @@ RUN_FLAGS = {  # name: (default, help)
     "compare_quality": ("", "train in both programs alike, write both loss curves to this file and exit"),
     "benchmark_batches": ((32, 128, 256), "batch sizes of a GPU's benchmark; fp32 goes with 32"),
 }
+# Flags of the trainer before this one: other names of ours, and those that are only like one of ours.
+ALIASES = {"steps": "iterations", "log_every": "log_interval", "save_every": "save_interval"}
+RENAMED = {"--log_dir": "--out_dir, the folder for log, checkpoints and samples",
+           "--model_dir": "--out_dir, the folder for log, checkpoints and samples",
+           "--resume_checkpoint": "--resume PLACE"}
 
 
 def parse_flags(argv=None):
     """(dict of the flags that the user gave, Config, namespace of the other flags)."""
-    parser = unet_io.Parser(description=__doc__, argument_default=argparse.SUPPRESS)
+    parser = unet_io.Parser(RENAMED, description=__doc__, argument_default=argparse.SUPPRESS)
     kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes, unet_io.Rates: unet_io.parse_rates}
 
     def add(name, kind, default, help, choices=None):
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         optional = dict(nargs="?", const=True) if kind is bool else {}  # --flip is --flip True
-        parser.add_argument(f"--{name}", type=kinds.get(kind, kind), choices=choices, **optional,
+        names = [f"--{word}" for word in (name, ALIASES.get(name)) if word]
+        parser.add_argument(*names, type=kinds.get(kind, kind), choices=choices, **optional,
                             metavar=None if choices else "X", help=f"{help} (default: {shown})")
 
     for field in dataclasses.fields(Config):
@@ -1206,9 +1340,8 @@ def resolve(given):
     config = Config(**{name: value for name, value in values.items() if name in fields})
     config.lr_steps = values["steps"]
     run = argparse.Namespace(**{name: value for name, value in values.items() if name not in fields})
-    for name in ("steps", "log_every"):
-        if getattr(run, name) < 1:
-            raise UserError(f"--{name} must be at least 1")
+    for name in ("steps", "log_every", "save_every", "sample_every"):
+        unet_io.check_range(name, getattr(run, name))
     return config.check(), run
 
 
@@ -1219,7 +1352,7 @@ def pick_device(name=""):
     try:
         torch.zeros(1, device=name or best)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name or best} can't be used: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--device {name or best} can't be used: {_first_line(error)}") from None
     return name or best
 
 
@@ -1239,13 +1372,14 @@ def start_model(config, run, given):
         for name in unet_io.TEXT_SECTIONS:
             if name not in given and name in checkpoint.sections:
                 setattr(run, name, checkpoint.sections[name])
-        stored = {"steps": config.lr_steps} | checkpoint.run
         for name in ("steps", "log_every", "save_every", "sample_every"):
-            if name not in given and name in stored:
-                setattr(run, name, stored[name])
+            if name not in given:
+                setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
     if run.model_weights:
-        model, checkpoint = load_model(run.model_weights, use_ema=0)
+        told = {name: given[name] for name in ARCHITECTURE + DIFFUSION
+                if name in given and run.model_weights.endswith((".pt", ".pth"))}
+        model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told)
         adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION)
         return model, None, run.model_weights
     torch.manual_seed(config.seed)
@@ -1269,11 +1403,44 @@ def open_images(config, run):
         from prepare_data import prepare
         run.data_file = os.path.join(run.out_dir, f"data_{config.image_size}.bin")
         prepare(run.data_dir, run.data_file, config.image_size)
-        print(f"prepared {run.data_file}; with --data_file {run.data_file} later runs start at once")
+        unet_io.say(f"prepared {run.data_file}; with --data_file {shlex.quote(run.data_file)} later runs"
+                    f" start at once")
     elif not os.path.exists(run.data_file):
         raise UserError(f"{run.data_file} does not exist: name images with --data_dir FOLDER or"
                         f" --data_file FILE.bin")
     return unet_io.read_images(run.data_file)
+
+
+def note_unused_start(run):
+    """Say so where a file lies here from which the trainer before this one would have started."""
+    if not run.model_weights and run.resume is None and os.path.isfile("unet_init.bin"):
+        print("note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it,"
+              " --model_weights unet_init.bin")
+
+
+def to_json(values):
+    """A dict of numbers as a line of JSON, which has no NaN or infinity: they become null."""
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+class Metrics:
+    """The lines of a run's metrics.jsonl. That one can't be written is said once, and the run goes on."""
+    def __init__(self, path):
+        self.path, self.failed = path, False
+
+    def note(self, **values):
+        """Append a line, after what is there, even where that ends within one."""
+        try:
+            with open(self.path, "ab+") as file:
+                file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                begun = file.read(1) not in (b"", b"\n")
+                file.write(b"\n" * begun + to_json(values).encode())
+        except OSError as error:
+            if not self.failed:
+                print(f"warning: {unet_io.printable(self.path)} can't be written: {error.strerror}; lines are"
+                      f" missing there", file=sys.stderr)
+            self.failed = True
 
 
 def duration(seconds):
@@ -1289,6 +1456,7 @@ def train(config, run, given):
     model, checkpoint, path = start_model(config, run, given)
     if not checkpoint:
         refuse_other_run(run.out_dir)
+        note_unused_start(run)
     os.makedirs(run.out_dir, exist_ok=True)
     images = open_images(config, run)
     validation = unet_io.read_images(run.val_file) if run.val_file else None
@@ -1300,10 +1468,10 @@ def train(config, run, given):
     if checkpoint:
         trainer.restore(checkpoint, path)
         smoothed = checkpoint.smoothed_loss
-        print(f"resumed {path} after step {trainer.steps_done}")
-    print(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device},"
-          f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
-          f" seed {config.seed}")
+        unet_io.say(f"resumed {path} after step {trainer.steps_done}")
+    unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device},"
+                f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
+                f" seed {config.seed}")
 
     stop = []
 
@@ -1321,48 +1489,53 @@ def train(config, run, given):
                                    val_file=run.val_file and os.path.abspath(run.val_file),
                                    model_weights=run.model_weights and os.path.abspath(run.model_weights))
         unet_io.write_checkpoint(name, state)
-        print(f"saved {name}")
+        unet_io.say(f"saved {name}")
         return name
 
     saved = path if checkpoint else ""
-    with open(os.path.join(run.out_dir, "metrics.jsonl"), "a") as metrics:
-        def note(**values):
-            metrics.write(json.dumps(values) + "\n")
-            metrics.flush()
-
-        last_time, last_step = time.time(), trainer.steps_done
-        while trainer.steps_done < run.steps and not stop:
-            loss = trainer.step()
+    metrics = Metrics(os.path.join(run.out_dir, "metrics.jsonl"))
+    if run.steps == 0 and not checkpoint:
+        unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
+        saved = save()
+    last_time, last_step = time.time(), trainer.steps_done
+    while trainer.steps_done < run.steps and not stop:
+        loss = trainer.step()
+        if math.isfinite(loss):
             smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
             smoothed = float(np.float32(smoothed))  # as it is saved
-            step = trainer.steps_done
-            if step % run.log_every == 0 or step == run.steps or stop:
-                seconds = (time.time() - last_time) / (step - last_step)
-                rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-                left = duration(seconds * (run.steps - step))
-                print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {smoothed:.5f}"
-                      f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}", flush=True)
-                note(step=step, loss=loss, smoothed=smoothed, ms=1000 * seconds, images_per_s=rate,
-                     lr=lr, skipped=trainer.history.skipped)
-                last_time, last_step = time.time(), step
-            final = step == run.steps or stop
-            if final or run.save_every and step % run.save_every == 0:
-                saved = save()
-                if validation:
-                    value = trainer.validation_loss(validation)
-                    print(f"step {step:6d}  validation loss {value:.5f}")
-                    note(step=step, val_loss=value)
-                last_time, last_step = time.time(), step
-            if run.sample_every and step % run.sample_every == 0:
-                name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
-                unet_io.save_grid(name, unet_io.to_uint8(sample_average(trainer, range(16)).numpy()))
-                print(f"wrote {name}")
-                last_time, last_step = time.time(), step
+        step = trainer.steps_done
+        if step % run.log_every == 0 or step == run.steps or stop:
+            seconds = (time.time() - last_time) / (step - last_step)
+            rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
+            left = duration(seconds * (run.steps - step))
+            shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
+            print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
+                  f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}", flush=True)
+            metrics.note(step=step, loss=loss, smoothed=shown, ms=1000 * seconds, images_per_s=rate, lr=lr,
+                         skipped=trainer.history.skipped)
+            last_time, last_step = time.time(), step
+        final = step == run.steps or stop
+        if final or run.save_every and step % run.save_every == 0:
+            saved = save()
+            if validation:
+                value = trainer.validation_loss(validation)
+                print(f"step {step:6d}  validation loss {value:.5f}")
+                metrics.note(step=step, val_loss=value)
+            last_time, last_step = time.time(), step
+        if run.sample_every and step % run.sample_every == 0:
+            name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
+            pictures = unet_io.to_uint8(sample_average(trainer, range(16)).numpy())
+            try:
+                unet_io.save_grid(name, pictures)
+                unet_io.say(f"wrote {name}")
+            except UserError as error:
+                print(f"warning: {unet_io.printable(error)}", file=sys.stderr)
+            last_time, last_step = time.time(), step
     if stop:
-        print(f"stopped; to go on: python train_unet.py --resume {saved or run.out_dir}"
-              f" --out_dir {run.out_dir} --steps {run.steps}")
+        unet_io.say(f"stopped; to go on: python train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
+                    f" --out_dir {shlex.quote(run.out_dir)} --steps {run.steps}")
     else:
-        print(f"done; to see pictures: python generate.py --model_filename {saved}")
+        unet_io.say(f"done; to see pictures: python generate.py --model_filename {shlex.quote(saved)}")
 
 
 def sample_average(trainer, seeds):
@@ -1382,13 +1555,17 @@ def main():
         images = unet_io.read_images(run.data_file) if "data_file" in given else None
         debug_state(run.write_debug_state, config, images, run.debug_steps)
     elif run.init_model_only:
+        target = run.init_model_filename
+        if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
+            raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
+                            f" another")
         model, _, _ = start_model(config, run, given)
         checkpoint = Checkpoint(config, {"weights": to_numpy(model.parameters())})
-        unet_io.write_checkpoint(run.init_model_filename, checkpoint)
+        unet_io.write_checkpoint(target, checkpoint)
         preset = f" --preset {run.preset}" if "preset" in given else ""
         count = sum(p.numel() for p in model.parameters())
-        print(f"wrote {run.init_model_filename}: {count:,} parameters; to train it:"
-              f"\n./train_unet --model_weights {run.init_model_filename}{preset}")
+        unet_io.say(f"wrote {target}: {count:,} parameters; to train it:")
+        unet_io.say(f"./train_unet --model_weights {shlex.quote(target)}{preset}")
     elif run.compare_quality:
         compare_quality(config, run)
     elif run.benchmark:
