@@ -10,6 +10,7 @@ writes weights.bin, for `./train_unet --model_weights`.
 """
 import argparse
 import dataclasses
+import math
 import os
 import re
 
@@ -60,11 +61,14 @@ def parse_seeds(text):
     return seeds
 
 
-def slerp(first, last, count):
-    """Noise (count, C, H, W) that turns from first to last, (C, H, W), in equal angles (Shoemake 1985)."""
+def slerp(first, last, count, some=slice(None)):
+    """Noise (count, C, H, W) that turns from first to last, (C, H, W), in equal angles (Shoemake 1985).
+
+    some: which of them to return.
+    """
     x, y = first.double(), last.double()
     angle = torch.acos((x * y).sum() / (x.norm() * y.norm()))
-    parts = torch.linspace(0, 1, count, dtype=torch.float64)[:, None, None, None]
+    parts = torch.linspace(0, 1, count, dtype=torch.float64)[some, None, None, None]
     return ((torch.sin((1 - parts) * angle) * x + torch.sin(parts * angle) * y) / torch.sin(angle)).float()
 
 
@@ -170,8 +174,8 @@ def print_quality(pictures, images, seed, device):
     real = unet_io.to_uint8(images.floats(order[:2 * n], size))
     drawn, held_out, others = (torch.from_numpy(x).float() / 127.5 - 1
                                for x in (pictures[:n], real[:n], real[n:]))
-    print(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n} other"
-          f" images of that file against the same")
+    unet_io.say(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n}"
+                f" other images of that file against the same")
     patch = [patch_distances(x, held_out, seed) for x in (drawn, others)]
     names = [f"{size}x{size}" for size in patch[0]] + ["mean"]
     print("sliced Wasserstein x 1000" + "".join(f"{name:>10}" for name in names))
@@ -201,6 +205,18 @@ def export_target(args):
     return args.export
 
 
+def check_memory(count, columns, shape):
+    """Raise UserError where this machine can't hold what is drawn: count pictures, and rows of a strip.
+
+    shape: (C, H, W). The pictures are held twice, in the end in the grid, and a byte is a value.
+    """
+    needed = 2 * count * (1 + columns) * math.prod(shape)
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if needed > have:
+        raise UserError(f"{counted(count, 'picture')} of {shape[1]}x{shape[2]} need {needed / 1e9:.0f} GB of"
+                        f" memory and this machine has {have / 1e9:.0f}: draw fewer at a time, with --seeds")
+
+
 def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
@@ -222,7 +238,7 @@ def main():
     add("--batch_size", type=int, default=16, metavar="N", help="pictures at a time (default: 16)")
     add("--use_ema", type=int, choices=range(5), default=1, metavar="N",
         help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
-    add("--output_name", default="samples.png", metavar="FILE",
+    add("--output_name", "--output_filename", default="samples.png", metavar="FILE",
         help="all pictures in a grid (default: samples.png)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")
     add("--strip", type=int, default=0, metavar="N",
@@ -253,12 +269,15 @@ def main():
     if args.seeds and args.seed is not None and not args.quality:
         raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
     args.seed = args.seed or 0
-    if count < 1 or args.batch_size < 1:
-        raise UserError("--num_images and --batch_size must be at least 1")
+    unet_io.check_range("generate", count, 1, "interpolate" if args.interpolate else "num_images")
+    unet_io.check_range("batch_size", args.batch_size)
+    unet_io.check_range("strip", args.strip)
+    unet_io.check_range("sample_steps", args.sample_steps or 0)
     if not 0 <= args.seed <= 2**32 - count:
         raise UserError(f"--seed {args.seed} must be from 0 to 4294967295, less the number of images")
-    if not 0 <= args.eta <= 1 or args.eta > 0 and args.sampler != "ddim":
-        raise UserError(f"--eta {args.eta:g} must be from 0 to 1, and goes with --sampler ddim only")
+    unet_io.check_range("eta", args.eta)
+    if args.eta > 0 and args.sampler != "ddim":
+        raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     if args.interpolate:
         if args.interpolate < 2 or len(set(args.seeds or ())) != 2 or len(args.seeds) != 2:
             raise UserError("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9"
@@ -284,7 +303,7 @@ def main():
     if target:
         save_weights(target, model, checkpoint)
         kind = ("averaged " if args.use_ema else "raw ") if "ema" in checkpoint.sections else ""
-        print(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
+        unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
         return
     model.to(device).eval()
     config = model.config
@@ -299,9 +318,10 @@ def main():
     if not 0 <= args.strip <= steps:
         raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)
-    names, noise = args.seeds or range(args.seed, args.seed + count), None
+    check_memory(count, args.strip, shape)
+    names = args.seeds or range(args.seed, args.seed + count)
     if args.interpolate:  # the pictures are numbered
-        names, noise = range(count), slerp(*seed_noise(args.seeds, shape), count)
+        names, ends = range(count), seed_noise(args.seeds, shape)
 
     pictures, strips = [], []
     for start in range(0, count, args.batch_size):
@@ -309,31 +329,34 @@ def main():
         label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
                    lambda calls: unet_io.progress(calls, len(calls), label), args.eta, args.threshold,
-                   None if noise is None else noise[some], args.strip)
+                   slerp(*ends, count, some) if args.interpolate else None, args.strip)
         if args.strip:
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
+        if not torch.isfinite(x).all():
+            raise UserError(f"the pictures that {args.model_filename} draws are NaN or infinite, so none are"
+                            f" written: its training had gone wrong; use an older one")
         pictures.append(unet_io.to_uint8(x.numpy()))
     pictures = np.concatenate(pictures)
 
     row = count if args.interpolate and count <= 16 else None  # as ./train_unet lays them out
     unet_io.save_grid(args.output_name, pictures, row)
-    print(f"wrote {args.output_name}")
+    unet_io.say(f"wrote {args.output_name}")
     if args.strip:
         unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), args.strip)
-        print(f"wrote {stem}_strip{ending}")
+        unet_io.say(f"wrote {stem}_strip{ending}")
     if args.output_dir:
         os.makedirs(args.output_dir, exist_ok=True)
         for n, picture in zip(names, pictures):
             unet_io.save_picture(os.path.join(args.output_dir, f"{n:06d}.png"), picture)
-        print(f"wrote {counted(len(pictures), 'picture')} into {args.output_dir}")
+        unet_io.say(f"wrote {counted(len(pictures), 'picture')} into {args.output_dir}")
     if images:
         where, distances = nearest(pictures, images, config.image_size)
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)
         columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
         unet_io.save_grid(f"{stem}_nearest{ending}", pairs.reshape(-1, *pictures.shape[1:]), columns)
-        print(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
-              f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
+        unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
+                    f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:
         print_quality(pictures, held_out, args.seed, device)
 
