@@ -1,0 +1,562 @@
+"""Tests of what comes from elsewhere: others' weights, guided-diffusion's flags, the earlier trainer's flags,
+values out of range, and what the Python programs say about all that.
+"""
+import json
+import math
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+import generate
+import train_unet
+import unet_io
+from harness import ROOT, SMALL, TOY, TRAIN, call, perturbed_file, refused, run, same_bits, script
+from unet_io import Checkpoint, Config, UserError, flags_of
+
+PYTHON = sys.executable
+SHAPE = dict(image_size=8, num_channels=32, channel_mult="1,2", num_res_blocks=1, attention_resolutions="4",
+             num_head_channels=16, norm_groups=8)  # TOY's network in guided-diffusion's flags
+SHAPE_FLAGS = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
+OLD_NAMES = [("in_layers.0", "gn1"), ("in_layers.2", "cv3_1"), ("emb_layers.1", "l_emb"),
+             ("out_layers.0", "gn2"), ("out_layers.3", "cv3_2"), (".norm.", ".gn."), ("proj_out", "proj")]
+
+
+def old_name(name):
+    """What a layer was called in the state dicts of the earlier trainer."""
+    for ours, theirs in OLD_NAMES:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def toy_model(**more):
+    return train_unet.perturb(train_unet.create_model(**SHAPE | more), 5)
+
+
+# ----------------------------------------------------------------------------------------------------
+# weights
+
+@pytest.mark.parametrize("family, max_period", [("guided", 10000), ("old", 1000), ("compiled", 10000),
+                                                ("parameters", 10000), ("shuffled", 1000), ("half", 10000)])
+def test_bare_state_dict(tmp_path, capsys, family, max_period):
+    """The names tell the family, and with it max_period; the flags beside --import tell the architecture."""
+    model = toy_model(max_period=max_period)
+    state = dict(model.state_dict())
+    if family == "parameters":
+        state = dict(model.named_parameters())
+    if family in ("old", "shuffled"):
+        state = {old_name(name): value for name, value in state.items()}
+    if family == "compiled":
+        state = {"_orig_mod." + name: value for name, value in state.items()}
+    if family == "shuffled":  # by name, not by place; the first tells the width
+        state = dict([*list(state.items())[:1], *reversed(list(state.items())[1:])])
+    if family == "half":
+        state = {name: value.half() for name, value in state.items()}
+    torch.save(state, tmp_path / "w.pt")
+    assert call(generate, "--import", tmp_path / "w.pt", *SHAPE_FLAGS) == ""
+    assert f"max_period {max_period}" in capsys.readouterr().err
+    loaded, checkpoint = train_unet.load_model(str(tmp_path / "w.bin"))
+    assert checkpoint.config.max_period == max_period and loaded.config.num_head_channels == 16
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 900])
+    with torch.no_grad():
+        expected = model.half().float()(x, t) if family == "half" else model(x, t)
+        assert torch.equal(loaded(x, t), expected)
+    # a period that is typed counts, and then it isn't said to be assumed
+    assert call(generate, "--import", tmp_path / "w.pt", *SHAPE_FLAGS, "--max_period", 77,
+                "--export", tmp_path / "typed.bin") == ""
+    assert "max_period" not in capsys.readouterr().err
+    assert unet_io.read_checkpoint(str(tmp_path / "typed.bin")).config.max_period == 77
+
+
+def test_bare_state_dict_of_another_architecture(tmp_path):
+    """Without the flags the shapes don't fit, and the sentence names the flags; nothing is written."""
+    torch.save(toy_model().state_dict(), tmp_path / "w.pt")
+    for words, says in (([], ["w.pt", "--norm_groups"]), (["--norm_groups", 8], ["w.pt", "--channel_mult"]),
+                        ([*SHAPE_FLAGS, "--num_channels", 64], ["w.pt: time_embed.0.weight is (128, 32)"]),
+                        ([*SHAPE_FLAGS, "--image_size", 63], ["--image_size 63"]),
+                        ([*SHAPE_FLAGS, "--norm_groups", 32], ["w.pt", "--norm_groups"])):
+        sentence = call(generate, "--import", tmp_path / "w.pt", *words)
+        assert all(text in sentence for text in says) and "\n" not in sentence, sentence
+    assert os.listdir(tmp_path) == ["w.pt"]
+
+
+class Elsewhere:
+    """A class that torch.load must not make."""
+
+
+def hostile_states():
+    """{name: (object to save, what the sentence names)}"""
+    whole = dict(toy_model().state_dict())
+    first, name = "time_embed.0.weight", "out.2.bias"
+
+    def other(value):
+        return whole | {name: value}
+    huge = {key: torch.zeros(1).expand(10**12 if key == name else value.numel()).reshape(-1)
+            for key, value in whole.items()}
+    flat = {key: torch.zeros(1).as_strided(value.shape, [0] * value.dim()) for key, value in whole.items()}
+    cases = {
+        "sparse": (other(torch.ones(3).to_sparse()), name),
+        "complex": (other(torch.ones(3, dtype=torch.complex64)), name),
+        "bool": (other(torch.ones(3, dtype=torch.bool)), name),
+        "integers": (other(torch.ones(3, dtype=torch.int64)), name),
+        "meta": (other(torch.ones(3, device="meta")), name),
+        "shape": (other(torch.ones(4)), name),
+        "NaN": (other(torch.tensor([0, math.nan, 0])), "NaN"),
+        "infinite": (other(torch.tensor([0, 0, math.inf])), "NaN or infinity"),
+        "too large for float32": (other(torch.full((3,), 1e300, dtype=torch.float64)), "NaN or infinity"),
+        "huge": (huge, "claim"), "no memory behind it": (flat, "claim"),
+        "number": (other(3), name), "text": (other("x"), name), "none": (other(None), name),
+        "nested": (other({"weight": torch.ones(3)}), name), "list": (other([1.0, 2.0]), name),
+        "integer keys": (dict(enumerate(whole.values())), "0"), "one integer key": (whole | {7: first}, "7"),
+        "empty": ({}, "no state dict"), "a list": ([torch.ones(3)], "no state dict"),
+        "a tensor": (torch.ones(3), "no state dict"), "nothing": (None, "no state dict"),
+        "empty inside": ({"state_dict": {}}, "no state dict"),
+        "missing": ({key: value for key, value in whole.items() if key != name}, "missing"),
+        "twice": (whole | {"_orig_mod." + name: whole[name].clone()}, "two tensors"),
+        "more": (whole | {"extra": torch.ones(3)}, "extra"),
+        "class": (whole | {"x": Elsewhere()}, "only tensors"),
+        "learned resampling": (whole | {"input_blocks.2.0.op.weight": torch.ones(3)}, "conv_resample"),
+        "classes": (whole | {"label_emb.weight": torch.ones(3)}, "class_cond"),
+    }
+    config = Config(**TOY).__dict__ | dict(ema_rate=(0.999,))
+    good = dict(state_dict=whole, config=config)
+    for step in (2**31, -1, 1.5, "many", None, True, math.nan):
+        cases[f"step {step}"] = (good | dict(step=step), "step")
+    for change, says in ((dict(num_channels="32"), "num_channels"), (dict(flip="False"), "flip"),
+                         (dict(seed=2**32), "seed"), (dict(beta2=2.0), "beta2"), (dict(lr=1e-60), "lr"),
+                         (dict(diffusion_steps=20), "diffusion_steps"), (dict(num_res_blocks=2.7), "num_res"),
+                         (dict(channel_mult=(1,) * 9), "channel_mult")):
+        cases[f"config {change}"] = (dict(state_dict=whole, config=config | change), says)
+    cases["Parameters"] = (dict(state_dict={key: torch.nn.Parameter(value) for key, value in whole.items()},
+                                config=config), "")
+    return cases
+
+
+def test_hostile_state_dicts(tmp_path):
+    """Whatever a .pt holds: it is read, or one sentence names the file and what is wrong."""
+    for case, (state, says) in hostile_states().items():
+        path = tmp_path / "w.pt"
+        torch.save(state, path)
+        sentence = call(generate, "--import", path, *SHAPE_FLAGS, "--export", tmp_path / "out.bin")
+        if not says:
+            assert sentence == "" and (tmp_path / "out.bin").exists(), (case, sentence)
+            os.remove(tmp_path / "out.bin")
+            continue
+        assert "w.pt" in sentence and says in sentence and "\n" not in sentence, (case, sentence)
+        assert not (tmp_path / "out.bin").exists(), case
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_state_dict(tmp_path):
+    try:
+        value = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        pytest.skip("this PyTorch has no quantised tensors")
+    torch.save(dict(toy_model().state_dict()) | {"out.2.bias": value}, tmp_path / "w.pt")
+    sentence = call(generate, "--import", tmp_path / "w.pt", *SHAPE_FLAGS)
+    assert "w.pt" in sentence and "\n" not in sentence and not (tmp_path / "w.bin").exists()
+
+
+def test_hostile_pt_files(tmp_path):
+    """Files that are no state dict at all, or none that torch.load takes for safe."""
+    path = tmp_path / "w.pt"
+    for content in (pickle.dumps(Elsewhere), pickle.dumps({"x": 1}), b"\x80\x02}q\x00.", b"PK\x03\x04" * 99):
+        path.write_bytes(content)
+        sentence = call(generate, "--import", path)
+        assert "w.pt" in sentence and "\n" not in sentence, sentence
+    os.remove(path)
+    for make, ending in ((os.mkdir, "pt"), (os.mkfifo, "pt"), (os.mkfifo, "safetensors"), (os.mkfifo, "bin")):
+        place = tmp_path / f"{make.__name__}.{ending}"
+        make(place)
+        sentence = call(generate, "--model_filename", place)
+        assert place.name in sentence and "a file is needed" in sentence
+    # an error that holds control bytes is printed without them, on one line
+    bad = tmp_path / "a\n\x1b[31mb\udcff.pt"
+    result = script("generate.py", "--import", bad, status=1)
+    assert "a\\x0A\\x1B[31mb\\xFF.pt" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_hostile_safetensors(tmp_path):
+    """Headers that lie, JSON that is too deep, steps and configurations that make no sense."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = {name: value.contiguous() for name, value in toy_model().state_dict().items()}
+    config = json.dumps(Config(**TOY).__dict__)
+    path = tmp_path / "w.safetensors"
+
+    def attempt(says):
+        sentence = call(generate, "--import", path)
+        assert "w.safetensors" in sentence and says in sentence and "\n" not in sentence, sentence
+        assert not (tmp_path / "w.bin").exists()
+
+    for step in (str(2**31), "-1", "9" * 5000, "1.5"):
+        safetensors.save_file(state, path, dict(config=config, step=step))
+        attempt("step")
+    for bad, says in (("[" * 100000, "configuration"), ("[1]", "configuration"), ('"x"', "configuration"),
+                      ('{"channel_mult": 7}', "configuration"), ('{"\\ud800": 1}', "setting")):
+        safetensors.save_file(state, path, dict(config=bad))
+        attempt(says)
+    safetensors.save_file(state | {"out.2.bias": torch.full((3,), math.nan)}, path, dict(config=config))
+    attempt("NaN")
+    safetensors.save_file(state | {"out.2.bias": torch.ones(3, dtype=torch.int8)}, path, dict(config=config))
+    attempt("out.2.bias")
+    for header in (dict(x=dict(dtype="F32", shape=[10**12], data_offsets=[0, 4 * 10**12])),
+                   dict(x=dict(dtype="F32", shape=[2**63, 4], data_offsets=[0, 0])),
+                   dict(x=dict(dtype="Q8", shape=[1], data_offsets=[0, 1])), dict(x=[]), []):
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+        attempt("")
+    path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
+    attempt("")
+
+
+def test_nan_weights_draw_nothing(tmp_path, images8):
+    """A .bin whose weights are NaN: no black picture, a sentence; nor does a run start from it."""
+    config = Config(**TOY)
+    model = perturbed_file(tmp_path / "good.bin", config)
+    for name, bad in (("nan", math.nan), ("inf", -math.inf)):
+        weights = train_unet.to_numpy(model.parameters())
+        weights[3] = weights[3].copy()
+        weights[3].flat[0] = bad
+        unet_io.write_checkpoint(tmp_path / f"{name}.bin", Checkpoint(config, {"weights": weights}))
+        sentence = call(generate, "--model_filename", tmp_path / f"{name}.bin", "--device", "cpu",
+                        "--output_name", tmp_path / "x.png", "--num_images", 1)
+        assert f"{name}.bin holds NaN or infinity" in sentence and "\n" not in sentence
+        sentence = call(train_unet, "--model_weights", tmp_path / f"{name}.bin", "--data_file", images8,
+                        "--out_dir", tmp_path / "run", "--device", "cpu")
+        assert f"{name}.bin holds NaN or infinity" in sentence
+    # weights that are numbers and outputs that aren't
+    large = [np.full_like(w, 1e30) for w in train_unet.to_numpy(model.parameters())]
+    unet_io.write_checkpoint(tmp_path / "large.bin", Checkpoint(config, {"weights": large}))
+    sentence = call(generate, "--model_filename", tmp_path / "large.bin", "--device", "cpu",
+                    "--output_name", tmp_path / "x.png", "--num_images", 1)
+    assert "large.bin" in sentence and "NaN" in sentence
+    assert not (tmp_path / "x.png").exists() and not (tmp_path / "run").exists()
+
+
+# ----------------------------------------------------------------------------------------------------
+# guided-diffusion's flags
+
+def test_channel_mult_follows_the_image_size():
+    """channel_mult="" and none: guided-diffusion's, by image_size (script_util.create_model)."""
+    for size, mult in ((64, (1, 2, 3, 4)), (128, (1, 1, 2, 3, 4)), (256, (1, 1, 2, 2, 4, 4))):
+        for flags in (dict(channel_mult=""), {}):
+            with torch.device("meta"):
+                model = train_unet.create_model(image_size=size, num_channels=32, norm_groups=8, **flags)
+            assert model.config.channel_mult == mult
+    for size, says in ((512, "0.5"), (32, "channel_mult"), (100, "channel_mult")):
+        with pytest.raises(UserError, match=says):
+            train_unet.create_model(image_size=size)
+    with torch.device("meta"):
+        model = train_unet.create_model(64, 32, 1, "1,2", norm_groups=8)  # in guided-diffusion's order
+    config = model.config
+    assert (config.num_channels, config.num_res_blocks, config.channel_mult) == (32, 1, (1, 2))
+
+
+def test_size_beside_guided_diffusion():
+    """The numbers of README: ours, and with a 3x3 convolution at each change of resolution theirs."""
+    with torch.device("meta"):
+        model = train_unet.create_model(image_size=64, num_channels=64, attention_resolutions="16,8")
+    ours = sum(p.numel() for p in model.parameters())
+    theirs = ours + sum(9 * w * w + w for w in (64, 128, 192, 256, 192, 128))
+    assert (ours, theirs) == (20494211, 22080323)
+    page, lesson = (ROOT / "README.md").read_text(), train_unet.create_model.__doc__
+    assert all(f"{n:,}" in text for n in (ours, theirs) for text in (page, lesson))
+
+
+@pytest.mark.parametrize("asked, attended", [("16", [16]), ("24", [32]), ("16,8", [16, 8]), ("64", [64]),
+                                             ("128", []), ("20", []), ("10", []), ("", [])])
+def test_attention_resolutions(asked, attended):
+    """guided-diffusion attends where the image was shrunk image_size // r times, be r such a size or not."""
+    with torch.device("meta"):
+        model = train_unet.create_model(image_size=64, num_channels=64, attention_resolutions=asked)
+    sizes, found = 64, []
+    for block in model.input_blocks:
+        found += [sizes] * any(isinstance(layer, train_unet.AttentionBlock) for layer in block)
+        sizes //= 2 if isinstance(block[0], torch.nn.AvgPool2d) else 1
+    assert sorted(set(found), reverse=True) == attended
+
+
+def test_flags_that_another_model_needs():
+    """What this model can't do is refused by its name; what it does anyway is taken."""
+    fixed = dict(learn_sigma=False, class_cond=False, use_checkpoint=False, use_scale_shift_norm=False,
+                 dropout=0.0, resblock_updown=False, use_fp16=False, use_new_attention_order=True,
+                 timestep_respacing="", use_kl=False, predict_xstart=False, rescale_timesteps=False,
+                 rescale_learned_sigmas=False, conv_resample=False)
+    heads = dict(num_heads=4, num_heads_upsample=-1, num_head_channels=16)  # the width comes first, there too
+    assert train_unet.create_model(**SHAPE | fixed | heads).config.num_head_channels == 16
+    for name, value in fixed.items():
+        other = 0.1 if name == "dropout" else "ddim25" if value == "" else not value
+        with pytest.raises(UserError, match=f"create_model: {name}="):
+            train_unet.create_model(**SHAPE | {name: other})
+    bare = {name: value for name, value in SHAPE.items() if name != "num_head_channels"}
+    for flags, says in ((dict(num_head_channels=-1), "num_heads"), (dict(num_heads=4), "num_heads"),
+                        (dict(num_heads_upsample=2), "num_heads"), (dict(channel_mult=None), "channel_mult"),
+                        (dict(channel_mult="0.5,1"), "channel_mult"), (dict(channel_mult=3), "channel_mult"),
+                        (dict(channel_mult=()), "channel_mult"),
+                        (dict(attention_resolutions=None), "attention_resolutions"),
+                        (dict(image_size="8"), "image_size"), (dict(num_channels=32.5), "num_channels"),
+                        (dict(num_channels=True), "num_channels"), (dict(warp=1), "no flag warp")):
+        with pytest.raises(UserError, match=says):
+            train_unet.create_model(**bare | flags)
+
+
+# ----------------------------------------------------------------------------------------------------
+# ranges
+
+def flags_of_the_program():
+    """{flag: (least, most)} of every number that ./train_unet takes, from its table."""
+    table = (ROOT / "train_unet.cu").read_text().split("static const Flag FLAGS[] = {")[1].split("\n};")[0]
+    number = r"(-?[\d.]+(?:e-?\d+)?)"
+    found = re.findall(r'\{"(\w+)",\s*FLAG_(\w+),\s*GROUP_\w+,\s*\w+,\s*\d+,\s*AT\(\w+\),\s*"[^"]*",\s*'
+                       + number + r",\s*" + number + ",", table)
+    assert len(found) == table.count("AT(")
+    return {name: (float(least), float(most)) for name, kind, least, most in found
+            if kind in ("INT", "UINT", "FLOAT", "LIST", "FLOAT_LIST")}
+
+
+def test_both_programs_take_the_same_ranges():
+    """Every number's range stands in train_unet.cu and in unet_io.py, and is the same."""
+    program, config = flags_of_the_program(), {}
+    for name, field in Config.__dataclass_fields__.items():
+        if field.metadata["help"] and field.metadata["high"] is not None:
+            config[name] = (field.metadata["low"], field.metadata["high"])
+    choices = ("sampler", "threshold")
+    ranges = config | {name: pair for name, pair in unet_io.RANGES.items() if name not in choices}
+    assert not set(config) & (set(unet_io.RANGES) - {"batch_size"})
+    assert {name: tuple(map(float, pair)) for name, pair in ranges.items()} == program
+    assert config["batch_size"] == unet_io.RANGES["batch_size"]
+    for name, (low, high) in config.items():  # and they count
+        kind = Config.__dataclass_fields__[name].type
+        for value in (low - 1, high * 1.01 + 1, math.nan):
+            value = int(value) if kind is int and value == value else value
+            with pytest.raises(UserError, match=name):
+                Config(**{name: (value,) if kind in (tuple, unet_io.Rates) else value}).check()
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--lr", "1e-60"], "lr"), (["--lr", "1e-40"], "lr"), (["--beta1", 1], "beta1"),
+    (["--beta2", -1], "beta2"), (["--image_size", 2048], "image_size"), (["--max_period", 1], "max_period"),
+    (["--batch_size", 65537], "batch_size"), (["--channel_mult", "1,65"], "channel_mult"),
+    (["--num_channels", 1024, "--channel_mult", "9"], "8192"), (["--log_every", 0], "log_every"),
+    (["--image_size", 1024, "--channel_mult", "1", "--norm_groups", 8], "512x512"),
+    (["--steps", -1], "steps"), (["--save_every", -1], "save_every"), (["--steps", 10**8], "steps"),
+    (["--diffusion_steps", 20], "--diffusion_steps 20 is too few"),
+    (["--diffusion_steps", 1], "diffusion_steps")])
+def test_flags_out_of_range(words, says):
+    sentence = call(train_unet, *words)
+    assert says in sentence and "\n" not in sentence, sentence
+
+
+def test_short_linear_schedules():
+    """Betas of T timesteps end at 20 / T (Ho et al. 2020, stretched): 21 is the least T below 1."""
+    for T in (2, 10, 20):
+        with pytest.raises(UserError, match="21 or more"):
+            unet_io.alphas_bar(T, "linear")
+        assert 0 < unet_io.alphas_bar(T, "cosine")[-1] < 1
+    for T in (21, 22, 50):
+        betas = np.linspace(0.1 / T, 20 / T, T)
+        error = unet_io.alphas_bar(T, "linear") / np.cumprod(1 - betas) - 1
+        assert betas.max() < 1 and np.abs(error).max() < 1e-12
+    says = call(train_unet, "--diffusion_steps", 20)
+    refused(TRAIN, "--diffusion_steps", 20, "--dry_run", says=says)  # the very same sentence
+
+
+def write_field(path, field, value, kind="<i4"):
+    """Change a field of a .bin's header, and its checksum with it."""
+    data = bytearray(path.read_bytes())
+    data[4 * field:4 * field + 4] = np.array(value, kind).tobytes()
+    data[8:12] = bytes(4)
+    data[8:12] = zlib.crc32(data[:1024], zlib.crc32(data[1024:])).to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+def test_stored_values_out_of_range(tmp_path):
+    """A header whose checksum is right and whose settings are not: refused by the name of the setting."""
+    perturbed_file(tmp_path / "good.bin", Config(**TOY))
+    good = (tmp_path / "good.bin").read_bytes()
+    for field, value, kind, name in ((48, 0, "<i4", "batch_size"), (48, 70000, "<i4", "batch_size"),
+                                     (50, 2, "<i4", "flip"), (51, math.nan, "<f4", "lr"),
+                                     (51, -1, "<f4", "lr"), (58, 0, "<f4", "adam_eps"),
+                                     (56, 1, "<f4", "beta1"), (57, math.inf, "<f4", "beta2"),
+                                     (58, -1, "<f4", "adam_eps"), (59, 1.5, "<f4", "ema_rate"),
+                                     (71, -1, "<f4", "min_snr_gamma"), (91, 11, "<f4", "offset_noise"),
+                                     (52, 3, "<i4", "lr_schedule"), (40, 20, "<i4", "diffusion_steps"),
+                                     (90, 5, "<i4", "zero_terminal_snr"), (60, math.nan, "<f4", "loss"),
+                                     (62, 0, "<i4", "log_every"), (63, -1, "<i4", "save_every"),
+                                     (92, 2, "<f4", "eta"), (68, 4, "<i4", "sampler")):
+        path = tmp_path / f"{name}.bin"
+        path.write_bytes(good)
+        write_field(path, field, value, kind)
+        with pytest.raises(UserError, match=f"{path.name}.*{name}"):
+            unet_io.read_checkpoint(str(path))
+    write_field(path, 68, 1)  # the checksum was right
+    unet_io.read_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0])
+def test_old_images_that_are_no_pictures(tmp_path, bad):
+    """Old float images with a pixel that is NaN, infinite or outside [-1, 1]: refused by both programs."""
+    pixels = np.zeros((4, 3, 4, 4), "<f4")
+    unet_io.write_old_images(tmp_path / "x.bin", pixels)
+    assert len(unet_io.read_images(str(tmp_path / "x.bin"))) == 4
+    pixels[2, 1, 3, 0] = bad
+    unet_io.write_old_images(tmp_path / "x.bin", pixels)
+    with pytest.raises(UserError, match="x.bin is damaged: it holds a pixel of"):
+        unet_io.read_images(str(tmp_path / "x.bin"))
+    refused(TRAIN, *flags_of(Config(**SMALL)), "--data_file", tmp_path / "x.bin",
+            "--out_dir", tmp_path / "run", says=["x.bin is damaged: it holds a pixel of"])
+
+
+# ----------------------------------------------------------------------------------------------------
+# the earlier trainer's flags
+
+def test_flags_of_the_earlier_trainer(tmp_path, capsys):
+    """--iterations, --log_interval, --save_interval, --output_filename are taken, the others named."""
+    _, _, values = train_unet.parse_flags("--iterations 7 --log_interval 3 --save_interval 5".split())
+    assert (values.steps, values.log_every, values.save_every) == (7, 3, 5)
+    for word, says in (("--log_dir", "--out_dir"), ("--model_dir=x", "--out_dir"),
+                       ("--resume_checkpoint", "--resume PLACE")):
+        with pytest.raises(SystemExit, match="2"):
+            train_unet.parse_flags([word])
+        sentence = capsys.readouterr().err
+        assert word.split("=")[0] in sentence and says in sentence and sentence.count("\n") == 1
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 1, "--sample_steps", 1,
+                "--device", "cpu", "--output_filename", tmp_path / "sample.jpg") == ""
+    assert (tmp_path / "sample.jpg").exists()
+
+
+@pytest.fixture
+def train(monkeypatch, capsys, images8):
+    """train(*flags): runs train_unet.py here, on the toy images; (lines of its output, of its errors)."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+
+    def run_here(*flags):
+        assert call(train_unet, "--data_file", images8, "--device", "cpu", *flags) == ""
+        said = capsys.readouterr()
+        return said.out.splitlines(), said.err.splitlines()
+    return run_here
+
+
+def test_unet_init_in_the_folder(tmp_path, monkeypatch, train):
+    """unet_init.bin was the earlier trainer's start: that it is not this run's is said in a line."""
+    monkeypatch.chdir(tmp_path)
+    perturbed_file("unet_init.bin", Config(**TOY))
+    words = [*flags_of(Config(**TOY)), "--steps", 0, "--out_dir"]
+    out, _ = train(*words, "a")
+    assert sum(line.startswith("note: unet_init.bin lies here and is not read") for line in out) == 1
+    assert any("nothing is trained" in line for line in out)
+    first = unet_io.read_checkpoint("a/checkpoint_00000000.bin").sections["weights"]
+    out, _ = train(*words, "b", "--model_weights", "unet_init.bin")
+    assert not any("unet_init.bin" in line for line in out)
+    second, theirs = (unet_io.read_checkpoint(path).sections["weights"]
+                      for path in ("b/checkpoint_00000000.bin", "unet_init.bin"))
+    assert same_bits(second, theirs) and not same_bits(first, theirs)
+    torch.save(toy_model().state_dict(), "bare.pt")  # of which the flags tell the architecture
+    train(*words, "c", "--model_weights", "bare.pt")
+    assert unet_io.read_checkpoint("c/checkpoint_00000000.bin").config.num_head_channels == 16
+    # and a file is not written over by what comes from it
+    assert "the weights come from" in call(train_unet, "--init_model_only", 1, "--model_weights",
+                                           "unet_init.bin")
+    assert same_bits(unet_io.read_checkpoint("unet_init.bin").sections["weights"], theirs)
+
+
+# ----------------------------------------------------------------------------------------------------
+# what is printed and written
+
+def test_metrics_are_json(tmp_path):
+    """No NaN and no infinity in metrics.jsonl; a line begins afresh; a full disk is said once."""
+    metrics = train_unet.Metrics(str(tmp_path / "metrics.jsonl"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')  # cut short by what stopped the run before
+    metrics.note(step=2, loss=math.nan, smoothed=-math.inf, ms=1.5)
+    metrics.note(step=3, val_loss=0.25)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[1:] == [
+        '{"step": 2, "loss": null, "smoothed": null, "ms": 1.5}', '{"step": 3, "val_loss": 0.25}']
+
+
+def test_run_on_a_full_disk(tmp_path, train):
+    """metrics.jsonl and a grid that can't be written are said in a line each; the run goes on to its end."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").symlink_to("/dev/full")
+    (folder / "samples_00000002.png").mkdir()
+    _, errors = train(*flags_of(Config(**TOY)), "--steps", 2, "--log_every", 1, "--sample_every", 2,
+                      "--out_dir", folder)
+    assert len(errors) == 2 and "metrics.jsonl" in errors[0] and "samples_00000002.png" in errors[1], errors
+    assert (folder / "checkpoint_00000002.bin").exists()
+
+
+def test_nan_run(tmp_path, images8, train):
+    """A run whose gradients are never finite: JSON all the same, and no step is taken for a number."""
+    large = [np.full(p.shape, 1e30, np.float32) for p in train_unet.UNet(Config(**TOY)).parameters()]
+    unet_io.write_checkpoint(tmp_path / "large.bin", Checkpoint(Config(**TOY), {"weights": large}))
+    train("--model_weights", tmp_path / "large.bin", "--batch_size", 2, "--steps", 2, "--log_every", 1,
+          "--val_file", images8, "--sample_every", 0, "--out_dir", tmp_path / "run")
+
+    def no_number(word):
+        raise AssertionError(f"{word} is no JSON")
+    lines = [json.loads(line, parse_constant=no_number)
+             for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == [None, None]
+    assert lines[-1] == dict(step=2, val_loss=None)
+
+
+def test_nan_is_not_saved(images8):
+    """Weights that became NaN end in a sentence, not in a checkpoint."""
+    trainer = train_unet.Trainer(train_unet.UNet(Config(**TOY)), unet_io.read_images(images8), Config(**TOY))
+    assert trainer.checkpoint().step == 0
+    trainer.emas[0][3].flatten()[1] = math.nan
+    with pytest.raises(UserError, match="ema became NaN"):
+        trainer.checkpoint()
+
+
+def test_standard_output_is_full():
+    """Output that can't be written: status 1 and a sentence, no traceback; a closed one harms nothing."""
+    for name in ("generate.py", "prepare_data.py"):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([PYTHON, ROOT / name, "--help"], stdout=full, stderr=subprocess.PIPE,
+                                    text=True)
+        assert result.returncode == 1 and result.stderr == "error: standard output: No space left on device\n"
+    assert run("sh", "-c", f"'{PYTHON}' '{ROOT}/prepare_data.py' --help >&-").stderr == ""
+
+
+def test_out_of_memory():
+    """Whoever says that memory doesn't suffice: a sentence and status 1; our mistakes keep a traceback."""
+    code = """import numpy, sys, torch, unet_io
+for act in (lambda: bytearray(2**62), lambda: numpy.empty(2**58), lambda: torch.empty(2**50)):
+    try:
+        unet_io.run_script(act)
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+unet_io.run_script(lambda: 1 / 0)"""
+    lines = run(PYTHON, "-c", code, status=1, cwd=ROOT).stderr.splitlines()
+    assert all(line.startswith("error: this takes more memory than there is") for line in lines[0:6:2]), lines
+    assert lines[1:6:2] == ["1"] * 3 and "Traceback" in lines[6] and "ZeroDivisionError" in lines[-1]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--num_images", 0], "--num_images"), (["--num_images", 10**12], "--num_images"),
+    (["--batch_size", 0], "--batch_size"), (["--batch_size", 10**9], "--batch_size"),
+    (["--seeds", "1,2", "--interpolate", 10**9], "--interpolate"), (["--strip", 10**6], "--strip"),
+    (["--sample_steps", -1], "--sample_steps"), (["--eta", "nan"], "--eta")])
+def test_counts_of_pictures(tmp_path, words, says):
+    """Counts are checked before anything is read or allocated."""
+    sentence = call(generate, "--model_filename", tmp_path / "none.bin", *words)
+    assert says in sentence and "none.bin" not in sentence and "\n" not in sentence, sentence
+
+
+def test_more_pictures_than_memory(tmp_path, monkeypatch):
+    """What a run will certainly need is refused at its start."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    monkeypatch.setattr(os, "sysconf", lambda name: 1000)  # a megabyte
+    monkeypatch.setattr(generate, "sample", None)
+    sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 10**4,
+                    "--device", "cpu", "--output_name", tmp_path / "x.png")
+    assert "10000 pictures of 8x8 need" in sentence
