@@ -2,15 +2,23 @@
 
     python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
 
-Takes whatever Pillow reads. Each picture is turned as its EXIF data says, laid on white where it is
-transparent, cropped to its central square and resized with antialiasing. Files that can't be read are named,
-counted and skipped. Images are written as they come, so that only a path and a label each stay in memory.
+Takes the formats in FORMATS, told by a file's content. Each picture (the first, where a file holds several)
+is turned as its EXIF data says, laid on white where it is transparent, cropped to its central square and
+resized with antialiasing. Links are followed; a real folder or file that has several names is taken once, so
+that no link leads in circles and no picture lies on both sides of a split. Files that can't be read are
+named, counted and skipped, and files whose ending is no picture's are counted. A folder that can't be listed
+is refused, because nobody knows what would be missing. Images are written as they come, so that of each only
+its path, its identity and a label stay in memory.
 """
+import collections
 import concurrent.futures
 import contextlib
 import io
 import os
+import signal
+import stat
 import sys
+import threading
 import warnings
 import zipfile
 
@@ -21,64 +29,203 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from unet_io import UserError, counted
 
+# What Pillow may open. It knows more, but EPS starts another program, and others are no pictures or have no
+# decoder. TGA comes last, because its files begin with no mark of their own.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "DIB", "JPEG2000", "PPM", "ICO", "PSD",
+           "DDS", "QOI", "SGI", "PCX", "TGA")
+ENDINGS = {ending for ending, kind in Image.registered_extensions().items() if kind in FORMATS}
+OPENED = [kind for kind in FORMATS if kind in Image.OPEN]  # some builds of Pillow lack a decoder
 MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding
-CHUNK = 64                  # pictures decoded at a time
+AHEAD = 64                  # pictures decoded before they are written, at most ...
+AHEAD_BYTES = 256 << 20     # ... and bytes of them
+GREY16 = (np.arange(65536) / 257 + 0.5).astype(np.uint8).tolist()  # 16 bits of grey -> 8
 
 
-class Folder:
-    """The files below a folder, by their paths relative to it, sorted."""
+class Share:
+    """At most `total` of something in use at a time; who asks for more than that waits to be alone."""
+    def __init__(self, total):
+        self.total, self.used, self.changed = total, 0, threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, n):
+        """`with share.take(n):` waits until n can be had, and gives them back at the end."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.used or self.used + n <= self.total)
+            self.used += n
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.used -= n
+                self.changed.notify_all()
+
+
+# Memory. Who holds pixels never waits for file bytes, so that nobody waits for ever.
+FILE_BYTES = Share(MAX_FILE_BYTES)
+PIXELS = Share(64 << 20)  # each takes up to 16 bytes while a picture is decoded, laid on white and resized
+Image.core.set_block_size(64 << 20)  # so large ones glibc gives back at once, others it keeps a thread
+
+
+def shown(text):
+    """Text for a message: control bytes and bytes that are not UTF-8 become escapes such as \\x1b."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def note(text):
+    print(f"note: {shown(text)}", file=sys.stderr)
+
+
+def is_hidden(name):
+    return os.path.basename(name).startswith(".") or "__MACOSX" in name
+
+
+def may_be_image(name):
+    """Whether to try a file: its ending is a picture's, or it has none, and it isn't hidden."""
+    ending = os.path.splitext(name)[1].lower()
+    return not is_hidden(name) and (not ending or ending in ENDINGS)
+
+
+class Source:
+    """What Folder and Zip have in common.
+
+    names: the files to try, sorted. known: (device, inode) of every file that is read. repeated: how often
+    what was taken already was met again. others: {ending: files that are not tried}, hidden ones aside.
+    """
     def __init__(self, path):
-        self.path, self.names = path, []
-        for folder, _, files in os.walk(path, followlinks=True):
-            self.names += [os.path.relpath(os.path.join(folder, name), path) for name in files]
+        self.path, self.names, self.known = path, [], set()
+        self.repeated, self.others = 0, collections.Counter()
+
+    def leave_alone(self, name):
+        if not is_hidden(name):
+            self.others[os.path.splitext(name)[1].lower()] += 1
+
+
+class Folder(Source):
+    """The files below a folder, by their paths relative to it. Raises UserError if a folder can't be listed.
+
+    Links come after all that is no link, so that real paths win. All is sorted, so that the order in which
+    the file system lists a folder changes nothing.
+    """
+    REPEATED = "led to a folder or file that is taken already, under another name"
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.faults = {}  # name: why it is no file to open
+        folders, found, links = set(), collections.deque([""]), collections.deque()
+        while found or links:
+            name, is_link = (found.popleft(), False) if found else (links.popleft(), True)
+            place = os.path.join(path, name)
+            try:
+                status = os.stat(place)
+            except OSError as error:
+                if not is_link:
+                    raise self.unreadable(place, error) from None
+                self.names.append(name)
+                self.faults[name] = f"a link that leads nowhere ({error.strerror})"
+                continue
+            identity = status.st_dev, status.st_ino
+            if stat.S_ISDIR(status.st_mode) and identity not in folders:
+                folders.add(identity)
+                for entry in self.entries(place):
+                    (links if entry.is_symlink() else found).append(os.path.join(name, entry.name))
+            elif stat.S_ISDIR(status.st_mode) or may_be_image(name) and identity in self.known:
+                self.repeated += 1
+            elif may_be_image(name):
+                self.names.append(name)
+                self.known.add(identity)
+                if not stat.S_ISREG(status.st_mode):
+                    self.faults[name] = "no regular file"
+            else:
+                self.leave_alone(name)
         self.names.sort()
 
-    def read(self, name):
-        path = os.path.join(self.path, name)
-        if os.path.getsize(path) > MAX_FILE_BYTES:
-            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
-        with open(path, "rb") as file:
-            return file.read()
-
-
-class Zip:
-    """The files in a zip, by their names there, sorted."""
-    def __init__(self, path):
-        self.path = path
+    def entries(self, place):
+        """What lies in a folder, sorted."""
         try:
+            with os.scandir(place) as listing:
+                return sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            raise self.unreadable(place, error) from None
+
+    @staticmethod
+    def unreadable(place, error):
+        return UserError(f"{shown(place)} can't be read ({error.strerror}), so that its pictures would be"
+                         f" missing: make it readable, or move it away")
+
+    @contextlib.contextmanager
+    def open(self, name):
+        """(open file, its bytes) of a regular file. Raises ValueError where it is something else, OSError."""
+        if name in self.faults:
+            raise ValueError(self.faults[name])
+        # Should a pipe have taken the file's place meanwhile, opening it must not wait for a writer.
+        with open(os.path.join(self.path, name), "rb",
+                  opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("no regular file")
+            yield file, status.st_size
+
+
+class Zip(Source):
+    """The files in a zip, by their names there; nothing is ever unpacked to a place of that name."""
+    REPEATED = "came again in the zip; the last of a name counts, as when it is unpacked"
+
+    def __init__(self, path):
+        super().__init__(path)
+        try:
+            status = os.stat(path)
             self.archive = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise UserError(f"{path} can't be read as a zip: {error}") from None
-        self.names = sorted(entry.filename for entry in self.archive.infolist() if not entry.is_dir())
+        except OSError as error:
+            raise UserError(f"{shown(path)} can't be read: {error.strerror or error}") from None
+        except Exception as error:  # zipfile raises nearly anything on damaged files
+            raise UserError(shown(f"{path} can't be read as a zip: {error or 'it is damaged'}")) from None
+        self.known.add((status.st_dev, status.st_ino))
+        entries = [entry for entry in self.archive.infolist() if not entry.filename.endswith("/")]
+        self.entries = {entry.filename: entry for entry in entries}
+        self.repeated = len(entries) - len(self.entries)
+        for name in sorted(self.entries):
+            if may_be_image(name):
+                self.names.append(name)
+            else:
+                self.leave_alone(name)
 
-    def read(self, name):
-        with self.archive.open(name) as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
-        return data
-
-
-def may_be_image(name, extensions):
-    """Whether to try a file: its ending is one that Pillow knows, or it has none, and it isn't hidden."""
-    base, ending = os.path.basename(name), os.path.splitext(name)[1].lower()
-    return not base.startswith(".") and "__MACOSX" not in name and (not ending or ending in extensions)
+    @contextlib.contextmanager
+    def open(self, name):
+        """(open file, its bytes as the zip claims; no more are read). Raises what zipfile raises."""
+        entry = self.entries[name]
+        if entry.flag_bits & 1:
+            raise ValueError("encrypted")
+        with self.archive.open(entry) as file:
+            yield file, entry.file_size
 
 
 def class_name(source, name):
-    """The name of the folder that an image lies in."""
+    """The name of the folder that an image lies in: one line of text."""
     folder = os.path.basename(os.path.dirname(name)) or os.path.splitext(os.path.basename(
         os.path.abspath(source.path)))[0]
-    return " ".join(folder.split())
+    return shown(" ".join(folder.split()))
 
 
 def load_image(data, image_size):
     """The bytes of a picture file -> uint8 (3, image_size, image_size). Raises what Pillow raises."""
-    with Image.open(io.BytesIO(data)) as image:
-        image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
-        image = ImageOps.exif_transpose(image)
-        if image.mode == "I" or image.mode.startswith("I;16"):     # 16 bits of grey
-            image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257 + 0.5).astype(np.uint8))
+    image = Image.open(io.BytesIO(data), formats=OPENED)
+    pixels = image.width * image.height
+    image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
+    if not image.info.get("progressive"):                      # these are held whole even so
+        pixels = image.width * image.height
+    with PIXELS.take(pixels + image_size**2):
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode == "F":
+            raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
+        if image.mode == "I" or image.mode.startswith("I;16"):
+            image, clear = image.convert("I"), image.info.get("transparency")
+            low, high = image.getextrema()
+            if low < 0 or high > 65535:
+                raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
+            white = {clear: 255} if isinstance(clear, int) else {}
+            image = image.point([white.get(i, grey) for i, grey in enumerate(GREY16)], "L")
+            image.info.pop("transparency", None)
         if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -89,57 +236,108 @@ def load_image(data, image_size):
     return np.ascontiguousarray(np.moveaxis(np.asarray(image), -1, 0))
 
 
+def in_order(pool, function, items, ahead):
+    """Yield function(item) of each item, in order; the pool has at most `ahead` of them in hand."""
+    waiting = collections.deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
 def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
     """Write output_name (and NAME_val.bin); returns (images written, images held out, files skipped).
 
-    Which images are held out depends only on the sorted list of files. Raises UserError.
+    data_dir: a folder or a zip. image_size: height and width in pixels. labels: store the name of each
+    image's folder. val_fraction: how much to hold out, from 0 to below 1. Which images are held out depends
+    only on the sorted list of files, and the same files always give the same bytes. The outputs appear once
+    they are whole. Raises UserError.
     """
     if os.path.isdir(data_dir):
         source = Folder(data_dir)
     elif os.path.isfile(data_dir):
         source = Zip(data_dir)
     else:
-        raise UserError(f"{data_dir} does not exist: --data_dir takes a folder or a zip of images")
-    extensions = set(Image.registered_extensions())
-    names = [name for name in source.names if may_be_image(name, extensions)]
+        what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
+        raise UserError(f"{shown(data_dir)} {what}: --data_dir takes a folder or a zip of images")
+    names, others = source.names, sum(source.others.values())
     if not names:
-        raise UserError(f"{data_dir} has no images: of its {counted(len(source.names), 'file')} none ends"
-                        f" in .png, .jpg or the like")
+        raise UserError(f"{shown(data_dir)} has no images: of its {counted(others, 'file')} none ends in"
+                        f" .png, .jpg or the like")
     held_out = round(val_fraction * len(names))
     if val_fraction and not 0 < held_out < len(names):
         raise UserError(f"--val_fraction {val_fraction} of {counted(len(names), 'image')} leaves nothing on"
                         f" one side")
+    stem, ending = os.path.splitext(output_name)
+    outputs = [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
+    for output in outputs:
+        with contextlib.suppress(OSError):
+            status = os.stat(output)
+            if (status.st_dev, status.st_ino) in source.known:
+                raise UserError(shown(f"{output} is one of the files to read from {data_dir}, so it can't be"
+                                      f" written: choose another name"))
+    if source.repeated:
+        note(f"{counted(source.repeated, 'name')} {source.REPEATED}")
+    if others:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in source.others.most_common(6))
+        note(f"{counted(others, 'file')} not tried, because no picture ends so: {kinds}"
+             + (" ..." if len(source.others) > 6 else ""))
     in_validation = set(unet_io.permutation(0, 0, len(names))[:held_out].tolist())
 
     def load(name):
         try:
-            return load_image(source.read(name), image_size), None
+            with source.open(name) as (file, size):
+                if size > MAX_FILE_BYTES:
+                    raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
+                with FILE_BYTES.take(size):
+                    return load_image(file.read(size), image_size), None
+        except UnidentifiedImageError:
+            return None, f"{name}: not a picture of a known format"
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            known = not isinstance(error, UnidentifiedImageError)
-            return None, f"{name}: {error if known else 'not an image that Pillow can read'}"
-
-    def pictures(pool):
-        for start in range(0, len(names), CHUNK):
-            yield from pool.map(load, names[start:start + CHUNK])
+            return None, f"{name}: {getattr(error, 'strerror', '') or error or 'damaged'}"
 
     skipped, counts = 0, [0, 0]
     line_start = "\n" if sys.stderr.isatty() else ""  # leave the progress bar's line
-    stem, ending = os.path.splitext(output_name)
-    outputs = [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor())
-        for i, (pixels, error) in enumerate(unet_io.progress(pictures(pool), len(names), "preparing")):
+        pool = concurrent.futures.ThreadPoolExecutor()
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        pictures = in_order(pool, load, names, min(AHEAD, 1 + AHEAD_BYTES // (3 * image_size**2)))
+        for i, (pixels, error) in enumerate(unet_io.progress(pictures, len(names), "preparing")):
             if error:
                 skipped += 1
-                print(f"{line_start}skipped {error}", file=sys.stderr)
+                print(f"{line_start}skipped {shown(error)}", file=sys.stderr)
                 continue
             side = i in in_validation
             writers[side].add(pixels, class_name(source, names[i]) if labels else None)
             counts[side] += 1
         if not counts[0]:
-            raise UserError(f"of {counted(len(names), 'file')} in {data_dir} none could be read as an image")
+            raise UserError(f"of {counted(len(names), 'file')} in {shown(data_dir)} none could be read as an"
+                            f" image")
+        if held_out and not counts[1]:
+            raise UserError(f"of {counted(held_out, 'file')} held out none could be read as an image")
     return counts[0], counts[1], skipped
+
+
+@contextlib.contextmanager
+def clean_stop():
+    """`with clean_stop():` SIGTERM and SIGHUP stop the block as Ctrl-C does; further signals do nothing."""
+    stopped = False
+
+    def stop(*_):
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise KeyboardInterrupt
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for kind, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(kind, stop)
+    yield
+    for kind, handler in before.items():
+        signal.signal(kind, handler)
 
 
 def main():
@@ -158,10 +356,11 @@ def main():
                         f" multiple of 8")
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction} must be from 0 to below 1")
-    written, held_out, skipped = prepare(args.data_dir, args.output_name, args.image_size, args.labels,
-                                         args.val_fraction)
-    print(f"wrote {args.output_name}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
-          f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")
+    with clean_stop():
+        written, held_out, skipped = prepare(args.data_dir, args.output_name, args.image_size, args.labels,
+                                             args.val_fraction)
+    print(shown(f"wrote {args.output_name}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
+                f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped"))
 
 
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # such a file is skipped like any bad one
