@@ -345,6 +345,7 @@ def main():
     add = parser.add_argument
     add("--data_dir", required=True, metavar="PLACE", help="a folder, searched to any depth, or a zip")
     add("--output_name", required=True, metavar="FILE.bin", help="the file to write")
+    add("--output_dir", default="", metavar="FOLDER", help="where --output_name lies (default: here)")
     add("--image_size", type=int, default=64, metavar="N", help="height and width in pixels (default: 64)")
     add("--labels", nargs="?", type=unet_io.parse_bool, const=True, default=False, metavar="X",
         help="label each image with the name of the folder it lies in")
@@ -356,10 +357,14 @@ def main():
                         f" multiple of 8")
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction} must be from 0 to below 1")
+    if args.output_dir and os.path.isabs(args.output_name):
+        raise UserError(shown(f"--output_name {args.output_name} says itself which folder it lies in: leave"
+                              f" --output_dir {args.output_dir} out"))
+    output = os.path.join(args.output_dir, args.output_name)
     with clean_stop():
-        written, held_out, skipped = prepare(args.data_dir, args.output_name, args.image_size, args.labels,
+        written, held_out, skipped = prepare(args.data_dir, output, args.image_size, args.labels,
                                              args.val_fraction)
-    print(shown(f"wrote {args.output_name}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
+    print(shown(f"wrote {output}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
                 f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped"))
 
 

@@ -570,3 +570,18 @@ def test_prepare_mutated_zips(tmp_path, capsys):
             target.unlink()
         assert os.listdir(tmp_path) == ["in.zip"]
     assert min(ends.values()) > 50
+
+
+def test_prepare_output_dir(tmp_path):
+    """The flag of an earlier tool: the folder of --output_name."""
+    make_colours(tmp_path / "in", "a.png")
+    (tmp_path / "out").mkdir()
+    common = [sys.executable, ROOT / "prepare_data.py", "--data_dir", "in", "--image_size", 8]
+    for output in ("x.bin", tmp_path / "y.bin"):
+        run(*common, "--output_name", output, cwd=tmp_path)
+    result = run(*common, "--output_dir", "out", "--output_name", "x.bin", cwd=tmp_path)
+    assert "wrote out/x.bin" in result.stdout and os.listdir(tmp_path / "out") == ["x.bin"]
+    assert {"x.bin", "y.bin"} < set(os.listdir(tmp_path))
+    for folder, name, says in (("out", tmp_path / "z.bin", "leave --output_dir out out"),
+                               ("no", "z.bin", "folder no does not exist")):
+        refused(*common, "--output_dir", folder, "--output_name", name, says=says, cwd=tmp_path)
