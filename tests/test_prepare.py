@@ -350,6 +350,24 @@ def test_prepare_output_is_a_source(tmp_path):
     assert not (tmp_path / "nowhere.bin").exists()
 
 
+def test_prepare_two_at_once(tmp_path, monkeypatch):
+    """Two programs write one output: it is one of the two, whole."""
+    one, two = (make_colours(tmp_path / name, *(f"{i}.png" for i in range(n))) for name, n in
+                (("one", 3), ("two", 5)))
+    target, load, started = str(tmp_path / "x.bin"), prepare_data.load_image, []
+
+    def load_slowly(data, image_size):
+        if not started:
+            started.append(True)
+            script("prepare_data.py", "--data_dir", two, "--output_name", target, "--image_size", 8)
+            assert len(unet_io.read_images(target)) == 5
+        return load(data, image_size)
+    monkeypatch.setattr(prepare_data, "load_image", load_slowly)
+    assert prepare_data.prepare(str(one), target, 8) == (3, 0, 0)
+    assert len(unet_io.read_images(target)) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "x.bin"]
+
+
 def test_prepare_memory(tmp_path):
     """Huge pictures wait for each other, and one beyond the limit is skipped."""
     folder = make_colours(tmp_path / "in", "a.png")
