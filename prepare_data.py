@@ -361,6 +361,8 @@ def main():
         raise UserError(shown(f"--output_name {args.output_name} says itself which folder it lies in: leave"
                               f" --output_dir {args.output_dir} out"))
     output = os.path.join(args.output_dir, args.output_name)
+    if not os.path.basename(output):
+        raise UserError(shown(f"--output_name {args.output_name!r} names no file"))
     with clean_stop():
         written, held_out, skipped = prepare(args.data_dir, output, args.image_size, args.labels,
                                              args.val_fraction)

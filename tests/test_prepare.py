@@ -600,6 +600,7 @@ def test_prepare_output_dir(tmp_path):
     result = run(*common, "--output_dir", "out", "--output_name", "x.bin", cwd=tmp_path)
     assert "wrote out/x.bin" in result.stdout and os.listdir(tmp_path / "out") == ["x.bin"]
     assert {"x.bin", "y.bin"} < set(os.listdir(tmp_path))
-    for folder, name, says in (("out", tmp_path / "z.bin", "leave --output_dir out out"),
+    for folder, name, says in (("out", "", "--output_name '' names no file"),
+                               ("out", tmp_path / "z.bin", "leave --output_dir out out"),
                                ("no", "z.bin", "folder no does not exist")):
         refused(*common, "--output_dir", folder, "--output_name", name, says=says, cwd=tmp_path)
