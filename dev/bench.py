@@ -228,7 +228,11 @@ def main():
     stems = [stem for stem in ORDER if (folder / f"{stem}.txt").exists()]
     if stems:
         outputs = {stem: (folder / f"{stem}.txt").read_text() for stem in stems}
-        devices = {re.search(r" on (.*): \w+$", output, re.M)[1] for output in outputs.values()}
+        found = {stem: re.search(r" on (.*): \w+$", output, re.M) for stem, output in outputs.items()}
+        if None in found.values():
+            cut = [stem for stem in stems if not found[stem]]
+            sys.exit(f"what these printed names no device, so run make bench again: {', '.join(cut)}")
+        devices = {match[1] for match in found.values()}
         if len(devices) != 1:
             sys.exit(f"these times come from several devices: {', '.join(sorted(devices))}")
         measured = f"All times are of one {devices.pop()}.\n"

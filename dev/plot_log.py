@@ -9,43 +9,62 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import unet_io  # first, because it explains a missing package
-from unet_io import UserError
+from unet_io import UserError, counted
+
+STEPS = range(2**31)  # that ./train_unet can count
+
+
+def pieces(line):
+    """A line of a log as what should be JSON objects: one, or several that a full disk glued together."""
+    line = re.sub(r"([:,\[] *)-?nan\b", r"\1NaN", line)  # C's printf and JSON spell these in two ways
+    line = re.sub(r"([:,\[] *-?)inf\b", r"\1Infinity", line)
+    found = [piece.strip("\0 \t\r\n") for piece in re.split(r'(?=\{"step")', line)]
+    return [piece for piece in found if piece]
 
 
 def read_metrics(path):
     """{key: {step: value}} of a metrics.jsonl, steps ascending, for all that is a number or a list of them.
 
     Where a step occurs twice (the run went back to a checkpoint), the later line counts. A last line that was
-    cut off is left out, and so is whatever else is no JSON object with a step. Raises UserError.
+    cut off is left out, for the run may be writing it; what else is no JSON object with a step is counted in
+    a note on stderr. Raises UserError.
     """
-    series, lines = {}, 0
+    series, taken, damaged = {}, 0, 0
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
-                try:
-                    values = json.loads(line)
-                    step = int(values.pop("step"))
-                except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
-                    continue
-                lines += 1
-                for key, value in values.items():
-                    if isinstance(value, (int, float, list)):
-                        series.setdefault(key, {})[step] = value
+                for piece in pieces(line):
+                    try:
+                        values = json.loads(piece)
+                        step = int(values.pop("step"))
+                        if step not in STEPS:
+                            raise ValueError
+                    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+                        damaged += line.endswith("\n")
+                        continue
+                    taken += 1
+                    for key, value in values.items():
+                        if isinstance(value, (int, float, list)):
+                            series.setdefault(key, {})[step] = value
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
-    if not lines:
+    if not taken:
         raise UserError(f"{path} holds no line with a step; ./train_unet writes metrics.jsonl into its"
                         f" --out_dir")
+    if damaged:
+        print(f"note: {counted(damaged, 'line')} of {path} left out: damaged, or without a step",
+              file=sys.stderr)
     return {key: dict(sorted(points.items())) for key, points in series.items()}
 
 
 def number(value):
-    """What a plot can show: nan for None and other things that are no number."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    """What a plot can show: nan for None, for what no float32 holds, and for other things than numbers."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 3.5e38 else math.nan
 
 
 def draw(axis, points, **style):
@@ -122,7 +141,7 @@ def main():
     args = parser.parse_args()
     folders = [os.path.dirname(path) or "." for path in args.logs]
     names = folders if len(set(folders)) == len(folders) else args.logs
-    figure = plot({name: read_metrics(path) for name, path in zip(names, args.logs)})
+    figure = plot({name.replace("$", r"\$"): read_metrics(path) for name, path in zip(names, args.logs)})
     try:
         with unet_io.replacing(args.output_name) as file:
             figure.savefig(file, dpi=120, format=os.path.splitext(args.output_name)[1][1:] or "png")

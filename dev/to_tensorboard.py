@@ -16,7 +16,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 from PIL import Image
 
-from plot_log import number, read_metrics
+from plot_log import STEPS, number, read_metrics
 from unet_io import UserError
 
 SUFFIX = ".metrics"  # ends the names of our event files, so that we can tell them from others
@@ -29,6 +29,7 @@ def convert(log, folder):
     except ImportError:
         raise UserError("event files need PyTorch and tensorboard: pip install torch tensorboard") from None
     metrics, beside = read_metrics(log), os.path.dirname(log) or "."
+    unet_io.check_folder(folder)
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
         if name.endswith(SUFFIX):
@@ -43,9 +44,14 @@ def convert(log, folder):
                         writer.add_scalar(f"{key}/{n}" if several else key, number(element), step)
                         scalars += 1
         for name in sorted(os.listdir(beside)):
-            if match := re.fullmatch(r"samples_(\d+)\.png", name):
-                with Image.open(os.path.join(beside, name)) as image:
-                    pixels = np.asarray(image.convert("RGB"))  # (H, W, 3)
+            path, match = os.path.join(beside, name), re.fullmatch(r"samples_(\d+)\.png", name)
+            if match and os.path.isfile(path) and int(match[1]) in STEPS:
+                try:
+                    with Image.open(path, formats=["PNG"]) as image:
+                        pixels = np.asarray(image.convert("RGB"))  # (H, W, 3)
+                except Exception as error:  # Pillow raises nearly anything on damaged files
+                    print(f"note: {path} left out: {error}", file=sys.stderr)
+                    continue
                 writer.add_image("samples", pixels, int(match[1]), dataformats="HWC")
                 grids += 1
     return scalars, grids

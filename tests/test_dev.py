@@ -1,6 +1,7 @@
 """The ladders and tools of dev/."""
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -100,6 +101,75 @@ def test_read_metrics(tmp_path, tools):
             (tmp_path / name).write_text(content)
         with pytest.raises(UserError, match=f"(?i){name}.*{says}"):
             read(tmp_path / name)
+
+
+DAMAGED = b"""{"step": 10, "loss": 1.0, "smoothed": nan, "grad_norm": -nan, "lr": 0.1}
+{"step": 20, "loss": 0.5, "grad_norm": inf, "lr": -inf}
+{"step": 30, "lo{"step": 40, "loss": 0.25, "grad_norm": null}
+{"step": 50, "loss": 0.2}{"step": 60, "loss": 0.1, "loss_quartiles": [-nan, 1, "x", [2]]}
+{"step": 70, "loss": "text", "loss_quartiles": [1]}
+{"step": -5, "loss": 1}
+{"step": 1e300, "loss": 1}
+{"step": 99999999999999999999, "loss": 1}
+{"step": 80, "loss": 1%s}
+{"step": 90, "loss": -1e308, "lr": 1e308}\0\0\0\0{"step": 100, "loss": 7}\0\0
+%s
+\xff\xfe
+{"step": 110, "lo""" % (b"0" * 400, b"[" * 100000)
+
+
+def test_damaged_log(tmp_path, tools, capsys):
+    """Glued lines, numbers that JSON doesn't know and zeros of a crash cost nothing but what is gone."""
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(DAMAGED)
+    metrics = tools("plot_log").read_metrics(log)
+    assert metrics["loss"] == {10: 1, 20: 0.5, 40: 0.25, 50: 0.2, 60: 0.1, 80: 10**400, 90: -1e308, 100: 7}
+    assert math.isnan(metrics["smoothed"][10]) and math.isnan(metrics["grad_norm"][10])
+    assert metrics["grad_norm"][20] == math.inf and metrics["lr"] == {10: 0.1, 20: -math.inf, 90: 1e308}
+    assert math.isnan(metrics["loss_quartiles"][60][0]) and metrics["loss_quartiles"][60][1] == 1
+    assert capsys.readouterr().err.startswith(f"note: 6 lines of {log} left out")
+    number = tools("plot_log").number
+    assert number(3) == 3 and all(math.isnan(number(value)) for value in (10**400, -1e300, None, "1", [2]))
+
+
+def test_plot_of_a_damaged_log(tmp_path, tools):
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "a run of $x_{"  # which isn't mathematics
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_bytes(DAMAGED)
+    whole = metrics_file(tmp_path / "metrics.jsonl")
+    assert call(tools("plot_log"), folder / "metrics.jsonl", whole, "--output_name", tmp_path / "x.png") == ""
+    assert picture(tmp_path / "x.png", "RGBA").std() > 10
+
+
+def test_tensorboard_of_a_damaged_run(tmp_path, tools, capsys):
+    """A grid that can't be read is named, the others are taken."""
+    pytest.importorskip("tensorboard")
+    (tmp_path / "metrics.jsonl").write_bytes(DAMAGED)
+    Image.new("RGB", (200, 200), "red").save(tmp_path / "samples_00000010.png")
+    whole = (tmp_path / "samples_00000010.png").read_bytes()
+    (tmp_path / "samples_00000020.png").write_bytes(whole[:len(whole) // 2])
+    (tmp_path / "samples_00000030.png").write_text("%!PS-Adobe-3.0 EPSF-3.0")
+    (tmp_path / f"samples_{'9' * 30}.png").write_bytes(whole)
+    (tmp_path / "samples_00000040.png").mkdir()
+    assert call(tools("to_tensorboard"), tmp_path / "metrics.jsonl", "--output_dir", tmp_path / "out") == ""
+    out, err = capsys.readouterr()
+    assert "and 1 grids" in out and all(f"samples_000000{step}.png left out" in err for step in (20, 30))
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/below"):
+        sentence = call(tools("to_tensorboard"), tmp_path / "metrics.jsonl", "--output_dir", tmp_path / place)
+        assert "a folder is needed" in sentence
+
+
+def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
+    """A ladder that ended before it named its device costs README.md nothing."""
+    bench = tools("bench")
+    (tmp_path / "build/dev").mkdir(parents=True)
+    (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
+    (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
+    monkeypatch.setattr(bench, "HERE", tmp_path / "dev")
+    with pytest.raises(SystemExit, match="names no device.*: silu$"):
+        bench.main()
 
 
 def test_plot_log(tmp_path, tools):
