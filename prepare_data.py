@@ -27,7 +27,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from unet_io import UserError, counted
+from unet_io import UserError, counted, printable
 
 # What Pillow may open. It knows more, but EPS starts another program, and others are no pictures or have no
 # decoder. TGA comes last, because its files begin with no mark of their own.
@@ -66,14 +66,8 @@ PIXELS = Share(64 << 20)  # each takes up to 16 bytes while a picture is decoded
 Image.core.set_block_size(64 << 20)  # so large ones glibc gives back at once, others it keeps a thread
 
 
-def shown(text):
-    """Text for a message: control bytes and bytes that are not UTF-8 become escapes such as \\x1b."""
-    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def note(text):
-    print(f"note: {shown(text)}", file=sys.stderr)
+    print(f"note: {printable(text)}", file=sys.stderr)
 
 
 def is_hidden(name):
@@ -150,7 +144,7 @@ class Folder(Source):
 
     @staticmethod
     def unreadable(place, error):
-        return UserError(f"{shown(place)} can't be read ({error.strerror}), so that its pictures would be"
+        return UserError(f"{place} can't be read ({error.strerror}), so that its pictures would be"
                          f" missing: make it readable, or move it away")
 
     @contextlib.contextmanager
@@ -177,9 +171,9 @@ class Zip(Source):
             status = os.stat(path)
             self.archive = zipfile.ZipFile(path)
         except OSError as error:
-            raise UserError(f"{shown(path)} can't be read: {error.strerror or error}") from None
+            raise UserError(f"{path} can't be read: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises nearly anything on damaged files
-            raise UserError(shown(f"{path} can't be read as a zip: {error or 'it is damaged'}")) from None
+            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}") from None
         self.known.add((status.st_dev, status.st_ino))
         entries = [entry for entry in self.archive.infolist() if not entry.filename.endswith("/")]
         self.entries = {entry.filename: entry for entry in entries}
@@ -204,7 +198,7 @@ def class_name(source, name):
     """The name of the folder that an image lies in: one line of text."""
     folder = os.path.basename(os.path.dirname(name)) or os.path.splitext(os.path.basename(
         os.path.abspath(source.path)))[0]
-    return shown(" ".join(folder.split()))
+    return printable(" ".join(folder.split()))
 
 
 def load_image(data, image_size):
@@ -261,10 +255,10 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
         source = Zip(data_dir)
     else:
         what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
-        raise UserError(f"{shown(data_dir)} {what}: --data_dir takes a folder or a zip of images")
+        raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
     names, others = source.names, sum(source.others.values())
     if not names:
-        raise UserError(f"{shown(data_dir)} has no images: of its {counted(others, 'file')} none ends in"
+        raise UserError(f"{data_dir} has no images: of its {counted(others, 'file')} none ends in"
                         f" .png, .jpg or the like")
     held_out = round(val_fraction * len(names))
     if val_fraction and not 0 < held_out < len(names):
@@ -276,8 +270,8 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
         with contextlib.suppress(OSError):
             status = os.stat(output)
             if (status.st_dev, status.st_ino) in source.known:
-                raise UserError(shown(f"{output} is one of the files to read from {data_dir}, so it can't be"
-                                      f" written: choose another name"))
+                raise UserError(f"{output} is one of the files to read from {data_dir}, so it can't be"
+                                f" written: choose another name")
     if source.repeated:
         note(f"{counted(source.repeated, 'name')} {source.REPEATED}")
     if others:
@@ -296,7 +290,7 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
         except UnidentifiedImageError:
             return None, f"{name}: not a picture of a known format"
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            return None, f"{name}: {getattr(error, 'strerror', '') or error or 'damaged'}"
+            return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
 
     skipped, counts = 0, [0, 0]
     line_start = "\n" if sys.stderr.isatty() else ""  # leave the progress bar's line
@@ -308,13 +302,13 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
         for i, (pixels, error) in enumerate(unet_io.progress(pictures, len(names), "preparing")):
             if error:
                 skipped += 1
-                print(f"{line_start}skipped {shown(error)}", file=sys.stderr)
+                print(f"{line_start}skipped {printable(error)}", file=sys.stderr)
                 continue
             side = i in in_validation
             writers[side].add(pixels, class_name(source, names[i]) if labels else None)
             counts[side] += 1
         if not counts[0]:
-            raise UserError(f"of {counted(len(names), 'file')} in {shown(data_dir)} none could be read as an"
+            raise UserError(f"of {counted(len(names), 'file')} in {data_dir} none could be read as an"
                             f" image")
         if held_out and not counts[1]:
             raise UserError(f"of {counted(held_out, 'file')} held out none could be read as an image")
@@ -358,16 +352,16 @@ def main():
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction} must be from 0 to below 1")
     if args.output_dir and os.path.isabs(args.output_name):
-        raise UserError(shown(f"--output_name {args.output_name} says itself which folder it lies in: leave"
-                              f" --output_dir {args.output_dir} out"))
+        raise UserError(f"--output_name {args.output_name} says itself which folder it lies in: leave"
+                        f" --output_dir {args.output_dir} out")
     output = os.path.join(args.output_dir, args.output_name)
     if not os.path.basename(output):
-        raise UserError(shown(f"--output_name {args.output_name!r} names no file"))
+        raise UserError(f"--output_name {args.output_name!r} names no file")
     with clean_stop():
         written, held_out, skipped = prepare(args.data_dir, output, args.image_size, args.labels,
                                              args.val_fraction)
-    print(shown(f"wrote {output}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
-                f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped"))
+    unet_io.say(f"wrote {output}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
+                f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")
 
 
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # such a file is skipped like any bad one

@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import unet_io  # first, because it explains a missing package
-from unet_io import UserError, counted
+from unet_io import UserError, counted, printable
 
 STEPS = range(2**31)  # that ./train_unet can count
 
@@ -57,7 +57,7 @@ def read_metrics(path):
         raise UserError(f"{path} holds no line with a step; ./train_unet writes metrics.jsonl into its"
                         f" --out_dir")
     if damaged:
-        print(f"note: {counted(damaged, 'line')} of {path} left out: damaged, or without a step",
+        print(f"note: {counted(damaged, 'line')} of {printable(path)} left out: damaged, or without a step",
               file=sys.stderr)
     return {key: dict(sorted(points.items())) for key, points in series.items()}
 

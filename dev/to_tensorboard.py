@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from plot_log import STEPS, number, read_metrics
-from unet_io import UserError
+from unet_io import UserError, printable
 
 SUFFIX = ".metrics"  # ends the names of our event files, so that we can tell them from others
 
@@ -50,7 +50,7 @@ def convert(log, folder):
                     with Image.open(path, formats=["PNG"]) as image:
                         pixels = np.asarray(image.convert("RGB"))  # (H, W, 3)
                 except Exception as error:  # Pillow raises nearly anything on damaged files
-                    print(f"note: {path} left out: {error}", file=sys.stderr)
+                    print(f"note: {printable(f'{path} left out: {error}')}", file=sys.stderr)
                     continue
                 writer.add_image("samples", pixels, int(match[1]), dataformats="HWC")
                 grids += 1

@@ -421,14 +421,15 @@ def test_prepare_names(tmp_path):
     (folder / "bad\x1b]0;title\x07\n.png").write_text("x")
     (folder / "other.\x1bs").write_text("x")
     shades, labels, out, err = prepared(folder, "--labels")
-    assert sorted(zip(shades, labels)) == [(10, r"a\x1b[2J"), (20, "b c"), (30, r"\xff"), (40, r"\xfe")]
-    assert r"skipped bad\x1b]0;title\x07\n.png: not" in err and r"1 .\x1bs" in err and "\x1b" not in err + out
+    assert sorted(zip(shades, labels)) == [(10, r"a\x1B[2J"), (20, "b c"), (30, r"\xFF"), (40, r"\xFE")]
+    assert r"skipped bad\x1B]0;title\x07\x0A.png: not" in err and r"1 .\x1Bs" in err
+    assert "\x1b" not in err + out
     strange = os.fsencode(tmp_path) + b"/\x1b\xff"
     result = run(sys.executable, ROOT / "prepare_data.py", "--data_dir", folder, "--output_name",
                  os.fsdecode(strange) + ".bin")
-    assert r"wrote" in result.stdout and r"\x1b\xff.bin: 4 images" in result.stdout
+    assert r"wrote" in result.stdout and r"\x1B\xFF.bin: 4 images" in result.stdout
     refused(sys.executable, ROOT / "prepare_data.py", "--data_dir", os.fsdecode(strange), "--output_name",
-            tmp_path / "x.bin", says=r"\x1b\xff does not exist")
+            tmp_path / "x.bin", says=r"\x1B\xFF does not exist")
 
 
 def load_saved(tmp_path, name, image, size=8, **options):
