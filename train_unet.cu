@@ -61,6 +61,8 @@
 #include <ctime>
 
 #include <algorithm>
+#include <atomic>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -7631,11 +7633,28 @@ static FILE* open_metrics(const std::string& path, long resumed_step, Best* best
 
 static volatile sig_atomic_t stop_requested = 0;
 
-// The first Ctrl-C or SIGTERM finishes the step, saves and ends; the second ends at once. A closed terminal
-// and a pipe whose reader has gone do so too, and then whatever is still printed is lost.
+// Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
+// the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
+// and the kernel do, or timeout: only Ctrl-C or SIGTERM a second or more after the first ends at once.
 static void request_stop(int signal_number) {
+    static std::atomic<int64_t> first_asked{0};  // milliseconds
     stop_requested = 1;
-    signal(signal_number, signal_number == SIGPIPE ? SIG_IGN : SIG_DFL);
+    if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    int64_t ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000, first = 0;
+    if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+}
+
+static void handle_signals() {
+    struct sigaction action = {}, before;
+    action.sa_handler = request_stop, action.sa_flags = SA_RESTART;
+    for (int number : {SIGINT, SIGTERM, SIGPIPE}) sigaction(number, &action, nullptr);
+    sigaction(SIGHUP, nullptr, &before);
+    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // as nohup asks
+    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 
 // ---- a training step --------------------------------------------------------------------------------------
@@ -8579,10 +8598,7 @@ int main(int argc, char** argv) {
 #ifdef OPENBLAS
     openblas_set_num_threads(1);  // the layers' own loops keep every core busy
 #endif
-    signal(SIGINT, request_stop);
-    signal(SIGTERM, request_stop);
-    signal(SIGPIPE, request_stop);
-    if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
+    handle_signals();
     print_build(config.profile ? text(", batch %d", config.batch_size) : "");
     if (config.profile) return run_profile(config);
     if (draws) return run_generate(given);
