@@ -6955,6 +6955,18 @@ static uint32_t file_checksum(Reader* in, const int32_t header[HEADER_INTS], int
 
 static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
+// The names in a folder; false, with errno, where they can't all be had.
+static bool list_folder(const std::string& path, std::vector<std::string>* names) {
+    DIR* dir = opendir(path.c_str());
+    if (!dir) return false;
+    errno = 0;
+    while (dirent* entry = readdir(dir)) names->push_back(entry->d_name);
+    int error = errno;
+    closedir(dir);
+    errno = error;
+    return !error;
+}
+
 static void make_folder(const std::string& path) {
     for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
         std::string part = path.substr(0, slash);
@@ -6965,10 +6977,27 @@ static void make_folder(const std::string& path) {
     if (access(path.c_str(), W_OK)) fail("can't write into the folder %s: %s", path.c_str(), strerror(errno));
 }
 
+// Removes the temporary files that killed processes left in a folder. A live Writer holds a lock on its own.
+static void remove_stale_temporaries(const std::string& folder) {
+    std::vector<std::string> names;
+    list_folder(folder, &names);
+    for (const std::string& name : names) {
+        int end = 0;
+        size_t mark = name.rfind(".unet-");
+        if (mark == std::string::npos) continue;
+        sscanf(&name[mark], ".unet-%*d-%*d.tmp%n", &end);
+        if (!end || name[mark + end]) continue;
+        int file = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        if (file < 0) continue;
+        if (!flock(file, LOCK_EX | LOCK_NB)) unlink((folder + name).c_str());
+        close(file);
+    }
+}
+
 // A file that appears under its name only when it is whole: written beside it, flushed to the disk, renamed.
 struct Writer {
-    std::string path, temporary;
-    FILE* file;
+    std::string path, folder, temporary;
+    FILE* file = nullptr;
     uint32_t crc = 0;
     explicit Writer(const std::string& name) : path(name) {
         struct stat info;
@@ -6977,12 +7006,30 @@ struct Writer {
         free(target);
         if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
             fail("can't write %s: it is not a regular file", name.c_str());
-        temporary = path + ".tmp", file = fopen(temporary.c_str(), "wb");
+        size_t slash = path.rfind('/');
+        folder = slash == std::string::npos ? "./" : path.substr(0, slash + 1);
+        static std::set<std::string> tidied;
+        if (tidied.insert(folder).second) remove_stale_temporaries(folder);
+        open_temporary();
         if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
     }
     Writer(const Writer&) = delete;
     ~Writer() {
         if (file) give_up();
+    }
+    // Under a name that nobody has used, and locked; under another where it was removed as stale before that.
+    void open_temporary() {
+        static int number = 0;
+        struct stat info;
+        int descriptor;
+        do {
+            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+            descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+            if (descriptor >= 0 && !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink)
+                close(descriptor), descriptor = -1, errno = EEXIST;
+        } while (descriptor < 0 && errno == EEXIST);
+        if (descriptor >= 0 && !(file = fdopen(descriptor, "wb")))
+            unlink(temporary.c_str()), close(descriptor), errno = ENOMEM;
     }
     void give_up() {
         fclose(file);
@@ -7004,18 +7051,13 @@ struct Writer {
     }
     void commit() {
         check(fflush(file) == 0 && fsync(fileno(file)) == 0);
-        FILE* done = file;
+        check(rename(temporary.c_str(), path.c_str()) == 0);
+        fclose(file);  // and with it goes the lock
         file = nullptr;
-        if (fclose(done) || rename(temporary.c_str(), path.c_str())) {
-            std::string why = strerror(errno);
-            unlink(temporary.c_str());
-            fail("could not write %s: %s; what was there before is untouched", path.c_str(), why.c_str());
-        }
-        size_t slash = path.rfind('/');
-        int folder = open(slash == std::string::npos ? "." : path.substr(0, slash + 1).c_str(), O_RDONLY);
-        if (folder >= 0) {
-            fsync(folder);  // the new name survives a power cut too
-            close(folder);
+        int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
+        if (directory >= 0) {
+            fsync(directory);  // the new name survives a power cut too
+            close(directory);
         }
     }
 };
@@ -7376,15 +7418,15 @@ static std::string checkpoint_path(const std::string& folder, long step) {
 
 // Steps of the checkpoints in a folder, newest first, whole or not.
 static std::vector<long> list_checkpoints(const std::string& folder) {
+    std::vector<std::string> names;
+    if (!list_folder(folder, &names) && errno != ENOENT && errno != ENOTDIR)
+        fail("can't list the folder %s: %s", folder.c_str(), strerror(errno));
     std::vector<long> steps;
-    DIR* dir = opendir(folder.c_str());
-    while (dirent* entry = dir ? readdir(dir) : nullptr) {
-        long step;
-        int end = 0;
-        if (sscanf(entry->d_name, "checkpoint_%8ld.bin%n", &step, &end) == 1 && end && !entry->d_name[end])
-            steps.push_back(step);
+    for (const std::string& name : names) {
+        long step = -1;
+        sscanf(name.c_str(), "checkpoint_%8ld", &step);
+        if (step >= 0 && folder + "/" + name == checkpoint_path(folder, step)) steps.push_back(step);
     }
-    if (dir) closedir(dir);
     std::sort(steps.rbegin(), steps.rend());
     return steps;
 }
@@ -8385,17 +8427,27 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     check_config(*config);
     if (config->dry_run || config->print_config) return;
 
-    if (!config->resume_given && !list_checkpoints(config->out_dir).empty())
+    std::vector<long> there = list_checkpoints(config->out_dir);
+    if (!config->resume_given && !there.empty())
         fail(
             "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
             "--out_dir",
-            config->out_dir, list_checkpoints(config->out_dir)[0]);
+            config->out_dir, there[0]);
     t->images = load_dataset(config->data_file, config->image_size);
     if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
     make_folder(config->out_dir);
-    t->folder = open(config->out_dir, O_RDONLY);
-    if (t->folder >= 0 && flock(t->folder, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
-        fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
+    t->folder = open(config->out_dir, O_RDONLY | O_CLOEXEC);
+    if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
+        if (t->folder >= 0 && errno == EWOULDBLOCK)
+            fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
+        fprintf(stderr, "note: %s can't be locked (%s): see that no other run is started in it\n",
+                config->out_dir, strerror(errno));
+    }
+    if (list_checkpoints(config->out_dir) != there)
+        fail(
+            "%s already holds a run that another process has trained meanwhile; continue it with --resume, "
+            "or name another folder with --out_dir",
+            config->out_dir);
     build_model(&t->model, *config, microbatch_of(*config), true);
     upload_schedule(&t->model);
     if (config->resume_given) {

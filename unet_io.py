@@ -20,11 +20,14 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import fcntl
 import functools
 import io
+import itertools
 import math
 import numbers
 import os
+import re
 import sys
 import time
 import zlib
@@ -634,21 +637,56 @@ def check_folder(path):
         raise UserError(f"{path} can't be written: the folder {place or '.'} may not be written into")
 
 
+@functools.lru_cache(maxsize=None)  # once a folder
+def _remove_stale_temporaries(folder):
+    """Remove the temporary files that killed processes left. Who writes one holds a lock on it."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(folder) if re.search(r"\.unet-\d+-\d+\.tmp$", name)]
+    for path in (os.path.join(folder, name) for name in names):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.remove(path)
+            finally:
+                os.close(descriptor)
+
+
+_numbers = itertools.count(1)
+
+
+def _open_temporary(path):
+    """Create a file beside path, under a name that nobody has used, and lock it. -> (name, file)"""
+    while True:
+        temporary = f"{path}.unet-{os.getpid()}-{next(_numbers)}.tmp"
+        try:
+            file = open(temporary, "xb")
+        except FileExistsError:
+            continue
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()  # another process took it for stale before it was locked
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Open a temporary file beside path; flush and rename it to path at the end, or remove it on an error."""
-    path = os.fspath(path)
+    path, temporary = os.fspath(path), None
     check_target(path)
-    temporary = f"{path}.tmp"
+    _remove_stale_temporaries(os.path.dirname(path) or ".")
     try:
-        with open(temporary, "wb") as file:
+        temporary, file = _open_temporary(path)
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.remove(temporary)
+            os.remove(temporary or "")
         if isinstance(error, OSError):
             raise UserError(f"{path} can't be written: {error.strerror or error}") from None
         raise
