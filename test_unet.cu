@@ -2440,9 +2440,11 @@ static void test_valid_files(std::vector<Victim>* victims) {
     fprintf(f, "{\"step\": 2, \"lo");
     fclose(f);
     Best best;
-    f = open_metrics(metrics, 10, &best);
-    fprintf(f, "{\"step\": 11, \"loss\": 0.2}\n");
-    fclose(f);
+    Metrics log;
+    log.read(metrics, 10, &best);
+    log.open();
+    log.add("{\"step\": 11, \"loss\": 0.2}");
+    log.close();
     kept = file_text(metrics);
     report(kept == before + "{\"step\": 11, \"loss\": 0.2}\n" && best.step == 8 && best.loss == 0.25,
            "metrics on resume", "%zu bytes kept, best validation loss known", kept.size());

@@ -6955,6 +6955,24 @@ static uint32_t file_checksum(Reader* in, const int32_t header[HEADER_INTS], int
 
 static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
+// The text of a file, "" where there is none; what is there and can't be read is refused.
+static std::string read_text(const std::string& path) {
+    struct stat info;
+    if (stat(path.c_str(), &info) && errno == ENOENT) return "";
+    Reader in(path);
+    std::string contents(in.size, '\0');
+    in.read(&contents[0], in.size);
+    return contents;
+}
+
+// Its lines, with their line feeds; what follows the last one was cut short.
+static std::vector<std::string> whole_lines(const std::string& contents) {
+    std::vector<std::string> lines;
+    for (size_t start = 0, end; (end = contents.find('\n', start)) != std::string::npos; start = end + 1)
+        lines.push_back(contents.substr(start, end + 1 - start));
+    return lines;
+}
+
 // The names in a folder; false, with errno, where they can't all be had.
 static bool list_folder(const std::string& path, std::vector<std::string>* names) {
     DIR* dir = opendir(path.c_str());
@@ -7603,13 +7621,9 @@ static std::string config_text(const Config& config) {
 // config.txt of a run's folder: its configuration, and in comments what was changed on resuming.
 static void write_config(const Config& config, long step, const std::vector<std::string>& changes) {
     std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
-    if (FILE* old = fopen(path.c_str(), "r")) {
-        for (char line[4096]; fgets(line, sizeof line, old);) {
-            long changed;
-            if (sscanf(line, "# from step %ld on:", &changed) == 1 && changed <= step && strchr(line, '\n'))
-                contents += line;
-        }
-        fclose(old);
+    for (const std::string& line : whole_lines(read_text(path))) {
+        long changed;
+        if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step) contents += line;
     }
     for (const std::string& change : changes) contents += text("# from step %ld on: ", step) + change + "\n";
     Writer out(path);
@@ -7630,9 +7644,10 @@ static std::string human_time(double seconds) {
 // The lowest validation loss of a run so far.
 struct Best {
     double loss = INFINITY;
-    long step = -1;
+    long step = -1, last = -1;  // last: the step of the newest one
     void update(double new_loss, long new_step) {
         if (new_loss < loss) loss = new_loss, step = new_step;
+        last = new_step;
     }
 };
 
@@ -7647,27 +7662,71 @@ static std::string shell_word(const std::string& path) {
     return plain ? path : "'" + quoted + "'";
 }
 
-// metrics.jsonl of a run's folder, a line at a time. On resume, lines of steps that are about to be done
-// again are dropped; the others tell the best validation loss so far.
-static FILE* open_metrics(const std::string& path, long resumed_step, Best* best) {
+// metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
+// attempt, as on a disk that is full for a while; the file holds whole lines only.
+struct Metrics {
+    enum { MOST_WAITING = 16 << 20 };  // bytes; records that come while so many wait are lost
+    std::string path, waiting;
+    int file = -1;
+    off_t end = 0;  // of the last whole line
+    long lost = 0;  // records
+    bool warned = false;
+
+    // On resume, lines of steps that are about to be done again are dropped; the others tell the best
+    // validation loss so far. Nothing is written before open().
     std::string kept;
-    if (FILE* old = fopen(path.c_str(), "r")) {
-        for (char line[1024]; fgets(line, sizeof line, old);) {
+    bool drops = false;
+    void read(const std::string& name, long resumed_step, Best* best) {
+        path = name;
+        std::string old = read_text(path);
+        for (const std::string& line : whole_lines(old)) {
             long step;
-            if (sscanf(line, "{\"step\": %ld", &step) != 1 || step > resumed_step || !strchr(line, '\n'))
-                continue;
+            if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
             kept += line;
-            if (const char* at = strstr(line, "\"val_loss\": ")) best->update(atof(strchr(at, ' ')), step);
+            const char* at = strstr(line.c_str(), "\"val_loss\": ");
+            double loss;
+            if (at && sscanf(at, "\"val_loss\": %lf", &loss) == 1) best->update(loss, step);
+            if (at) best->last = step;  // that of weights which are no numbers says null
         }
-        fclose(old);
+        drops = kept.size() < old.size();
     }
-    Writer out(path);
-    out.write(kept.data(), kept.size());
-    out.commit();
-    FILE* file = fopen(path.c_str(), "a");
-    if (!file) fail("can't write %s: %s", path.c_str(), strerror(errno));
-    return file;
-}
+    void open() {
+        if (drops) {
+            Writer out(path);
+            out.write(kept.data(), kept.size());
+            out.commit();
+        }
+        file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+        if (file < 0 || (end = lseek(file, 0, SEEK_END)) < 0)
+            fail("can't write %s: %s", path.c_str(), strerror(errno));
+    }
+    void add(const std::string& record) {
+        bool room = waiting.size() + record.size() < MOST_WAITING;
+        if (room) waiting += record + "\n";
+        lost += !room;
+        write_waiting();
+    }
+    void write_waiting() {
+        size_t written = 0;
+        ssize_t n = 0;
+        while (written < waiting.size() &&
+               (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
+            written += (size_t)n;
+        bool all = written == waiting.size();
+        if (!all && !warned)
+            fprintf(stderr, "note: could not write %s: %s; what is missing there is added once it can be\n",
+                    path.c_str(), strerror(errno));
+        warned |= !all;
+        if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+        waiting.erase(0, written), end += (off_t)written;
+    }
+    void close() {
+        write_waiting();
+        lost += std::count(waiting.begin(), waiting.end(), '\n');
+        if (lost) fprintf(stderr, "note: %s lacks %s\n", path.c_str(), counted(lost, "line").c_str());
+        ::close(file);
+    }
+};
 
 // ===========================================================================================================
 // 9  MAIN
@@ -7716,6 +7775,10 @@ struct Trainer {
     long step = 0;       // optimiser steps done, as far as the host knows
     float smoothed = 0;  // running mean of the loss, without those of skipped steps
     History history = History();
+    Metrics metrics;
+    Best best;
+    // what was due at the step that is resumed; where a stop or a crash came before it, it is made up for
+    bool owes_validation = false, owes_samples = false;
     // flags that --resume came with, such as --lr 0.001 (was 0.0001)
     std::vector<std::string> changes;
     // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
@@ -8464,7 +8527,10 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         initialise_weights(&t->model, config->seed);
     }
     prepare_steps(t);
+    // both of the old files are read before either is replaced
+    t->metrics.read(text("%s/metrics.jsonl", config->out_dir), t->step, &t->best);
     write_config(*config, t->step, t->changes);
+    t->metrics.open();
 }
 
 static void save(const Trainer& t) {
@@ -8513,7 +8579,7 @@ static std::string take_quartiles(Trainer* t) {
 static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
 
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
-static void print_summary(const Trainer& t, long first, double seconds, const Best& best) {
+static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     std::string checkpoint = checkpoint_path(c.out_dir, t.step);
     long steps = t.step - first;
@@ -8524,9 +8590,9 @@ static void print_summary(const Trainer& t, long first, double seconds, const Be
                c.batch_size * 1e3 / ms);
     }
     printf("\n");
-    if (best.step >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best.loss, best.step,
-               file_exists(checkpoint_path(c.out_dir, best.step)) ? "there" : "not kept");
+    if (t.best.step >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
+               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
     printf("checkpoint: %s\n", checkpoint.c_str());
     std::string samples = samples_path(c.out_dir, t.step);
     if (file_exists(samples)) printf("samples:    %s\n", samples.c_str());
@@ -8541,10 +8607,17 @@ static void print_summary(const Trainer& t, long first, double seconds, const Be
     }
 }
 
+static void validate(Trainer* t) {
+    double loss = validation_loss(t);
+    if (stop_requested) return;
+    printf("%sstep %ld | validation loss %.5f (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, loss,
+           chosen_name(t->model.config).c_str());
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %.9g}", t->step, loss));
+    t->best.update(loss, t->step);
+}
+
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    Best best;
-    FILE* metrics = open_metrics(text("%s/metrics.jsonl", c.out_dir), t->step, &best);
     long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
     double start = seconds_now(), log_start = start, paused = 0, shown = start;
     bool terminal = isatty(1);
@@ -8560,7 +8633,7 @@ static void train(Trainer* t) {
         StepResult result = await_step(t);
         double now = seconds_now();
         if (!result.finite()) {
-            fclose(metrics);
+            t->metrics.close();
             fail(
                 "the %s became %s in step %ld; the weights before it are %s; resume from there with a lower "
                 "--lr",
@@ -8583,13 +8656,12 @@ static void train(Trainer* t) {
                 terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
                 lr, ms, c.batch_size * 1e3 / ms, to_go.c_str(),
                 t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
-            fprintf(metrics,
-                    "{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                    "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                    "\"skipped\": %d, \"loss_quartiles\": %s}\n",
-                    t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
-                    tflops, mfu.c_str(), gigabytes, t->history.skipped, take_quartiles(t).c_str());
-            fflush(metrics);
+            t->metrics.add(text(
+                "{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                "\"skipped\": %d, \"loss_quartiles\": %s}",
+                t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
+                tflops, mfu.c_str(), gigabytes, t->history.skipped, take_quartiles(t).c_str()));
             fflush(stdout);
             logged = t->step, log_start = shown = now;
         } else if (terminal && now - shown > 1) {
@@ -8597,14 +8669,7 @@ static void train(Trainer* t) {
             fflush(stdout);
             shown = now;
         }
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) {
-            double loss = validation_loss(t);
-            printf("%sstep %ld | validation loss %.5f (%s)\n", terminal ? "\r\033[K" : "", t->step, loss,
-                   chosen_name(c).c_str());
-            fprintf(metrics, "{\"step\": %ld, \"val_loss\": %.9g}\n", t->step, loss);
-            best.update(loss, t->step);
-            fflush(metrics);
-        }
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
         if (due(c.save_every)) save(*t), last_saved = t->step;
         if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
         fflush(stdout);
@@ -8617,12 +8682,16 @@ static void train(Trainer* t) {
     if (terminal) printf("\r\033[K");
     if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(*t);
     if (last_sampled != t->step && !stop_requested) save_samples(t);
-    fclose(metrics);
-    print_summary(*t, first, seconds, best);
+    t->metrics.close();
+    print_summary(*t, first, seconds);
 }
 
 #ifndef TESTING
 int main(int argc, char** argv) {
+    // A file must not become standard output because that was closed: its descriptors are taken first.
+    int taken = 0;
+    while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDONLY);
+    if (taken > 2) close(taken);
     // Threads that spin while they wait are no faster here, and many times slower where something else runs
     // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
