@@ -128,6 +128,22 @@ static std::string error_place;
     vfail(2, format, args);
 }
 
+// The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
+template <typename Work>
+static std::string failure_of(Work work) {
+    struct Handler {
+        void (*before)(int, const char*) = fail_handler;
+        ~Handler() { fail_handler = before; }
+    } handler;
+    fail_handler = [](int, const char* message) { throw std::string(message); };
+    try {
+        work();
+    } catch (std::string& message) {
+        return message;
+    }
+    return "";
+}
+
 // A mistake of ours: the expression that failed, file and line.
 #define ASSERT(condition)                                                                             \
     do {                                                                                              \
@@ -7456,17 +7472,10 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
         fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
-        static std::string damage;
-        auto before = fail_handler;
-        fail_handler = [](int, const char* message) { throw std::string(message); };
-        try {
-            WeightsFile file = open_weights(checkpoint_path(folder, step));
-            fail_handler = before;
-            return file;
-        } catch (std::string& message) {
-            fail_handler = before;
-            fprintf(stderr, "note: passed over: %s\n", message.c_str());
-        }
+        WeightsFile file;
+        std::string damage = failure_of([&] { file = open_weights(checkpoint_path(folder, step)); });
+        if (damage.empty()) return file;
+        fprintf(stderr, "note: passed over: %s\n", damage.c_str());
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -7936,7 +7945,7 @@ static std::string chosen_name(const Config& c) {
 }
 
 // Loss over the validation images with noise and timesteps that never change, of the weights that sampling
-// would use.
+// would use. A stop breaks it off; then it means nothing.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -7946,7 +7955,7 @@ static double validation_loss(Trainer* t) {
     std::vector<int> timesteps(most);
     double sum = 0;
     use_weights(m, chosen_weights(m));
-    for (int first = 0; first < t->validation.count; first += most) {
+    for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
         int B = std::min(most, t->validation.count - first);
         for (int b = 0; b < B; b++) {
             copy_image(images.data() + b * elements, t->validation, first + b);
@@ -8475,6 +8484,11 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
                 t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), before.c_str()));
         }
         t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
+        auto was_due = [&](int every) {
+            return t->step == file.config.steps || (t->step && every && t->step % every == 0);
+        };
+        t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
+        t->owes_samples = was_due(file.config.sample_every);
         std::vector<const char*> needed = {"adam_m", "adam_v"};
         needed.insert(needed.end(), EMA_SECTIONS, EMA_SECTIONS + ema_count(*config));
         for (const char* section : needed)
@@ -8546,6 +8560,7 @@ static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
 
+// A grid that can't be written is no reason to end a run.
 static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     std::vector<float> pictures;
@@ -8553,7 +8568,11 @@ static void save_samples(Trainer* t) {
     auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
-    write_grid(path, pictures, c.num_samples, c.image_size);
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
+    if (!failure.empty()) {
+        fprintf(stderr, "note: %s\n", failure.c_str());
+        return;
+    }
     printf("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
            human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
 }
@@ -8619,6 +8638,10 @@ static void validate(Trainer* t) {
 static void train(Trainer* t) {
     const Config& c = t->model.config;
     long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
+    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
+    if (t->owes_samples && !file_exists(samples_path(c.out_dir, t->step)))
+        save_samples(t), last_sampled = t->step;
+    fflush(stdout);
     double start = seconds_now(), log_start = start, paused = 0, shown = start;
     bool terminal = isatty(1);
     std::string source;
