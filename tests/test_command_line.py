@@ -33,6 +33,7 @@ from unet_io import Config, flags_of
     (["--lr", "fast"], ["--lr", "'fast'"]), (["--lr=-1"], "--lr"), (["--steps", "1e12"], "--steps"),
     (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
     (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
+    (["--attention_resolutions", "16,0,8"], "0 stands alone"),
     (["--channel_mult", "1,x"], "--channel_mult"), (["--offset_noise", "-1"], "--offset_noise"),
     (["--flip=perhaps"], "--flip"), (["--preset", "small23"], ["'small23'", "mean small32?"]),
     (["--out_dir", ""], ["--out_dir", "''"]), (["--data_file="], "--data_file"),
