@@ -139,7 +139,7 @@ $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
 	@for ladder in $(LADDERS); do echo "$$ladder"; \
 		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
-	@$(RUN_PYTHON) dev/bench.py
+	@$(RUN_PYTHON) dev/ladders.py
 
 # File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
 $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
@@ -178,10 +178,10 @@ test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
-# Against PyTorch on this machine; writes its tables into README.md. On a GPU, BATCHES=32,128 measures some of the batch
-# sizes, and what was measured earlier on the same GPU stays in the table.
+# Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
+# some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
 bench: python train_unet $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32)
-	@$(RUN_PYTHON) train_unet.py --benchmark True $(if $(BATCHES),--benchmark_batches $(BATCHES))
+	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES))
 
 # ---- housekeeping -------------------------------------------------------------------------------------------
 

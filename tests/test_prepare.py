@@ -153,7 +153,7 @@ def test_prepare_refusals(tmp_path):
     assert "1 image of 8x8" in result.stdout and "1 file skipped" in result.stdout
 
 
-def test_python_refusals(tmp_path, images8):
+def test_python_refusals(tmp_path, images8, tools):
     """The other two programs: one sentence, no traceback."""
     (tmp_path / "bad.pt").write_text("x" * 100)
     weights = tmp_path / "w.bin"
@@ -165,7 +165,7 @@ def test_python_refusals(tmp_path, images8):
             (train_unet, [*python, "--data_file", images8], "prepare_data.py"),
             (train_unet, [*python, "--resume", tmp_path], "checkpoint"),
             (train_unet, [*python, "--num_channels", 32, "--data_file", images8], "norm_groups"),
-            (train_unet, [*python, "--skip_outliers", 6, "--compare_quality", "x.jsonl"], "--skip_outliers"),
+            (tools("compare_quality"), [*python, "--skip_outliers", 6], "--skip_outliers"),
             (train_unet, [*python, "--image_size", 36, "--data_file", images8], "image_size"),
             (generate, [*draw, tmp_path / "none.bin"], "none.bin"), (generate, [*draw, images8], "toy8.bin"),
             (generate, [*draw, tmp_path / "bad.pt"], "bad.pt"),
