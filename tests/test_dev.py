@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import generate
 from harness import (
@@ -255,7 +256,6 @@ def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
 
 
 def test_plot_log(tmp_path, tools):
-    pytest.importorskip("matplotlib")
     plot_log = tools("plot_log")
     logs = [metrics_file(tmp_path / "a.jsonl"),
             metrics_file(tmp_path / "b.jsonl", [7], '{"step": 9', loss_quartiles=[4, 3, None, 1])]
@@ -293,6 +293,15 @@ def test_missing_packages(tmp_path, tools, monkeypatch):
         assert "pip install" in sentence and package in sentence and len(sentence.splitlines()) == 1
     assert not list(tmp_path.glob("x*"))
 
+
+def test_requirements():
+    """make adds the packages of requirements.txt to a Python that has PyTorch; the README's are among them."""
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] not in ("#", "")]
+    names = {re.match(r"[\w-]+", line)[0] for line in lines}
+    listed = re.search(r"^SMALL_PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    assert {"pillow" if name == "PIL" else name for name in listed.split()} == names - {"torch"}
+
+
 SCRIPTS = {"prepare_data.py": ["numpy", "PIL"], "generate.py": ["numpy", "torch"],
            "train_unet.py": ["numpy", "torch"], "dev/plot_log.py": ["numpy"],
            "dev/to_tensorboard.py": ["numpy", "PIL"]}
@@ -321,8 +330,6 @@ def test_plots_of_a_run(tmp_path, images8, tools):
 
 def test_to_tensorboard(tmp_path, tools):
     """Every number and grid is in the event file, once, also after a second call."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     log = metrics_file(tmp_path / "metrics.jsonl", loss_quartiles=[4, 3, None, 1])
     pixels = np.random.default_rng(0).integers(0, 256, (10, 14, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "samples_00000040.png")
