@@ -19,6 +19,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import train_unet
 from benchmark import launched, replay_of
@@ -52,7 +53,7 @@ def device_normals(seed, stream, count, sample, step):
 class DeviceReplay:
     """A run of ./train_unet whose every step draws its batch on the device, as make_batch does on the host.
 
-    run() takes `steps` steps and yields how many are done, now and then; losses: (steps,).
+    losses: (steps,), after run().
     """
     def __init__(self, model, images, config, steps, device, precision="fp32", compile=False):
         images.check_size(config.image_size, config.in_channels)
@@ -110,16 +111,14 @@ class DeviceReplay:
         self.losses.index_copy_(0, self.step_index, loss.detach()[None])
         self.step_index += 1
 
-    def run(self, every=500):
-        step, done = self.step, 0
-        while done < self.steps:
+    def run(self):
+        """Take all steps; on a GPU the first five launch their kernels one by one, the others are replays."""
+        step, first = self.step, 0
+        if self.device.type == "cuda" and self.steps > 8:
             step()
-            done += 1
-            if done == 1 and self.device.type == "cuda" and self.steps > 8:
-                step = replay_of(self.step, 4)  # the warm-ups are steps of the run, the recording is none
-                done += 4
-            if done % every == 0 or done == self.steps:
-                yield done
+            step, first = replay_of(step, 4), 5  # the warm-ups are steps of the run, the recording is none
+        for _ in tqdm(range(first, self.steps), "PyTorch", self.steps, initial=first, disable=None):
+            step()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -159,10 +158,10 @@ def compare_quality(config, run, path):
     compile = device != "cpu" if run.compile is None else run.compile
     model, images = init_weights(UNet(config), config.seed), unet_io.read_images(run.data_file)
     replayed = DeviceReplay(model, images, config, steps, device, precision, compile)
-    for done in replayed.run():
-        theirs = replayed.losses.double().cpu().numpy()[:done]
-        print(f"PyTorch, {precision}: {done} steps in {time.time() - start:.0f} s, smoothed loss"
-              f" {smoothed(theirs)[-1]:.5f}; ours {smoothed(ours)[done - 1]:.5f}", flush=True)
+    replayed.run()
+    theirs = replayed.losses.double().cpu().numpy()
+    print(f"PyTorch, {precision}: {steps} steps in {time.time() - start:.0f} s, smoothed loss"
+          f" {smoothed(theirs)[-1]:.5f}")
 
     with unet_io.replacing(path) as file:
         for n, (a, b) in enumerate(zip(ours, theirs), 1):
