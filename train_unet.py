@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from unet_io import Checkpoint, Config, Stream, UserError
 
@@ -709,7 +710,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
         updates = step - self.history.skipped
         if not math.isfinite(norm):
-            print(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
+            tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
             self.history.skipped += 1
         elif self.history.accepts(loss.item(), norm, self.config.skip_outliers):
             for group in self.optimizer.param_groups:
@@ -978,11 +979,6 @@ class Metrics:
             self.failed = True
 
 
-def duration(seconds):
-    """Seconds as h:mm:ss."""
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
-
-
 def train(config, run, given):
     """Train, log, save and sample until --steps are done or a signal asks to stop."""
     device = pick_device(run.device)
@@ -1032,6 +1028,7 @@ def train(config, run, given):
     if run.steps == 0 and not checkpoint:
         unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
         saved = save()
+    bar = tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None)
     last_time, last_step = time.time(), trainer.steps_done
     while trainer.steps_done < run.steps and not stop:
         loss = trainer.step()
@@ -1039,13 +1036,14 @@ def train(config, run, given):
             smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
             smoothed = float(np.float32(smoothed))  # as it is saved
         step = trainer.steps_done
+        bar.update()
         if step % run.log_every == 0 or step == run.steps or stop:
             seconds = (time.time() - last_time) / (step - last_step)
             rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            left = duration(seconds * (run.steps - step))
+            left = tqdm.format_interval(seconds * (run.steps - step))
             shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
-            print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
-                  f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}", flush=True)
+            unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
+                        f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}")
             metrics.note(step=step, loss=loss, smoothed=shown, ms=1000 * seconds, images_per_s=rate, lr=lr,
                          skipped=trainer.history.skipped)
             last_time, last_step = time.time(), step
@@ -1054,7 +1052,7 @@ def train(config, run, given):
             saved = save()
             if validation:
                 value = trainer.validation_loss(validation)
-                print(f"step {step:6d}  validation loss {value:.5f}")
+                unet_io.say(f"step {step:6d}  validation loss {value:.5f}")
                 metrics.note(step=step, val_loss=value)
             last_time, last_step = time.time(), step
         if run.sample_every and step % run.sample_every == 0:
@@ -1064,8 +1062,9 @@ def train(config, run, given):
                 unet_io.save_grid(name, pictures)
                 unet_io.say(f"wrote {name}")
             except UserError as error:
-                print(f"warning: {unet_io.printable(error)}", file=sys.stderr)
+                tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
             last_time, last_step = time.time(), step
+    bar.close()
     if stop:
         unet_io.say(f"stopped; to go on: python train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
                     f" --out_dir {shlex.quote(run.out_dir)} --steps {run.steps}")

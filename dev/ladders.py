@@ -7,7 +7,6 @@ without new output of the ladders this makes them again.
 import dataclasses
 import pathlib
 import re
-import sys
 
 from common import text_between, write_between
 
@@ -225,7 +224,7 @@ def main():
         found = {stem: re.search(r" on (.*): \w+$", output, re.M) for stem, output in outputs.items()}
         if None in found.values():
             cut = [stem for stem in stems if not found[stem]]
-            sys.exit(f"what these printed names no device, so run make bench again: {', '.join(cut)}")
+            raise UserError(f"what these printed names no device, so run make bench again: {', '.join(cut)}")
         devices = {match[1] for match in found.values()}
         if len(devices) != 1:
             raise UserError(f"these times come from several devices: {', '.join(sorted(devices))}")

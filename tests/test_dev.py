@@ -246,13 +246,13 @@ def test_tensorboard_of_a_damaged_run(tmp_path, tools, capsys):
 
 def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
     """A ladder that ended before it named its device costs README.md nothing."""
-    bench = tools("bench")
+    ladders = tools("ladders")
     (tmp_path / "build/dev").mkdir(parents=True)
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
     (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
-    monkeypatch.setattr(bench, "HERE", tmp_path / "dev")
-    with pytest.raises(SystemExit, match="names no device.*: silu$"):
-        bench.main()
+    monkeypatch.setattr(ladders, "HERE", tmp_path / "dev")
+    with pytest.raises(UserError, match="names no device.*: silu$"):
+        ladders.main()
 
 
 def test_plot_log(tmp_path, tools):
@@ -302,9 +302,10 @@ def test_requirements():
     assert {"pillow" if name == "PIL" else name for name in listed.split()} == names - {"torch"}
 
 
-SCRIPTS = {"prepare_data.py": ["numpy", "PIL"], "generate.py": ["numpy", "torch"],
-           "train_unet.py": ["numpy", "torch"], "dev/plot_log.py": ["numpy"],
-           "dev/to_tensorboard.py": ["numpy", "PIL"]}
+SCRIPTS = {"prepare_data.py": ["numpy", "PIL", "tqdm"], "generate.py": ["numpy", "torch", "tqdm"],
+           "train_unet.py": ["numpy", "torch", "tqdm"], "dev/plot_log.py": ["numpy", "tqdm"],
+           "dev/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/benchmark.py": ["numpy", "torch", "tqdm"],
+           "dev/compare_quality.py": ["numpy", "torch", "tqdm"]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
