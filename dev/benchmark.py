@@ -3,8 +3,9 @@
     make bench                                  builds, measures, writes the tables of dev/README.md and README.md
     python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
 
-On a CPU the opponent is eager PyTorch in fp32. On a GPU it is PyTorch as fast as it goes: torch.compile, channels_last,
-fused attention, bf16 autocast, fused AdamW and the whole step in a CUDA graph; in fp32 it runs eagerly, without tf32.
+On a CPU the opponent is eager PyTorch in fp32. On a GPU it is PyTorch as fast as it goes: torch.compile,
+channels_last, fused attention, bf16 autocast, fused AdamW and the whole step in a CUDA graph; in fp32 it runs
+eagerly, without tf32.
 """
 import json
 import os

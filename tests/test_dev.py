@@ -96,7 +96,7 @@ def test_benchmark_tables(tools):
 
 
 def test_benchmark_pages(tools, tmp_path, monkeypatch):
-    """The short table is that of the long ones; a CPU's benchmark writes its own table and leaves the rest."""
+    """The short table is that of the long ones; a CPU's benchmark writes its table and leaves the rest."""
     benchmark, common = tools("benchmark"), tools("common")
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "dev/README.md")}
     (tmp_path / "dev").mkdir()
@@ -127,21 +127,26 @@ def test_ladder_pages(tools):
     program = "| 2 | NHWC | bf16 | 1e-3 | 2.0 | 50 | 50.0% | the program's |\n"
     output = ""
     for which, case, rows in (
-            ("forward", "large (B=32 C=8 H=64 W=64)", ["| 1 | NCHW | fp32 | 1e-6 | 8.0 | 12 | 12.5% | plain |\n",
-                                                       program, "| PyTorch | | | | 3.0 | 33 | 33.3% | eager |\n",
-                                                       "| PyTorch | | | | 4.0 | 25 | 25.0% | fp32 |\n"]),
-            ("forward", "small (B=32 C=16 H=8 W=8)", [program, "| PyTorch | | | | 1.0 | 99 | 99.0% | eager |\n"]),
+            ("forward", "large (B=32 C=8 H=64 W=64)",
+             ["| 1 | NCHW | fp32 | 1e-6 | 8.0 | 12 | 12.5% | plain |\n", program,
+              "| PyTorch | | | | 3.0 | 33 | 33.3% | eager |\n", "| PyTorch | | | | 4.0 | 25 | 25.0% | fp32 |\n"]),
+            ("forward", "small (B=32 C=16 H=8 W=8)",
+             [program, "| PyTorch | | | | 1.0 | 99 | 99.0% | eager |\n"]),
             ("apply", "small (B=32 C=16 H=8 W=8)", [program])):
         output += f"upsample {which}, {case}: floor 1 us\n\n{columns}{''.join(rows)}\n"
     section = ladders.section("upsample", ladders.tables_of("upsample", output))
     before, folded = section.split("<details>")
     assert "| plain |" in before and "the shapes of the default model" not in before
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in folded.splitlines() if "," in line]
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
+    rows = [cells(line) for line in folded.splitlines() if "," in line]
     assert ["8, 64x64", "2.0", "50", "50.0%", "3.0", "33", "1.50"] in rows
-    assert ["16, 8x8", "2.0", "50", "50.0%", "1.0", "99", "0.50"] in rows and ["16, 8x8", "2.0", "50", "50.0%"] in rows
+    assert ["16, 8x8", "2.0", "50", "50.0%", "1.0", "99", "0.50"] in rows
+    assert ["16, 8x8", "2.0", "50", "50.0%"] in rows
     overview = ladders.overview(section).splitlines()
     assert len(overview) == 3
-    assert [cell.strip() for cell in overview[2].strip("|").split("|")] == [
+    assert cells(overview[2]) == [
         "[upsample](#upsample)", "forward", "8, 64x64", "8.0", "3.0", "2.0", "1.50", "50.0%"]
     with pytest.raises(UserError, match="without a GPU"):
         ladders.tables_of("upsample", "version 1 ok\n")
@@ -295,9 +300,8 @@ def test_missing_packages(tmp_path, tools, monkeypatch):
 
 
 def test_requirements():
-    """make adds the packages of requirements.txt to a Python that has PyTorch; the README's are among them."""
-    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] not in ("#", "")]
-    names = {re.match(r"[\w-]+", line)[0] for line in lines}
+    """make adds all packages of requirements.txt to a Python that has PyTorch."""
+    names = set(re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.M))
     listed = re.search(r"^SMALL_PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
     assert {"pillow" if name == "PIL" else name for name in listed.split()} == names - {"torch"}
 

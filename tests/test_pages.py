@@ -35,7 +35,8 @@ def test_names():
     assert len(names) > 10
     for name in names:
         assert re.search(rf"^static [\w<> *]+\b{name}\(", code, re.M), name
-    rooms = re.findall(r"^\| (\d) \| ([^|`]*) \|", page.split("Nine rooms follow")[1].split("To follow")[0], re.M)
+    layout = page.split("Nine rooms follow")[1].split("To follow")[0]
+    rooms = re.findall(r"^\| (\d) \| ([^|`]*) \|", layout, re.M)
     banners = re.findall(r"^// (\d)  ([A-Z, ]+)$", code, re.M)
     assert [(number, name.upper()) for number, name in rooms] == banners
 
@@ -67,7 +68,8 @@ def test_streams_of_formats():
     """The streams of random numbers, by number."""
     page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
     streams = re.findall(r"STREAM_(\w+)", re.search(r"enum Stream \{(.*?)\}", code, re.S)[1])
-    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", page.split("## Random numbers")[1].split("Steps count")[0], re.M)
+    table = page.split("## Random numbers")[1].split("Steps count")[0]
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", table, re.M)
     assert len(streams) == 12 and [int(number) for _, number in rows] == list(range(12))
     for stream, (name, _) in zip(streams, rows):
         assert name[:3] == stream[:3].lower()
