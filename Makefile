@@ -39,10 +39,11 @@ endif
 OMP_FLAGS := $(if $(OPENMP),-fopenmp,-Wno-unknown-pragmas)
 BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
 
-# Any python3 with PyTorch 2.4 or later is used as it is; one that only lacks small packages gets them in a .venv that
-# still sees its PyTorch; otherwise the .venv holds everything.
+# A python3 with PyTorch 2.4 or later and the small packages of requirements.txt is used as it is. One that only lacks some
+# of these gets them in a .venv that still sees its PyTorch; otherwise the .venv holds everything.
 SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))' 2>/dev/null
-SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import numpy, PIL, pytest' 2>/dev/null
+SMALL_PACKAGES := numpy PIL tqdm safetensors matplotlib tensorboard pytest
+SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(SMALL_PACKAGES) 2>/dev/null
 
 .PHONY: train test bench toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
@@ -139,7 +140,7 @@ $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
 	@for ladder in $(LADDERS); do echo "$$ladder"; \
 		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
-	@$(RUN_PYTHON) dev/bench.py
+	@$(RUN_PYTHON) dev/ladders.py
 
 # File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
 $(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
@@ -159,12 +160,13 @@ train: train_unet
 # ---- tests and benchmark ------------------------------------------------------------------------------------
 
 python:
-	@if $(SYSTEM_READY); then echo "Python:       the system's python3 has PyTorch"; \
+	@if $(SYSTEM_READY); then echo "Python:       the system's python3 has all that is needed"; \
 	elif [ -e .venv/ready ] && [ .venv/ready -nt requirements.txt ]; then echo "Python:       .venv"; \
 	elif ! python3 -c 'import venv, ensurepip' 2>/dev/null; then \
 		echo "Python:       python3 with its venv module is needed (Debian: python3-venv)"; exit 1; \
-	elif $(SYSTEM_TORCH); then echo "Python:       adding pytest, pillow and numpy in .venv (some 30 MB)"; \
-		python3 -m venv --system-site-packages .venv && .venv/bin/pip install -q numpy pillow pytest && touch .venv/ready; \
+	elif $(SYSTEM_TORCH); then echo "Python:       the system's python3 has PyTorch; adding the small packages that it lacks in .venv"; \
+		python3 -m venv --system-site-packages .venv && \
+		grep -v '^torch' requirements.txt | .venv/bin/pip install -q -r /dev/stdin && touch .venv/ready; \
 	else echo "Python:       no python3 with PyTorch 2.4 or later; installing requirements.txt into .venv"; \
 		echo "              (on Linux about 2.5 GB to download, 5.5 GB on the disk; once)"; \
 		python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && touch .venv/ready; fi
@@ -178,10 +180,10 @@ test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
-# Against PyTorch on this machine; writes its tables into README.md. On a GPU, BATCHES=32,128 measures some of the batch
-# sizes, and what was measured earlier on the same GPU stays in the table.
+# Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
+# some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
 bench: python train_unet $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32)
-	@$(RUN_PYTHON) train_unet.py --benchmark True $(if $(BATCHES),--benchmark_batches $(BATCHES))
+	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES))
 
 # ---- housekeeping -------------------------------------------------------------------------------------------
 

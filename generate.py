@@ -19,6 +19,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
                         save_weights, seed_noise)
@@ -328,7 +329,7 @@ def main():
         some = slice(start, start + args.batch_size)
         label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
-                   lambda calls: unet_io.progress(calls, len(calls), label), args.eta, args.threshold,
+                   lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
                    slerp(*ends, count, some) if args.interpolate else None, args.strip)
         if args.strip:
             x, strip = x

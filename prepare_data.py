@@ -26,6 +26,7 @@ import unet_io  # first, because it explains a missing package
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
 
 from unet_io import UserError, counted, printable
 
@@ -293,16 +294,15 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
             return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
 
     skipped, counts = 0, [0, 0]
-    line_start = "\n" if sys.stderr.isatty() else ""  # leave the progress bar's line
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
         pool = concurrent.futures.ThreadPoolExecutor()
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         pictures = in_order(pool, load, names, min(AHEAD, 1 + AHEAD_BYTES // (3 * image_size**2)))
-        for i, (pixels, error) in enumerate(unet_io.progress(pictures, len(names), "preparing")):
+        for i, (pixels, error) in enumerate(tqdm(pictures, "preparing", len(names), disable=None)):
             if error:
                 skipped += 1
-                print(f"{line_start}skipped {printable(error)}", file=sys.stderr)
+                tqdm.write(f"skipped {printable(error)}", file=sys.stderr)
                 continue
             side = i in in_validation
             writers[side].add(pixels, class_name(source, names[i]) if labels else None)

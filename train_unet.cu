@@ -7122,7 +7122,7 @@ struct Dataset {
     std::vector<float> floats;
 };
 
-// The format is described in README.md. A file `factor` times as large as image_size is averaged over factor
+// The format is described in FORMATS.md. A file `factor` times as large as image_size is averaged over factor
 // x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
 // file.
 static Dataset read_images(const std::string& path, int image_size) {

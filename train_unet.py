@@ -4,8 +4,6 @@
     python train_unet.py --preset tiny                  the small demo model on data/faces.bin
     python train_unet.py --init_model_only True         write unet_init.bin for ./train_unet --model_weights
     python train_unet.py --write_debug_state PREFIX     reference values for the tests of the C++ program
-    python train_unet.py --benchmark True               ./train_unet against PyTorch, for README.md
-    python train_unet.py --compare_quality FILE         the same run in both: do the losses fall alike?
 
 The architecture is that of Dhariwal and Nichol 2021, "Diffusion Models Beat GANs on Image Synthesis"; flags
 and module names are guided-diffusion's. Batches, timesteps, noise, flips and initial weights are functions of
@@ -20,13 +18,10 @@ import json
 import math
 import os
 import pickle
-import platform
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 
@@ -36,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from unet_io import Checkpoint, Config, Stream, UserError
 
@@ -714,7 +710,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
         updates = step - self.history.skipped
         if not math.isfinite(norm):
-            print(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
+            tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
             self.history.skipped += 1
         elif self.history.accepts(loss.item(), norm, self.config.skip_outliers):
             for group in self.optimizer.param_groups:
@@ -779,101 +775,6 @@ def replay(model, images, config, steps, dtype=torch.float32, device="cpu"):
     return np.array([trainer.step() for _ in range(steps)])
 
 
-# The same numbers made on the device, so that a whole step, data and all, is one CUDA graph.
-
-def device_words(seed, stream, count, sample, step):
-    """unet_io.words on the device of `sample`: int64 (B, count), 4 | count; sample (B,), step (1,)."""
-    low = 0xFFFFFFFF
-    c0, c1, c2 = torch.arange(count // 4, device=sample.device), sample[:, None], step[:, None]
-    c3, k0, k1 = torch.zeros_like(c2), int(seed), int(stream)
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64: the bits of the unsigned products
-        c0, c1, c2, c3 = (((p1 >> 32) & low) ^ c1 ^ k0, p1 & low, ((p0 >> 32) & low) ^ c3 ^ k1, p0 & low)
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(1)
-
-
-def device_normals(seed, stream, count, sample, step):
-    """unet_io.normals on the device: float32 (B, count), 4 | count."""
-    x = (device_words(seed, stream, count, sample, step) >> 8).double()
-    radius = torch.sqrt(-2 * torch.log((x[:, 0::2] + 1) * 2.0**-24))
-    angle = 2 * math.pi * (x[:, 1::2] * 2.0**-24)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1).float()
-
-
-class DeviceReplay:
-    """A run of ./train_unet whose every step draws its batch on the device, as make_batch does on the host.
-
-    run() takes `steps` steps and yields how many are done, now and then; losses: (steps,).
-    """
-    def __init__(self, model, images, config, steps, device, precision="fp32", compile=False):
-        images.check_size(config.image_size, config.in_channels)
-        self.config, self.steps, self.device = config, steps, torch.device(device)
-        self.model = model.to(device)
-        if self.device.type == "cuda" and precision == "bf16":
-            self.model = self.model.to(memory_format=torch.channels_last)
-        self.forward = torch.compile(self.model) if compile else self.model
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
-        self.diffusion = Diffusion(config, device)
-        self.images = torch.from_numpy(images.floats(range(len(images)), config.image_size)).to(device)
-        places = [unet_io.batch_indices(config.seed, n, config.batch_size, len(images)) for n in range(steps)]
-        self.places = torch.from_numpy(np.stack(places)).to(device)  # (steps, B)
-        self.rates = torch.tensor([unet_io.learning_rate(config, n) for n in range(steps)], device=device)
-        self.rows = torch.arange(config.batch_size, device=device)
-        self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
-        self.losses = torch.zeros(steps, device=device)
-        fast = dict(fused=True, capturable=True) if self.device.type == "cuda" else {}
-        self.rate = torch.zeros((), device=device) if fast else None
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(self.model.parameters(), config), lr=self.rate if fast else config.lr,
-            betas=(config.beta1, config.beta2), eps=config.adam_eps, **fast)
-
-    def batch(self):
-        """make_batch of the step that step_index holds: float32 images, int64 timesteps, float32 noise."""
-        config, step = self.config, self.step_index
-        x0 = self.images[self.places.index_select(0, step)[0]]
-        if config.flip:
-            mirrored = device_words(config.seed, Stream.FLIP, 4, self.rows, step)[:, 0] >> 31 != 0
-            x0 = torch.where(mirrored[:, None, None, None], x0.flip(-1), x0)
-        words = device_words(config.seed, Stream.TIMESTEP, 4, self.rows, step)[:, 0]
-        noise = device_normals(config.seed, Stream.NOISE, x0[0].numel(), self.rows, step).reshape(x0.shape)
-        if config.offset_noise:
-            shift = device_normals(config.seed, Stream.OFFSET, 4, self.rows, step)[:, :x0.shape[1]]
-            noise = noise + config.offset_noise * shift[..., None, None]
-        return x0, (words * config.diffusion_steps) >> 32, noise
-
-    def step(self):
-        """One AdamW step. It reads nothing from the host but, on a CPU, the learning rate."""
-        self.optimizer.zero_grad(set_to_none=True)
-        x0, t, noise = self.batch()
-        x, target = self.diffusion.noised(x0, t, noise)
-        with self.autocast:
-            prediction = self.forward(x, t)
-        loss = self.diffusion.loss(prediction.float(), target, t)
-        loss.backward()
-        if self.config.grad_clip > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-        if self.rate is None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = float(self.rates[self.step_index])
-        else:
-            self.rate.copy_(self.rates.index_select(0, self.step_index)[0])
-        self.optimizer.step()
-        self.losses.index_copy_(0, self.step_index, loss.detach()[None])
-        self.step_index += 1
-
-    def run(self, every=500):
-        step, done = self.step, 0
-        while done < self.steps:
-            step()
-            done += 1
-            if done == 1 and self.device.type == "cuda" and self.steps > 8:
-                step = replay_of(self.step, 4)  # the warm-ups are steps of the run, the recording is none
-                done += 4
-            if done % every == 0 or done == self.steps:
-                yield done
-
-
 def debug_state(prefix, config, images=None, steps=0):
     """Write reference values for the tests of the C++ program; the gradients of step 0 in float64.
 
@@ -912,368 +813,6 @@ def debug_state(prefix, config, images=None, steps=0):
 
 
 # ----------------------------------------------------------------------------------------------------
-# benchmark on a CPU: a training step (noise, forward, backward, AdamW) of the default model, here and there
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-README = os.path.join(HERE, "README.md")
-BENCHMARK = dict(batch_size=4, warmup=2, timed=8, rounds=2)
-
-# Runs a command, then prints the most memory it held. In a small process of its own, since Linux counts for a
-# child what its parent held when it started it.
-MEASURE_MEMORY = ("import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]);"
-                  " print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, 'KiB'); sys.exit(code)")
-
-
-def run_measured(*command, **environment):
-    """(output, peak memory in GB) of a command run in this file's folder. Raises UserError if it fails."""
-    done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY, *command], capture_output=True, text=True,
-                          cwd=HERE, env=os.environ | environment)
-    if done.returncode:
-        raise UserError(f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
-    *lines, memory = done.stdout.splitlines()
-    return lines, 1024 * int(memory.split()[0]) / 1e9
-
-
-def time_program(threads):
-    """(milliseconds of each timed step, peak memory in GB, how it was built) of ./train_unet."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = dict(data_file="data/emoji.bin", batch_size=BENCHMARK["batch_size"], ema_rate=0, log_every=1,
-                     steps=BENCHMARK["warmup"] + BENCHMARK["timed"], num_samples=1, sample_steps=1,
-                     out_dir=folder)
-        lines, memory = run_measured("./train_unet", *(f"--{name}={value}" for name, value in flags.items()),
-                                     OMP_NUM_THREADS=str(threads))
-        with open(os.path.join(folder, "metrics.jsonl")) as metrics:
-            times = [json.loads(line)["ms"] for line in metrics]
-    return times[BENCHMARK["warmup"]:], memory, lines[0].removeprefix("train_unet on the CPU: ")
-
-
-def time_pytorch(threads):
-    """(milliseconds of each timed step, peak memory in GB, PyTorch's version): time_steps in a process."""
-    lines, memory = run_measured(sys.executable, "-c", "import train_unet; train_unet.time_steps()",
-                                 OMP_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="")
-    return json.loads(lines[-1])[BENCHMARK["warmup"]:], memory, f"PyTorch {torch.__version__}"
-
-
-def time_steps():
-    """Print the milliseconds of each step of PyTorch, eager, on ./train_unet's batches."""
-    config = Config(batch_size=BENCHMARK["batch_size"], ema_rate=0)
-    trainer = Trainer(init_weights(UNet(config), 0), unet_io.read_images("data/emoji.bin"), config)
-    trainer.model.train()
-    steps = range(BENCHMARK["warmup"] + BENCHMARK["timed"])
-    batches = [[torch.from_numpy(a) for a in make_batch(trainer.images, config, i)[:2]] for i in steps]
-    times = []
-    for x0, t in batches:
-        start = time.perf_counter()
-        x, target = trainer.diffusion.noised(x0, t, torch.randn_like(x0))
-        trainer.optimizer.zero_grad(set_to_none=True)
-        loss = F.mse_loss(trainer.model(x, t), target)
-        loss.backward()
-        trainer.optimizer.step()
-        loss.item()
-        times.append(1e3 * (time.perf_counter() - start))
-    print(json.dumps(times))
-
-
-def write_readme(**texts):
-    """Replace what stands in README.md between <!-- bench:NAME --> and <!-- /bench:NAME -->."""
-    with open(README, encoding="utf-8") as file:
-        page = file.read()
-    for name, text in texts.items():
-        page, found = re.subn(rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)",
-                              lambda match: match[1] + text + match[2], page, flags=re.DOTALL)
-        if not found:
-            raise UserError(f"{README} has no lines <!-- bench:{name} --> and <!-- /bench:{name} --> to write"
-                            f" between")
-    with unet_io.replacing(README) as file:
-        file.write(page.encode())
-
-
-def benchmark_cpu():
-    """Time both in turn, print the table and write it into README.md."""
-    threads, runs = len(os.sched_getaffinity(0)), {"./train_unet": [], "PyTorch": []}
-    for _ in range(BENCHMARK["rounds"]):  # in turn, so that a machine that drifts shows
-        for name, measure in zip(runs, (time_program, time_pytorch)):
-            runs[name].append(measure(threads))
-            print(f"{name}: {np.median(runs[name][-1][0]):.0f} ms a step, {runs[name][-1][1]:.2f} GB")
-    # the better of the two runs: what else the machine does only ever adds time
-    rows = [(min(np.median(times) for times, _, _ in of), max(memory for _, memory, _ in of), of[0][2],
-             ", ".join(f"{np.median(times):.0f}" for times, _, _ in of)) for of in runs.values()]
-    with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    (ms, memory, built, _), (torch_ms, torch_memory, torch_name, _) = rows
-    text = (f"**{ms / torch_ms:.2f} times PyTorch's time, {memory / torch_memory:.2f} times its memory**, on"
-            f" {names[0] if names else platform.machine()}, {threads} threads.\n\n"
-            "| | ms a step | of which each run | images/s | peak memory |\n|---|---:|---:|---:|---:|\n")
-    for name, (ms, memory, _, each) in zip((f"`./train_unet`, {built}", f"{torch_name}, eager, fp32"), rows):
-        rate = 1e3 * BENCHMARK["batch_size"] / ms
-        text += f"| {name} | {ms:.0f} | {each} | {rate:.2f} | {memory:.2f} GB |\n"
-    print("\n" + text)
-    write_readme(cpu=text)
-
-
-# ----------------------------------------------------------------------------------------------------
-# benchmark on a GPU: ours against torch.compile with channels_last, fused attention, bf16 autocast and the
-# whole step in a CUDA graph; and fp32 against fp32. Each measurement is a process and a line of RESULTS.
-
-RESULTS = os.path.join(HERE, "build/bench_gpu.jsonl")
-PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32"}
-EVERYTHING = ("--ema_rate 0.999,0.9999 --grad_clip 1 --skip_outliers 6 --weight_decay 0.01"
-              " --lr_schedule linear --warmup_steps 100 --final_lr_fraction 0.1 --predict v"
-              " --zero_terminal_snr 1 --min_snr_gamma 5 --offset_noise 0.1 --flip 1")
-
-
-def launched(command, first_line, **environment):
-    """(seconds from the command's start until a line of its output matches, the whole output)."""
-    seconds, lines, start = None, [], time.perf_counter()
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=HERE,
-                              env=os.environ | environment) as process:
-            for line in process.stdout:
-                if seconds is None and re.match(first_line, line):
-                    seconds = time.perf_counter() - start
-                lines.append(line)
-        if process.returncode or seconds is None:
-            errors.seek(0)
-            said = (errors.read().strip() or "".join(lines).strip() or "no message").splitlines()[-1]
-            raise UserError(f"{' '.join(command)} failed with status {process.returncode}: {said}")
-    return seconds, "".join(lines)
-
-
-def measure_program(precision, batch_size):
-    """A dict of measurements of ./train_unet, without EMA: its --profile, and a short training run; and the
-    time of a step with the default flags, which have one EMA, and with EVERYTHING."""
-    command = [PROGRAMS[precision], "--batch_size", str(batch_size), "--ema_rate", "0"]
-    with tempfile.TemporaryDirectory() as folder:
-        first, _ = launched([*command, "--out_dir", folder, "--steps", "60", "--log_every", "20",
-                             "--num_samples", "1", "--sample_steps", "1"], r"step 1/60 \| loss")
-        with open(os.path.join(folder, "metrics.jsonl")) as metrics:
-            loop = json.loads(metrics.readlines()[-1])["ms"]
-    profile = launched([*command, "--profile"], "train_unet on ")[1]
-    found = {name: float(re.search(rf"^{line}: +([\d.]+) ", profile, re.M)[1]) for name, line in
-             dict(step_ms="one training step", call_ms="one network call", memory_mib="memory").items()}
-    for name, flags in dict(default_ms="", everything_ms=EVERYTHING).items():
-        output = launched([*command[:3], "--profile", *flags.split()], "train_unet on ")[1]
-        found[name] = float(re.search(r"^one training step: +([\d.]+) ", output, re.M)[1])
-    return dict(of="train_unet", first_s=first, loop_ms=loop, **found, profile=profile,
-                gpu=re.match("train_unet on (.+?): ", profile)[1])
-
-
-def measure_opponent(precision, batch_size):
-    """The same of PyTorch: time_opponent in a process, with empty compilation caches."""
-    call = f"import train_unet; train_unet.time_opponent({precision!r}, {batch_size})"
-    with tempfile.TemporaryDirectory() as caches:
-        first, output = launched([sys.executable, "-c", call], r'\{"loss"', TORCHINDUCTOR_CACHE_DIR=caches)
-    return dict(of="PyTorch", first_s=first, **json.loads(output.splitlines()[-1]))
-
-
-def replay_of(call, warmup):
-    """A CUDA graph's replay of call(), after warm-ups on a stream of their own."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmup):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def milliseconds(call, warmup=5, count=20):
-    """Median milliseconds of call() by events on the GPU."""
-    times = []
-    for n in range(warmup + count):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times += [start.elapsed_time(end)] if n >= warmup else []
-    return float(np.median(times))
-
-
-def time_opponent(precision, batch_size):
-    """Print a line when the first step's loss is there, then the measurements. fp32: PyTorch as it comes."""
-    half = precision == "bf16"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = half
-    torch.backends.cudnn.benchmark = True
-    config = Config(batch_size=batch_size)
-    layout = torch.channels_last if half else torch.contiguous_format
-    model = UNet(config).to("cuda", memory_format=layout).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True, capturable=half)
-    diffusion, forward = Diffusion(config, "cuda"), torch.compile(model) if half else model
-    x0 = torch.randn(batch_size, 3, config.image_size, config.image_size, device="cuda").clamp(-1, 1)
-    x0 = x0.to(memory_format=layout)
-    autocast = torch.autocast("cuda", torch.bfloat16, enabled=half)
-
-    def random_t():
-        return torch.randint(0, config.diffusion_steps, (batch_size,), device="cuda")
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        t = random_t()
-        x, target = diffusion.noised(x0, t, torch.randn_like(x0))
-        with autocast:
-            prediction = forward(x, t)
-        loss = F.mse_loss(prediction.float(), target)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    print(json.dumps(dict(loss=step().item())), flush=True)
-    if half:
-        for_graph = step
-        step = replay_of(for_graph, 4)
-    step_ms = milliseconds(step)
-    memory = torch.cuda.max_memory_allocated() / 2**20
-    model.eval()
-    t = random_t()
-    with torch.no_grad(), autocast:
-        call = (lambda: forward(x0, t))
-        call = replay_of(call, 3) if half else call
-        call_ms = milliseconds(call)
-    print(json.dumps(dict(step_ms=step_ms, call_ms=call_ms, memory_mib=memory, torch=torch.__version__)))
-
-
-def identity():
-    """What must agree between two lines of RESULTS for one table to hold both: the GPU itself."""
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
-
-
-def benchmark_gpu(batches):
-    """Measure at each batch size, at 32 in fp32 too, a line each as soon as it is known; render README.md."""
-    jobs = [(precision, size, measure) for size in batches
-            for precision in (("bf16", "fp32") if size == 32 else ("bf16",))
-            for measure in (measure_program, measure_opponent)]
-    os.makedirs(os.path.dirname(RESULTS), exist_ok=True)
-    for precision, batch_size, measure in jobs:
-        start = time.time()
-        found = measure(precision, batch_size)
-        result = dict(precision=precision, batch=batch_size, uuid=identity(), **found)
-        with open(RESULTS, "a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(f"{result['of']}, {precision}, batch {batch_size}: {result['step_ms']:.2f} ms a step,"
-              f" {result['call_ms']:.2f} ms a call, {result['memory_mib']:.0f} MiB, first loss after"
-              f" {result['first_s']:.1f} s (measured in {time.time() - start:.0f} s)", flush=True)
-    with open(RESULTS) as file:
-        texts = render_gpu([json.loads(line) for line in file])
-    print("\n" + texts.get("gpu", "no pair of measurements yet"))
-    write_readme(**texts)
-
-
-def render_gpu(lines):
-    """README.md's tables from the lines of RESULTS: the newest of each kind on the newest one's GPU."""
-    newest = {(line["precision"], line["batch"], line["of"]): line for line in lines
-              if line["uuid"] == lines[-1]["uuid"]}
-    pairs = {key[:2]: (line, newest[(*key[:2], "PyTorch")]) for key, line in newest.items()
-             if key[2] == "train_unet" and (*key[:2], "PyTorch") in newest}
-    if not pairs:
-        return {}
-    gpu, torch_name = list(pairs.values())[-1][0]["gpu"], f"PyTorch {list(pairs.values())[-1][1]['torch']}"
-    order = sorted(pairs, key=lambda key: (key[0], key[1]))  # bf16 by batch size, then fp32
-    faster = [f"{pairs[key][1]['step_ms'] / pairs[key][0]['step_ms']:.2f} times (batch {key[1]})"
-              for key in order if key[0] == "bf16"]
-    text = f"**{', '.join(faster)} as fast as PyTorch**, on {gpu}.\n\n" if faster else f"On {gpu}.\n\n"
-    text += ("| | batch | ms a step | images/s | ms a call | memory | first loss after |\n"
-             "|---|---:|---:|---:|---:|---:|---:|\n")
-    for precision, size in order:
-        ours, theirs = pairs[precision, size]
-        how = "torch.compile, CUDA graph, bf16" if precision == "bf16" else "eager, fp32"
-        for name, line in ((f"`./train_unet`, {precision}", ours), (f"{torch_name}, {how}", theirs)):
-            text += (f"| {name} | {size} | {line['step_ms']:.2f} | {1e3 * size / line['step_ms']:.0f}"
-                     f" | {line['call_ms']:.2f} | {line['memory_mib'] / 1024:.2f} GiB"
-                     f" | {line['first_s']:.1f} s |\n")
-        ratio = {name: theirs[name] / ours[name] for name in ("step_ms", "call_ms", "memory_mib", "first_s")}
-        text += (f"| **times better** | {size} | **{ratio['step_ms']:.2f}** | | **{ratio['call_ms']:.2f}** |"
-                 f" **{ratio['memory_mib']:.2f}** | **{ratio['first_s']:.0f}** |\n")
-    loops = [f"{pairs[key][0]['loop_ms']:.2f} ({key[0]}, batch {key[1]})" for key in order]
-    text += f"\nWith data, log and host, a step of the training loop takes, in ms: {', '.join(loops)}.\n"
-    costs = []
-    for key in order:
-        default, everything = (pairs[key][0][name] for name in ("default_ms", "everything_ms"))
-        costs.append(f"{100 * (everything / default - 1):+.1f}% ({default:.2f} to {everything:.2f} ms,"
-                     f" {key[0]}, batch {key[1]})")
-    text += (f"\nWhat else a step can do costs, from the default flags, which have one average, to\n"
-             f"`{EVERYTHING}`:\n{'; '.join(costs)}.\n")
-    profile = ""
-    for key in order:
-        if key[0] == "bf16" and key[1] in (32, 128):
-            head, kinds, blocks = pairs[key][0]["profile"].split("\n\n")[:3]
-            profile += (f"```text\n{head}\n\n{kinds}\n```\n\n"
-                        "<details><summary>The same by block</summary>\n\n"
-                        f"```text\n{blocks}\n```\n\n</details>\n\n")
-    return dict(gpu=text) | (dict(profile=profile.strip() + "\n") if profile else {})
-
-
-def benchmark(batches):
-    """Measure what ./train_unet was built for, and write README.md's table."""
-    built = launched(["./train_unet", "--dry_run"], "train_unet on ")[1].splitlines()[0]
-    if built.startswith("train_unet on the CPU: "):
-        benchmark_cpu()
-    elif not built.endswith(": bf16"):
-        raise UserError("make bench compares bf16 first: build ./train_unet without PRECISION=fp32")
-    else:
-        benchmark_gpu(batches)
-
-
-# ----------------------------------------------------------------------------------------------------
-# quality: the same run in both programs, from the same weights, on the same batches with the same noise
-
-def smoothed(losses, rate=0.98):
-    """The running mean of the losses, after each step: float64 (steps,)."""
-    values = [losses[0]]
-    for loss in losses[1:]:
-        values.append(rate * values[-1] + (1 - rate) * loss)
-    return np.array(values)
-
-
-def compare_quality(config, run):
-    """Write both loss curves, a step a line, and print how far apart they end. Raises UserError beyond 1%."""
-    device, path, steps = pick_device(run.device), run.compare_quality, run.steps
-    if config.skip_outliers:
-        raise UserError("--compare_quality replays every step: leave out --skip_outliers")
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    start = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        flags = dict(data_file=os.path.abspath(run.data_file), out_dir=folder, steps=steps, log_every=1,
-                     save_every=0, sample_every=0, num_samples=1, sample_steps=1)
-        words = [f"--{name}={value}" for name, value in flags.items()]
-        program = os.environ.get("TRAIN_UNET", "./train_unet")
-        output = launched([program, *unet_io.flags_of(config), *words], "train_unet on ")[1]
-        with open(os.path.join(folder, "metrics.jsonl")) as metrics:
-            ours = np.array([json.loads(line)["loss"] for line in metrics])
-    built = output.splitlines()[0].removeprefix("train_unet on ")
-    precision = "bf16" if built.endswith(": bf16") else "fp32"
-    print(f"./train_unet on {built}: {steps} steps of batch {config.batch_size} in"
-          f" {time.time() - start:.0f} s, smoothed loss {smoothed(ours)[-1]:.5f}")
-
-    start = time.time()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = True
-    compile = device != "cpu" if run.compile is None else run.compile
-    model, images = init_weights(UNet(config), config.seed), unet_io.read_images(run.data_file)
-    replayed = DeviceReplay(model, images, config, steps, device, precision, compile)
-    for done in replayed.run():
-        theirs = replayed.losses.double().cpu().numpy()[:done]
-        print(f"PyTorch, {precision}: {done} steps in {time.time() - start:.0f} s, smoothed loss"
-              f" {smoothed(theirs)[-1]:.5f}; ours {smoothed(ours)[done - 1]:.5f}", flush=True)
-
-    with unet_io.replacing(path) as file:
-        for n, (a, b) in enumerate(zip(ours, theirs), 1):
-            file.write((json.dumps(dict(step=n, train_unet=a, pytorch=b)) + "\n").encode())
-    last = min(500, steps)
-    pairs = {"smoothed (0.98)": (smoothed(ours)[-1], smoothed(theirs)[-1]),
-             f"mean of the last {last}": (ours[-last:].mean(), theirs[-last:].mean())}
-    for name, (a, b) in pairs.items():
-        print(f"{name}: {a:.6f} against {b:.6f}, {100 * (a / b - 1):+.3f}%")
-    if not (len(ours) == steps and all(abs(a / b - 1) < 0.01 for a, b in pairs.values())):
-        raise UserError(f"the losses of ./train_unet and PyTorch are not within 1% of each other, see {path}")
-    print(f"within 1%: the losses fall alike; both curves are in {path}")
-
-
-# ----------------------------------------------------------------------------------------------------
 # command line
 
 RUN_FLAGS = {  # name: (default, help)
@@ -1290,9 +829,6 @@ RUN_FLAGS = {  # name: (default, help)
     "init_model_filename": ("unet_init.bin", "see --init_model_only"),
     "write_debug_state": ("", "write PREFIX_weights.bin, PREFIX_state.bin for tests and exit"),
     "debug_steps": (0, "with --write_debug_state: also the losses of this many steps"),
-    "benchmark": (False, "time ./train_unet and PyTorch, write README.md's tables and exit"),
-    "compare_quality": ("", "train in both programs alike, write both loss curves to this file and exit"),
-    "benchmark_batches": ((32, 128, 256), "batch sizes of a GPU's benchmark; fp32 goes with 32"),
 }
 # Flags of the trainer before this one: other names of ours, and those that are only like one of ours.
 ALIASES = {"steps": "iterations", "log_every": "log_interval", "save_every": "save_interval"}
@@ -1443,11 +979,6 @@ class Metrics:
             self.failed = True
 
 
-def duration(seconds):
-    """Seconds as h:mm:ss."""
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
-
-
 def train(config, run, given):
     """Train, log, save and sample until --steps are done or a signal asks to stop."""
     device = pick_device(run.device)
@@ -1497,6 +1028,7 @@ def train(config, run, given):
     if run.steps == 0 and not checkpoint:
         unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
         saved = save()
+    bar = tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None)
     last_time, last_step = time.time(), trainer.steps_done
     while trainer.steps_done < run.steps and not stop:
         loss = trainer.step()
@@ -1504,13 +1036,14 @@ def train(config, run, given):
             smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
             smoothed = float(np.float32(smoothed))  # as it is saved
         step = trainer.steps_done
+        bar.update()
         if step % run.log_every == 0 or step == run.steps or stop:
             seconds = (time.time() - last_time) / (step - last_step)
             rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            left = duration(seconds * (run.steps - step))
+            left = tqdm.format_interval(seconds * (run.steps - step))
             shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
-            print(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
-                  f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}", flush=True)
+            unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
+                        f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}")
             metrics.note(step=step, loss=loss, smoothed=shown, ms=1000 * seconds, images_per_s=rate, lr=lr,
                          skipped=trainer.history.skipped)
             last_time, last_step = time.time(), step
@@ -1519,7 +1052,7 @@ def train(config, run, given):
             saved = save()
             if validation:
                 value = trainer.validation_loss(validation)
-                print(f"step {step:6d}  validation loss {value:.5f}")
+                unet_io.say(f"step {step:6d}  validation loss {value:.5f}")
                 metrics.note(step=step, val_loss=value)
             last_time, last_step = time.time(), step
         if run.sample_every and step % run.sample_every == 0:
@@ -1529,8 +1062,9 @@ def train(config, run, given):
                 unet_io.save_grid(name, pictures)
                 unet_io.say(f"wrote {name}")
             except UserError as error:
-                print(f"warning: {unet_io.printable(error)}", file=sys.stderr)
+                tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
             last_time, last_step = time.time(), step
+    bar.close()
     if stop:
         unet_io.say(f"stopped; to go on: python train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
                     f" --out_dir {shlex.quote(run.out_dir)} --steps {run.steps}")
@@ -1566,10 +1100,6 @@ def main():
         count = sum(p.numel() for p in model.parameters())
         unet_io.say(f"wrote {target}: {count:,} parameters; to train it:")
         unet_io.say(f"./train_unet --model_weights {shlex.quote(target)}{preset}")
-    elif run.compare_quality:
-        compare_quality(config, run)
-    elif run.benchmark:
-        benchmark(run.benchmark_batches)
     else:
         train(config, run, given)
 

@@ -2,7 +2,7 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and progress        explain_missing, UserError, printable, say, Parser, run_script, progress
+1. errors and messages        explain_missing, UserError, printable, say, Parser, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
@@ -11,7 +11,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 7. tensor files               read_tensors, write_tensors
 8. pictures                   to_uint8, picture_format, save_grid
 
-All files are little-endian, a header of 256 int32 and then data; README.md describes them byte by byte.
+All files are little-endian, a header of 256 int32 and then data; FORMATS.md describes them byte by byte.
 Every reader compares the header with the length of the file before it allocates anything, and raises
 UserError, whose text is one sentence for the user, when the file can't be used.
 """
@@ -29,7 +29,6 @@ import numbers
 import os
 import re
 import sys
-import time
 import zlib
 
 
@@ -45,6 +44,7 @@ def explain_missing(kind, error, trace):
 sys.excepthook = explain_missing
 
 import numpy as np
+from tqdm import tqdm
 
 HEADER_BYTES = 1024
 IMAGES_MAGIC = 20240620
@@ -58,7 +58,7 @@ MAX_ATTENTION_SIZE = 512    # pixels a side
 
 
 # ----------------------------------------------------------------------------------------------------
-# 1. errors and progress
+# 1. errors and messages
 
 class UserError(Exception):
     """A mistake that the user can mend. The text is one sentence: what is wrong, where, and what to do."""
@@ -73,8 +73,8 @@ def printable(text):
 
 
 def say(text):
-    """Print a line that may hold names."""
-    print(printable(text), flush=True)
+    """Print a line that may hold names, above a bar of progress where there is one."""
+    tqdm.write(printable(text))
 
 
 class Parser(argparse.ArgumentParser):
@@ -194,25 +194,6 @@ def parse_rates(text):
 def counted(n, noun):
     """'1 picture', '2 pictures'."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def progress(items, total, label, out=None):
-    """Yield the items and show how far we are: one live line in a terminal, one line each 10% in a file."""
-    out = out or sys.stderr
-    live, start, shown, done = out.isatty(), time.time(), 0.0, 0
-    for done, item in enumerate(items, 1):
-        yield item
-        now = time.time()
-        if live and (now - shown > 0.1 or done >= total):
-            bar = "#" * (30 * done // max(total, 1))
-            left = (now - start) / done * (total - done)
-            out.write(f"\r{label} [{bar:<30}] {done}/{total}  {left:.0f} s left ")
-            shown = now
-        elif not live and (10 * done // max(total, 1)) > (10 * (done - 1) // max(total, 1)):
-            out.write(f"{label} {done}/{total}  {now - start:.1f} s\n")
-        out.flush()
-    if live and done:
-        out.write("\n")
 
 
 # ----------------------------------------------------------------------------------------------------

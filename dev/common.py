@@ -1,4 +1,5 @@
-"""What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing on a GPU.
+"""What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing on a GPU; and the
+markers between which measurements are written into README.md.
 
 The file, little-endian: int32 20241127, then tensors: int32 length of the name, the name ("case/tensor"),
 int32 number of dimensions, int32 each dimension, float32 values in PyTorch's order. A case's sizes ("B", "C",
@@ -7,14 +8,38 @@ forward, ...").
 """
 import os
 import pathlib
+import re
 import statistics
 import struct
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+import unet_io  # first, because it explains a missing package
 
 import torch
 import torch.nn.functional as F
 
 HERE = pathlib.Path(__file__).resolve().parent
 MAGIC = 20241127
+
+
+def text_between(page, name):
+    """What stands in a page between <!-- NAME --> and <!-- /NAME -->. Raises UserError if it has no such lines."""
+    found = re.findall(rf"^<!-- {name} -->\n(.*?)^<!-- /{name} -->$", page, re.M | re.S)
+    if len(found) != 1:
+        raise unet_io.UserError(f"one line <!-- {name} --> and one <!-- /{name} --> after it are needed to write"
+                                f" between, not {len(found)}")
+    return found[0]
+
+
+def write_between(path, texts):
+    """Replace what stands in the file between the markers of each name by its text, as a whole or not at all."""
+    page = pathlib.Path(path).read_text(encoding="utf-8")
+    for name, text in texts.items():
+        marked = f"<!-- {name} -->\n"
+        page = page.replace(marked + text_between(page, name), marked + text)
+    with unet_io.replacing(path) as file:
+        file.write(page.encode())
 
 
 def write_tensor(file, name, value):

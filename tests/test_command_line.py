@@ -162,28 +162,6 @@ def test_profile():
     assert abs(ours / (counter.get_total_flops() / 1e9) - 1) < 3e-4 and 38 < ours < 39
 
 
-def test_benchmark_tables():
-    """The GPU's tables: each kind's newest line, none from another GPU, pairs only; their places."""
-    head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
-    ours = dict(precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
-                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]),
-                default_ms=5.0, everything_ms=5.1)
-    theirs = dict(precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
-                  memory_mib=1024.0, first_s=100.0, torch="2.9")
-    lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
-             theirs, ours, ours | dict(batch=128)]
-    texts = train_unet.render_gpu(lines)
-    assert "**3.00 times (batch 32) as fast as PyTorch**, on X." in texts["gpu"]
-    assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
-    assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
-    assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
-    assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
-    assert train_unet.render_gpu(lines[:1]) == {}
-    page = pathlib.Path(train_unet.README).read_text()
-    for name in ("cpu", *texts):
-        assert page.count(f"<!-- bench:{name} -->") == page.count(f"<!-- /bench:{name} -->") == 1
-
-
 def test_data_files(tmp_path, images8):
     toy = start_flags(Config(**TOY), images8, tmp_path / "run", 1)  # a flag that comes later wins
     refused(TRAIN, *toy, "--data_file", tmp_path / "none.bin", says=["none.bin", "prepare_data.py"])

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import generate
 from harness import (
@@ -66,6 +67,93 @@ def test_ladders_of_make():
     for folder in (ROOT, ROOT / "dev"):
         database = run("make", "-pn", "-C", folder, "clean").stdout
         assert set(re.search(r"^LADDERS := (.*)$", database, re.M)[1].split()) == stems
+
+
+# ----------------------------------------------------------------------------------------------------
+# what is measured, and the pages that it is written into
+
+def test_benchmark_tables(tools):
+    """The GPU's tables: each kind's newest line, none from another GPU, pairs only."""
+    benchmark = tools("benchmark")
+    head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
+    ours = dict(precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
+                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]),
+                default_ms=5.0, everything_ms=5.1)
+    theirs = dict(precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
+                  memory_mib=1024.0, first_s=100.0, torch="2.9")
+    lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
+             theirs, ours, ours | dict(batch=128)]
+    texts = benchmark.render_gpu(lines)
+    assert "**3.00 times (batch 32) as fast as PyTorch**, on X." in texts["gpu"]
+    assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
+    assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
+    assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
+    assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
+    assert benchmark.render_gpu(lines[:1]) == {}
+    page = f"<!-- bench:gpu -->\n{texts['gpu']}<!-- /bench:gpu -->\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n"
+    assert benchmark.speed_table(page).splitlines()[2:] == [
+        "| X | bf16 | 32 | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |"]
+
+
+def test_benchmark_pages(tools, tmp_path, monkeypatch):
+    """The short table is that of the long ones; a CPU's benchmark writes its table and leaves the rest."""
+    benchmark, common = tools("benchmark"), tools("common")
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "dev/README.md")}
+    (tmp_path / "dev").mkdir()
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark, "PAGE", tmp_path / "dev/README.md")
+    benchmark.write_pages()
+    assert {name: (tmp_path / name).read_text() for name in pages} == pages
+    for name, times in (("time_program", [20.0, 30.0]), ("time_pytorch", [60.0, 75.0])):
+        monkeypatch.setattr(benchmark, name, lambda threads, times=times: (times, times[0] / 10, "fp32"))
+    benchmark.benchmark_cpu()
+    written = {name: (tmp_path / name).read_text() for name in pages}
+    for name, marker in (("README.md", "bench:speed"), ("dev/README.md", "bench:cpu")):
+        new, old = common.text_between(written[name], marker), common.text_between(pages[name], marker)
+        assert written[name] == pages[name].replace(old, new) and new != old
+    assert "| fp32 | 4 | 25 | 68 | 2.72 | 2.00 GB | 6.00 GB |" in written["README.md"]
+    (tmp_path / "dev/README.md").write_text("no markers")
+    with pytest.raises(UserError, match="<!-- bench:cpu -->"):
+        benchmark.write_pages(cpu="")
+    assert (tmp_path / "dev/README.md").read_text() == "no markers"
+
+
+def test_ladder_pages(tools):
+    """A section from a ladder's output: a table of the versions, others folded away, the model's in one."""
+    ladders = tools("ladders")
+    columns = "| version | layout | type | error | us | GB/s | of the floor | idea |\n|--|--|--|--|--|--|--|--|\n"
+    program = "| 2 | NHWC | bf16 | 1e-3 | 2.0 | 50 | 50.0% | the program's |\n"
+    output = ""
+    for which, case, rows in (
+            ("forward", "large (B=32 C=8 H=64 W=64)",
+             ["| 1 | NCHW | fp32 | 1e-6 | 8.0 | 12 | 12.5% | plain |\n", program,
+              "| PyTorch | | | | 3.0 | 33 | 33.3% | eager |\n", "| PyTorch | | | | 4.0 | 25 | 25.0% | fp32 |\n"]),
+            ("forward", "small (B=32 C=16 H=8 W=8)",
+             [program, "| PyTorch | | | | 1.0 | 99 | 99.0% | eager |\n"]),
+            ("apply", "small (B=32 C=16 H=8 W=8)", [program])):
+        output += f"upsample {which}, {case}: floor 1 us\n\n{columns}{''.join(rows)}\n"
+    section = ladders.section("upsample", ladders.tables_of("upsample", output))
+    before, folded = section.split("<details>")
+    assert "| plain |" in before and "the shapes of the default model" not in before
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
+    rows = [cells(line) for line in folded.splitlines() if "," in line]
+    assert ["8, 64x64", "2.0", "50", "50.0%", "3.0", "33", "1.50"] in rows
+    assert ["16, 8x8", "2.0", "50", "50.0%", "1.0", "99", "0.50"] in rows
+    assert ["16, 8x8", "2.0", "50", "50.0%"] in rows
+    overview = ladders.overview(section).splitlines()
+    assert len(overview) == 3
+    assert cells(overview[2]) == [
+        "[upsample](#upsample)", "forward", "8, 64x64", "8.0", "3.0", "2.0", "1.50", "50.0%"]
+    with pytest.raises(UserError, match="without a GPU"):
+        ladders.tables_of("upsample", "version 1 ok\n")
+    page = (ROOT / "dev/README.md").read_text()
+    assert ladders.overview(page) == ladders.text_between(page, "ladders:overview")
+    assert ladders.device_of(page) and page.count("<details>") == page.count("</details>")
+    assert [stem for stem in ladders.ORDER if f"\n### {stem}\n" in page] == ladders.ORDER
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -163,17 +251,16 @@ def test_tensorboard_of_a_damaged_run(tmp_path, tools, capsys):
 
 def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
     """A ladder that ended before it named its device costs README.md nothing."""
-    bench = tools("bench")
+    ladders = tools("ladders")
     (tmp_path / "build/dev").mkdir(parents=True)
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
     (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
-    monkeypatch.setattr(bench, "HERE", tmp_path / "dev")
-    with pytest.raises(SystemExit, match="names no device.*: silu$"):
-        bench.main()
+    monkeypatch.setattr(ladders, "HERE", tmp_path / "dev")
+    with pytest.raises(UserError, match="names no device.*: silu$"):
+        ladders.main()
 
 
 def test_plot_log(tmp_path, tools):
-    pytest.importorskip("matplotlib")
     plot_log = tools("plot_log")
     logs = [metrics_file(tmp_path / "a.jsonl"),
             metrics_file(tmp_path / "b.jsonl", [7], '{"step": 9', loss_quartiles=[4, 3, None, 1])]
@@ -211,9 +298,18 @@ def test_missing_packages(tmp_path, tools, monkeypatch):
         assert "pip install" in sentence and package in sentence and len(sentence.splitlines()) == 1
     assert not list(tmp_path.glob("x*"))
 
-SCRIPTS = {"prepare_data.py": ["numpy", "PIL"], "generate.py": ["numpy", "torch"],
-           "train_unet.py": ["numpy", "torch"], "dev/plot_log.py": ["numpy"],
-           "dev/to_tensorboard.py": ["numpy", "PIL"]}
+
+def test_requirements():
+    """make adds all packages of requirements.txt to a Python that has PyTorch."""
+    names = set(re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.M))
+    listed = re.search(r"^SMALL_PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    assert {"pillow" if name == "PIL" else name for name in listed.split()} == names - {"torch"}
+
+
+SCRIPTS = {"prepare_data.py": ["numpy", "PIL", "tqdm"], "generate.py": ["numpy", "torch", "tqdm"],
+           "train_unet.py": ["numpy", "torch", "tqdm"], "dev/plot_log.py": ["numpy", "tqdm"],
+           "dev/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/benchmark.py": ["numpy", "torch", "tqdm"],
+           "dev/compare_quality.py": ["numpy", "torch", "tqdm"]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -239,8 +335,6 @@ def test_plots_of_a_run(tmp_path, images8, tools):
 
 def test_to_tensorboard(tmp_path, tools):
     """Every number and grid is in the event file, once, also after a second call."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     log = metrics_file(tmp_path / "metrics.jsonl", loss_quartiles=[4, 3, None, 1])
     pixels = np.random.default_rng(0).integers(0, 256, (10, 14, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "samples_00000040.png")

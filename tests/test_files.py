@@ -6,6 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import generate
@@ -102,8 +103,6 @@ EXPORTED = Config(**TOY | dict(predict="v", noise_schedule="cosine", lr=3e-4, se
 @pytest.mark.parametrize("ending", ["bin", "pt", "safetensors"])
 def test_export_import(cpp, tmp_path, ending, images8):
     """Checkpoint -> .bin, .pt, .safetensors -> .bin: the same bits and configuration, raw or averaged."""
-    if ending == "safetensors":
-        pytest.importorskip("safetensors")
     dice = np.random.default_rng(0)
     names = {name: p.shape for name, p in train_unet.UNet(EXPORTED).named_parameters()}
     weights, ema = ([dice.standard_normal(shape, np.float32) for shape in names.values()] for _ in range(2))
@@ -125,7 +124,6 @@ def test_export_import(cpp, tmp_path, ending, images8):
             stored = torch.load(there, weights_only=True)
             state, config = stored["state_dict"], stored["config"]
         else:
-            import safetensors
             with safetensors.safe_open(there, "np") as file:
                 state = {name: file.get_tensor(name) for name in file.keys()}
                 config = json.loads(file.metadata()["config"])
@@ -142,7 +140,6 @@ def test_export_import(cpp, tmp_path, ending, images8):
 
 def test_export_refusals(tmp_path):
     """Cut, garbled and foreign files: one sentence each, and nothing written."""
-    safetensors = pytest.importorskip("safetensors.torch")
     weights = tmp_path / "w.bin"
     perturbed_file(weights, Config(**TOY))
     for ending in ("pt", "safetensors"):
@@ -166,7 +163,7 @@ def test_export_refusals(tmp_path):
     def variant_of(says, state=state, **changes):
         changed = config | changes
         torch.save(dict(state_dict=state, config=changed), bad.with_suffix(".pt"))
-        safetensors.save_file(state, bad.with_suffix(".safetensors"), dict(config=json.dumps(changed)))
+        safetensors.torch.save_file(state, bad.with_suffix(".safetensors"), dict(config=json.dumps(changed)))
         for ending in (".pt", ".safetensors"):
             attempt(bad.with_suffix(ending), *says)
 
@@ -180,7 +177,7 @@ def test_export_refusals(tmp_path):
     variant_of(["time_embed.0.weight", "(128, 32)"], num_channels=64)
     variant_of(["out.2.bias", "missing"], state={name: state[name] for name in [*state][:-1]})
     variant_of(["extra", "(3,)"], state=state | {"extra": torch.zeros(3)})
-    safetensors.save_file(state, bad.with_suffix(".safetensors"))
+    safetensors.torch.save_file(state, bad.with_suffix(".safetensors"))
     attempt(bad.with_suffix(".safetensors"), "configuration", "--export")
     for name in ("out.txt", "w.bin"):
         sentence = call(generate, "--model_filename", weights, "--export", tmp_path / name)

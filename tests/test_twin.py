@@ -164,15 +164,16 @@ def test_twin(cpp, tmp_path):
     cpp(TEST, "--twin", tmp_path / "twin.bin")
 
 
-def test_device_twin(images8):
+def test_device_twin(images8, tools):
     """The random numbers that PyTorch makes on its device: the integers equal, the batches to 2e-6."""
+    compare_quality = tools("compare_quality")
     for seed, stream, step in ((0, Stream.NOISE, 0), (2**32 - 1, Stream.PERTURB, 9), (7, Stream.FLIP, 2**31)):
         rows = torch.tensor([0, 1, 31, 2**31 + 5])
-        words = train_unet.device_words(seed, stream, 400, rows, torch.tensor([step]))
+        words = compare_quality.device_words(seed, stream, 400, rows, torch.tensor([step]))
         assert np.array_equal(words.numpy(), unet_io.words(seed, stream, 400, rows.numpy(), step))
     config = Config(**TOY | dict(flip=True, batch_size=5, seed=3, offset_noise=0.2))
     images = unet_io.read_images(images8)
-    replayed = train_unet.DeviceReplay(train_unet.UNet(config), images, config, 7, "cpu")
+    replayed = compare_quality.DeviceReplay(train_unet.UNet(config), images, config, 7, "cpu")
     for step in range(7):
         for ours, theirs in zip(replayed.batch(), train_unet.make_batch(images, config, step)):
             assert ours.dtype == torch.from_numpy(theirs).dtype and ours.shape == theirs.shape
@@ -183,8 +184,8 @@ def test_device_twin(images8):
 def test_compare_quality(tmp_path, images8):
     """Both programs from fresh weights, with everything that may vary from step to step."""
     config = dataclasses.replace(RESUMED, ema_rate=0.0)
-    result = script("train_unet.py", "--compare_quality", tmp_path / "x/curves.jsonl", *flags_of(config),
-                    "--steps", 12, "--data_file", images8, "--device", "cpu")
+    result = script("dev/compare_quality.py", "--output_name", tmp_path / "x/curves.jsonl",
+                    *flags_of(config), "--steps", 12, "--data_file", images8, "--device", "cpu")
     assert "within 1%: the losses fall alike" in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "x/curves.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))

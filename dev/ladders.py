@@ -1,60 +1,21 @@
-"""Writes README.md from what the ladders printed on this GPU, and its pictures: `make bench` runs them and then this.
+"""Writes the ladders' part of README.md from what they printed on this GPU: `make bench` runs them and then this.
 
-Above each table stands the end of the comment that opens X.cu, from "What the steps change" on. The pictures are drawn
-from the tables of README.md, so without new output of the ladders this draws them again.
+A section begins with the end of the comment that opens X.cu, from "What the steps change" on, and the first of its
+tables; the others are folded away. The table of all layers and the pictures are made from the tables in README.md, so
+without new output of the ladders this makes them again.
 """
 import dataclasses
 import pathlib
 import re
-import sys
+
+from common import text_between, write_between
+
+import unet_io
+from unet_io import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
 ORDER = ["conv3x3", "conv1x1", "groupnorm", "attention", "linear", "upsample", "downsample", "timestep_embedding",
          "silu", "gelu", "mse", "adamw", "resblock", "attention_block"]
-INTRODUCTION = """# Ladders
-
-Each layer of the network as a ladder of versions, from the plainest to the one that `train_unet.cu` uses, so that
-every step can be read, run and measured by itself:
-
-    make conv3x3 && ./conv3x3        every version: checked against PyTorch, then timed
-    ./conv3x3 1                      version 1 alone
-    ./conv3x3 all 64x64              every version of one case
-    make bench                       all of it on this machine's GPU, into this file
-
-`X.cu` holds the versions of layer X; the comment that opens it lists them. `X.py` is the layer in PyTorch: from a
-seed it writes inputs, outputs and gradients, in float64, for `X` to read. The last version of a ladder is the
-program's own function, included and not copied; GELU, which the program lacks, ends with its fastest. Without a GPU
-the versions for the CPU are checked, and `make test` above does so for all ladders.
-
-**us** is the median time of one launch (or of the launches that one result takes), from replays of a CUDA graph in
-which every launch finds its inputs in cold caches. **TFLOP/s** and **GB/s** count the work of the layer, not of the
-version: what it moves or computes beyond that shows as a low rate. **of the floor** is the time that this work would
-take at the bandwidth of a copy, or at the GPU's peak rate in the program's precision, divided by the time it took.
-**error** is the larger of |a - r|₂ / |r|₂ and max|a - r| / max|r|. The row *PyTorch* is what the layer takes there,
-timed in the same way.
-"""
-CLOSING = """## How to add a version
-
-1. In `X.cu`, write the kernel `X_forward_kernel<N>` and below it a function that takes its tensors from the
-   `Problem` by name and launches it: `p.in<floatX>("x")`, `p.out<floatX>("out")`, `p.sum<float>("dw")` for what is
-   added to, `p.scratch<float>("sums", n)`. `common.h` says what each starts as.
-2. Add a line to the ladder's table: number, pass, layout, type, the idea in a few words, the function; and a line to
-   the comment that opens the file. If it changes why the fastest is fastest, say so below "What the steps change".
-   Two runs must give the same bits; a version that adds with atomics is marked `ATOMICS`.
-3. `make X && ./X N`. Layouts and types that the algorithm needs to convert are its own to convert, within its time.
-
-To replace the program's function, a version must
-
-- pass its own checks here, at odd shapes too: fp32 within 1e-5, bf16 within 1e-2 and no worse than the function it
-  replaces;
-- give the same bits on every run: no atomic additions of floating-point numbers to a result;
-- keep to the contracts at the head of `train_unet.cu`: weight gradients accumulate, nothing is allocated, nothing
-  waits for the device, every launch is checked;
-- pass `make test` on a GPU in both precisions, and `make test ALL_ARCHS=1`;
-- make the training step faster at batch sizes 32 and 256 (`make bench` above), not just the layer.
-
-The version that it replaced stays here as a step of the ladder if there is something to learn from it.
-"""
 
 
 def explanation(stem):
@@ -86,6 +47,9 @@ class Table:
     def theirs(self):
         return [row for row in self.rows if row["version"] == "PyTorch"]
 
+    def fastest(self):
+        return min(self.theirs(), key=lambda row: float(row["us"]))
+
 
 def read_tables(text, stem):
     tables = []
@@ -112,31 +76,60 @@ def shape_of(table):
 
 
 def model_table(tables):
-    """The program's version at every shape of a pass, beside the fastest of PyTorch's."""
+    """The program's version at every shape of a pass, beside the fastest of PyTorch's where that was timed."""
     unit = "TFLOP/s" if "TFLOP/s" in tables[0].rows[0] else "GB/s"
-    rows = []
+    columns, rows = ["shape", "us", unit, "of the floor"], []
+    if tables[0].theirs():
+        columns += ["PyTorch us", f"PyTorch {unit}", "times faster"]
     for table in sorted(tables, key=lambda table: (-table.sizes.get("H", 0), table.sizes.get("C", 0))):
-        ours, theirs = table.ours()[-1], min(table.theirs(), key=lambda row: float(row["us"]))
-        rows.append([shape_of(table), ours["us"], ours[unit], ours["of the floor"], theirs["us"], theirs[unit],
-                     f"{float(theirs['us']) / float(ours['us']):.2f}"])
-    columns = ["shape", "us", unit, "of the floor", "PyTorch us", f"PyTorch {unit}", "times faster"]
-    return (f"{tables[0].stem} {tables[0].which}, the shapes of the default model: {tables[0].ours()[-1]['idea']}\n\n"
-            + markdown(columns, rows))
+        ours = table.ours()[-1]
+        rows.append([shape_of(table), ours["us"], ours[unit], ours["of the floor"]])
+        if table.theirs():
+            theirs = table.fastest()
+            rows[-1] += [theirs["us"], theirs[unit], f"{float(theirs['us']) / float(ours['us']):.2f}"]
+    heading = f"{tables[0].stem} {tables[0].which}, the shapes of the default model: {tables[0].ours()[-1]['idea']}"
+    return Table(heading, markdown(columns, rows), [])
 
 
-def section(stem, output):
-    title = re.sub(r"\n?// ", " ", (HERE / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
+def tables_of(stem, output):
+    """What a ladder printed, as the tables of its section: of each pass all versions at one shape or two, and then the
+    program's at every shape of the model."""
     tables = [table for table in read_tables(output, stem) if ": floor " in table.heading]
     if not tables:
-        sys.exit(f"{stem} printed no table with a floor: it ran without a GPU")
-    ladders = [table for table in tables if len(table.ours()) > 1 or table.which == "apply"]
-    pieces = [f"{table.heading}\n\n{table.text}" for table in ladders]
+        raise UserError(f"{stem} printed no table with a floor: it ran without a GPU")
+    ladders = [table for table in tables if len(table.ours()) > 1]
+    models = []
     for which in dict.fromkeys(table.which for table in tables):
-        of_model = [table for table in tables if table.which == which and table.theirs()]
-        if any(table not in ladders for table in of_model):
-            pieces.append(model_table(of_model))
+        of_pass = [table for table in tables if table.which == which]
+        timed = [table for table in of_pass if table.theirs()] or of_pass
+        if any(table not in ladders for table in timed):
+            models.append(model_table(timed))
+    return ladders + models
+
+
+def section(stem, tables):
+    """What README.md says of a layer: its explanation, a table, and the others folded away."""
+    title = re.sub(r"\n?// ", " ", (HERE / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
     pictures = [f"![{what}]({path.name})\n" for of, what, path, _ in PICTURES if of == stem]
-    return "\n".join([f"## {stem}\n", title + "\n", explanation(stem) + "\n", *pictures, *pieces])
+    first, *others = [f"{table.heading}\n\n{table.text}" for table in tables]
+    folded = ["<details><summary>The other passes and shapes</summary>\n", *others, "</details>\n"] if others else []
+    return "\n".join([f"### {stem}\n", title + "\n", explanation(stem) + "\n", *pictures, first, *folded])
+
+
+def overview(page):
+    """The table of all layers, made from the sections in the text of README.md."""
+    rows = []
+    for stem in ORDER:
+        seen = set()
+        for table in read_tables(page, stem):
+            if ": floor " in table.heading and table.theirs() and table.which not in seen:
+                seen.add(table.which)
+                first, ours, theirs = table.ours()[0], table.ours()[-1], table.fastest()
+                rows.append([f"[{stem}](#{stem})", table.which, shape_of(table), first["us"], theirs["us"], ours["us"],
+                             f"{float(theirs['us']) / float(ours['us']):.2f}", ours["of the floor"]])
+    columns = ["layer", "pass", "shape", "first version, us", "PyTorch, us", "last version, us", "times PyTorch's speed",
+               "of the floor"]
+    return markdown(columns, rows)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -231,18 +224,19 @@ def main():
         found = {stem: re.search(r" on (.*): \w+$", output, re.M) for stem, output in outputs.items()}
         if None in found.values():
             cut = [stem for stem in stems if not found[stem]]
-            sys.exit(f"what these printed names no device, so run make bench again: {', '.join(cut)}")
+            raise UserError(f"what these printed names no device, so run make bench again: {', '.join(cut)}")
         devices = {match[1] for match in found.values()}
         if len(devices) != 1:
-            sys.exit(f"these times come from several devices: {', '.join(sorted(devices))}")
+            raise UserError(f"these times come from several devices: {', '.join(sorted(devices))}")
         measured = f"All times are of one {devices.pop()}.\n"
-        sections = [section(stem, outputs[stem]) for stem in stems]
-        path.write_text("\n".join([INTRODUCTION, measured, *sections, CLOSING]))
+        sections = [section(stem, tables_of(stem, outputs[stem])) for stem in stems]
+        write_between(path, {"ladders": "\n".join([measured, *sections])})
         print(f"{path}: {', '.join(stems)}")
     else:
-        print("no new output of the ladders in build/dev: README.md stays, its pictures are drawn again")
+        print("no new output of the ladders in build/dev: their sections stay, table and pictures are made again")
+    write_between(path, {"ladders:overview": overview(text_between(path.read_text(), "ladders"))})
     draw_pictures(path.read_text())
 
 
 if __name__ == "__main__":
-    main()
+    unet_io.run_script(main)

@@ -1,0 +1,75 @@
+"""README.md, FORMATS.md and dev/README.md against the code that they describe."""
+import re
+
+import pytest
+
+from harness import ROOT
+
+PAGES = ["README.md", "FORMATS.md", "dev/README.md", "data/README.md"]
+
+
+def anchors(text):
+    """The names by which a page's headings can be linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name):
+    """Every link and picture within the repository leads somewhere."""
+    text = (ROOT / name).read_text()
+    links = [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("http")]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_names():
+    """README.md's functions and files are there, and its table of rooms is train_unet.cu's."""
+    page, code = (ROOT / "README.md").read_text(), (ROOT / "train_unet.cu").read_text()
+    trace = page.split("To follow one training step")[1]
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \d \|([^|]*)\|", trace, re.M)))
+    assert len(names) > 10
+    for name in names:
+        assert re.search(rf"^static [\w<> *]+\b{name}\(", code, re.M), name
+    layout = page.split("Nine rooms follow")[1].split("To follow")[0]
+    rooms = re.findall(r"^\| (\d) \| ([^|`]*) \|", layout, re.M)
+    banners = re.findall(r"^// (\d)  ([A-Z, ]+)$", code, re.M)
+    assert [(number, name.upper()) for number, name in rooms] == banners
+
+
+def test_flags_of_readme():
+    """Every flag that README.md names exists in one of the programs."""
+    page = (ROOT / "README.md").read_text()
+    programs = "".join((ROOT / name).read_text() for name in (
+        "train_unet.cu", "unet_io.py", "train_unet.py", "generate.py", "prepare_data.py",
+        "dev/compare_quality.py"))
+    flags = set(re.findall(r"--(\w+)", page))
+    assert len(flags) > 50
+    for flag in flags:
+        assert re.search(rf'"(--)?{flag}"', programs), flag
+
+
+def test_header_of_formats():
+    """Each flag that a checkpoint stores is in FORMATS.md, in the field where train_unet.cu puts it."""
+    page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
+    stored = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (?:FREE|FIXED), ([1-9]\d*), AT', code)
+    assert len(stored) > 40
+    types = {"UINT": "uint32", "FLOAT": "float32", "FLOAT_LIST": "float32"}
+    for name, kind, field in stored:
+        row = rf"^\| {field}(?: … \d+)? \| {4 * int(field)} \| {types.get(kind, 'int32')} \| {name}\b"
+        assert re.search(row, page, re.M), name
+
+
+def test_streams_of_formats():
+    """The streams of random numbers, by number."""
+    page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
+    streams = re.findall(r"STREAM_(\w+)", re.search(r"enum Stream \{(.*?)\}", code, re.S)[1])
+    table = page.split("## Random numbers")[1].split("Steps count")[0]
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", table, re.M)
+    assert len(streams) == 12 and [int(number) for _, number in rows] == list(range(12))
+    for stream, (name, _) in zip(streams, rows):
+        assert name[:3] == stream[:3].lower()
