@@ -71,8 +71,8 @@ data: data/emoji.bin data/faces.bin
 
 # nvcc's flags for an architecture (80, 86, 89, 90) and a precision. 90 means 90a; a newer GPU gets 90's code as PTX.
 gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $(filter $(ARCHS),$(1)),arch=compute_$(1)$(,)code=sm_$(1),arch=compute_90$(,)code=compute_90))
-nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32,$(if $(filter 90,$(1)),-DHOPPER)) -diag-suppress 177 \
-	-Xcompiler -Wall$(,)-Wextra$(,)-Wno-unused-function
+nvccflags = -std=c++17 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32,$(if $(filter 90,$(1)),-DHOPPER)) \
+	-Werror all-warnings -diag-suppress 177 -Xcompiler -Wall$(,)-Wextra$(,)-Werror$(,)-Wno-unused-function
 , := ,
 # The tests hold the CPU layers beside the kernels, and do not use every function of the program.
 nvcctestflags = $(call nvccflags,$(1),$(2)) -diag-suppress 1675 -Xcompiler -O3$(,)-fopenmp
@@ -142,9 +142,10 @@ bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
 		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
 	@$(RUN_PYTHON) dev/ladders.py
 
-# File readers and plan under AddressSanitizer and UndefinedBehaviorSanitizer.
-$(BUILD)/test_unet_asan: test_unet.cu train_unet.cu $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all $< -o $@
+# The tests and the program under AddressSanitizer and UndefinedBehaviorSanitizer; a NaN made an integer counts too.
+$(BUILD)/test_unet_asan $(BUILD)/train_unet_asan: $(BUILD)/%_asan: %.cu train_unet.cu $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined,float-cast-overflow \
+		-fno-sanitize-recover=all $< -o $@
 
 # ---- the demo -----------------------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ python:
 RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/ladders
+TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders
 
 test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true

@@ -1348,20 +1348,21 @@ static void matmul(float* c, const float* a, const float* b, int M, int N, int K
 // NaN.
 static inline float exp_cpu(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounds to the nearest integer
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;    // ln 2 in two parts
-    float p = 1.9875691500e-4f;                               // coefficients: Cephes library, expf
+    union {
+        float value;
+        uint32_t bits;
+    } shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
+    float n = shifted.value - 12582912.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union {
-        int32_t i;
-        float f;
-    } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
+    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
+    return p * scale.value;
 }
 static inline float sigmoid_cpu(float x) { return 1.0f / (1.0f + exp_cpu(-x)); }
 
@@ -7537,7 +7538,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
 }
 
 // pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square as
-// it can be.
+// it can be. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H,
                        int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
@@ -7548,7 +7549,7 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
         for (int y = 0; y < H; y++)
             for (int e = 0; e < 3 * H; e++) {
                 float value = pictures[((size_t)n * H + y) * 3 * H + e];
-                value = value < -1.0f ? -1.0f : value > 1.0f ? 1.0f : value;
+                value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
                 size_t row = (size_t)(n / columns) * (H + gap) + gap + y,
                        column = (size_t)(n % columns) * (H + gap) + gap;
                 rgb[(row * width + column) * 3 + e] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
