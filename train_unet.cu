@@ -299,7 +299,7 @@ static const Flag FLAGS[] = {
     {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
     {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
      "AdamW's second moment"},
-    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 0, 1, 0, "AdamW's epsilon"},
+    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 1e-20, 1, 0, "AdamW's epsilon"},
     {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(grad_clip), "0", 0, 1e9, 0,
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
     {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(skip_outliers), "0", 0, 1e9, 0,
@@ -334,8 +334,8 @@ static const Flag FLAGS[] = {
      "draw this many pictures on the way from the first of two --seeds to the second"},
     {"strip", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(strip), "0", 0, 1000, 0,
      "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
-    {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 1, 1e6, 0,
-     "pictures of a sample grid while training"},
+    {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 0, 1e6, 0,
+     "pictures of a sample grid while training; 0: no grids"},
     {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm|dpmpp|heun",
      "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)"},
     {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
@@ -419,15 +419,27 @@ static const char* nearest(const Entry (&table)[N], const std::string& name) {
     return best->name;
 }
 
+static bool is_real(const Flag& flag) { return flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST; }
+
+// Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
+static bool in_range(const Flag& flag, double number) {
+    if (!(is_real(flag) && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    float value = (float)number;
+    return value >= (float)flag.least && value <= (float)flag.most &&
+           (number == 0 || fabsf(value) >= FLT_MIN);
+}
+
 // The number in `value`, which must be all of it and within [least, most].
 static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST,
-         whole = real || number == floor(number);
+    bool real = is_real(flag), whole = real || number == floor(number);
     if (value.empty() || *end || !std::isfinite(number) || !whole)
         fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
-    if (!(number >= flag.least && number <= flag.most))
+    if (real && number != 0 && fabs(number) < FLT_MIN)
+        fail_usage("--%s %s is too close to 0 for a float; the least above it is 1.2e-38", flag.name,
+                   value.c_str());
+    if (!in_range(flag, number))
         fail_usage("--%s must lie between %g and %.10g, not %s", flag.name, flag.least, flag.most,
                    value.c_str());
     return number;
@@ -708,6 +720,11 @@ static void check_config(const Config& c) {
                  float_text(c.ema_rate[i]).c_str());
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
+    if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
+        fail(
+            "--diffusion_steps %d is too few for --noise_schedule linear, whose last beta would be %.3g; use "
+            "21 or more, or cosine",
+            c.diffusion_steps, 20.0 / c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail(
             "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
@@ -6112,10 +6129,10 @@ static std::vector<double> make_abar(const Config& c) {
     double product = 1;
     auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
     for (int t = 0; t < T; t++) {
-        double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;
+        double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;  // below 1: see check_config
         double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
                                                   : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
-        abar[t] = product *= 1 - std::min(beta, 0.999);
+        abar[t] = product *= 1 - beta;
     }
     double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
     for (int t = 0; t < T && c.zero_terminal_snr; t++)
@@ -7256,8 +7273,7 @@ static int field_of(const Flag& flag, int i) {
     return flag.kind == FLAG_FLOAT_LIST && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
-// Flags to header fields and back. What is stored of a training flag and lies outside its range (0, from a
-// writer that does not know it) leaves the default.
+// Flags to header fields and back.
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS) {
         for (int i = 0; flag.field && i < flag_length(flag); i++)
@@ -7277,19 +7293,16 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
             float real;
             field[i] = header[field_of(flag, i)];
             memcpy(&real, field + i, sizeof real);
-            bool is_real = flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST;
-            double value = is_real                  ? (double)real
+            double value = is_real(flag)            ? (double)real
                            : flag.kind == FLAG_UINT ? (double)(uint32_t)field[i]
                                                     : (double)field[i];
             if (flag.kind == FLAG_CHOICE)
                 good &= value >= 0 && value < choices;
             else
-                good &= (value >= flag.least && value <= flag.most) ||
-                        (flag.kind == FLAG_LIST && i && value == 0);
+                good &= in_range(flag, value) || (flag.kind == FLAG_LIST && i && value == 0);
         }
-        bool is_model = flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION;
-        if (!good && is_model) fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-        if (good) memcpy((char*)config + flag.offset, field, length * sizeof(int));
+        if (!good) fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
+        memcpy((char*)config + flag.offset, field, length * sizeof(int));
     }
     config->lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
@@ -8579,6 +8592,7 @@ static std::string samples_path(const std::string& folder, long step) {
 // A grid that can't be written is no reason to end a run.
 static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
+    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
     std::vector<float> pictures;
     double start = seconds_now();
     auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
