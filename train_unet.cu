@@ -109,10 +109,28 @@ static void (*fail_handler)(int status, const char* message) = exit_with_message
 // "FILE, line N: " while a configuration file is read; every sentence starts with it.
 static std::string error_place;
 
+// Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
+// Whole characters of UTF-8 stay, without the control characters among them.
+static std::string printable(const std::string& bytes) {
+    std::string shown;
+    for (size_t i = 0, length; i < bytes.size(); i += length) {
+        uint8_t first = (uint8_t)bytes[i];
+        bool plain = first < 0x80 ? first >= ' ' && first != 127 : first >= 0xC2 && first < 0xF5;
+        length = first < 0xC2 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+        for (size_t k = 1; k < length; k++) plain &= i + k < bytes.size() && (bytes[i + k] & 0xC0) == 0x80;
+        if (plain && first == 0xC2) plain = (uint8_t)bytes[i + 1] >= 0xA0;
+        if (!plain) length = 1;
+        char code[8];
+        snprintf(code, sizeof code, "\\x%02X", first);
+        shown += plain ? bytes.substr(i, length) : code;
+    }
+    return shown;
+}
+
 [[noreturn]] static void vfail(int status, const char* format, va_list args) {
     char message[2048];
     vsnprintf(message, sizeof message, format, args);
-    std::string sentence = error_place + message;
+    std::string sentence = printable(error_place + message);
     error_place.clear();
     fail_handler(status, sentence.c_str());
     abort();
@@ -161,6 +179,16 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     vsnprintf(buffer, sizeof buffer, format, args);
     va_end(args);
     return buffer;
+}
+
+// A line for the reader that may hold names: `format` ends in a line break.
+__attribute__((format(printf, 1, 2))) static void say(const char* format, ...) {
+    char line[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    printf("%s\n", printable(std::string(line, strcspn(line, "\n"))).c_str());
 }
 
 // "1 picture", "2 pictures"
@@ -615,6 +643,8 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
         const Flag* flag = find_flag(name);
+        if (name == "log_file")  // of an earlier trainer, whose files this one reads
+            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
         if (!flag)
             fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
                        nearest(FLAGS, name));
@@ -7307,6 +7337,12 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
     config->lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
+// check_config of what a file stores.
+static void check_stored(const WeightsFile& file) {
+    std::string why = failure_of([&] { check_config(file.config); });
+    if (!why.empty()) fail("%s holds a configuration that can't work: %s", file.path.c_str(), why.c_str());
+}
+
 // The header of a .bin of the first generation of this format (PyTorch order, fp32, its own fixed
 // architecture).
 static void open_old_weights(WeightsFile* file, const int32_t* header, size_t size) {
@@ -7326,7 +7362,7 @@ static void open_old_weights(WeightsFile* file, const int32_t* header, size_t si
     c->num_channels = base, c->image_size = H, c->max_period = period;
     c->attention_resolutions[0] = H / 4, c->attention_resolutions[1] = H / 8, c->attention_resolutions[2] = 0;
     c->batch_size = B;
-    check_config(*c);
+    check_stored(*file);
     size_t bytes = make_plan(*c, 1, false).num_parameters * sizeof(float);
     size_t rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
            expected = HEADER_BYTES + bytes * (has_adamw ? 3 : 1) + rng;
@@ -7379,7 +7415,8 @@ static WeightsFile open_weights(const std::string& path) {
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
-    check_config(file.config);
+    if (!std::isfinite(file.smoothed)) fail("%s is damaged: its loss is no number", path.c_str());
+    check_stored(file);
     size_t parameters = make_plan(file.config, 1, false).num_parameters;
     if (file.step < 0 || header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: it says %d parameters and step %ld; its configuration has %zu parameters",
@@ -7398,16 +7435,19 @@ static WeightsFile open_weights(const std::string& path) {
             sound &= fabsf(h->losses[i]) <= FLT_MAX && fabsf(h->norms[i]) <= FLT_MAX;
         if (!sound) fail("%s is damaged: its section state makes no sense", path.c_str());
     }
-    for (const char* name : TEXT_SECTIONS)
-        if (file.find(name)) {
-            const Section* s = file.find(name);
+    for (const char* name : TEXT_SECTIONS) {
+        const Section* s = file.find(name);
+        if (s && s->bytes) {
             if (s->bytes >= MAX_PATH_LENGTH)
                 fail("%s is damaged: its section %s is too long", path.c_str(), name);
             std::string value(s->bytes, '\0');
             in.seek(s->offset);
             in.read(&value[0], s->bytes);
-            set_flag(&file.config, *find_flag(name), value.c_str());
+            if (value.find_first_of("\r\n", 0, 3) != std::string::npos)  // 3: also the 0
+                fail("%s is damaged: its section %s names no file", path.c_str(), name);
+            set_flag(&file.config, *find_flag(name), value);
         }
+    }
     return file;
 }
 
@@ -7753,7 +7793,7 @@ struct Metrics {
         bool all = written == waiting.size();
         if (!all && !warned)
             fprintf(stderr, "note: could not write %s: %s; what is missing there is added once it can be\n",
-                    path.c_str(), strerror(errno));
+                    printable(path).c_str(), strerror(errno));
         warned |= !all;
         if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
         waiting.erase(0, written), end += (off_t)written;
@@ -7761,7 +7801,8 @@ struct Metrics {
     void close() {
         write_waiting();
         lost += std::count(waiting.begin(), waiting.end(), '\n');
-        if (lost) fprintf(stderr, "note: %s lacks %s\n", path.c_str(), counted(lost, "line").c_str());
+        if (lost)
+            fprintf(stderr, "note: %s lacks %s\n", printable(path).c_str(), counted(lost, "line").c_str());
         ::close(file);
     }
 };
@@ -8095,7 +8136,7 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
         if (flag.group == GROUP_OTHER || value.empty() || flag.kind == FLAG_OPTIONAL_PATH) continue;
-        printf("%-22s %-14s%s", flag.name, value.c_str(), ++column % 3 ? "  " : "\n");
+        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
     }
     printf("%s\n", column % 3 ? "\n" : "");
     print_plan(plan);
@@ -8329,6 +8370,15 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
+// check_config, whose sentence names the line of a --config file or the preset that its first flag is from.
+static void check_given(const Config& config, const std::vector<GivenFlag>& given) {
+    std::string why = failure_of([&] { check_config(config); });
+    if (why.empty()) return;
+    size_t name = std::min(why.find("--") + 2, why.size());
+    const GivenFlag* g = was_given(given, why.substr(name, why.find_first_of(" ;", name) - name).c_str());
+    fail("%s%s", g && !g->origin.empty() ? (g->origin + ": ").c_str() : "", why.c_str());
+}
+
 static Dataset load_dataset(const std::string& path, int image_size) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path.c_str(), path.c_str());
@@ -8428,7 +8478,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     refuse_contradictions(given, file, true);
     take_model_flags(&config, file.config);
     std::copy(file.config.ema_rate, file.config.ema_rate + MAX_EMAS, config.ema_rate);
-    check_config(config);
+    check_given(config, given);
     std::vector<PictureNoise> begins = wanted_pictures(config);
     int count = (int)begins.size();
     const char* section = config.use_ema ? EMA_SECTIONS[config.use_ema - 1] : "weights";
@@ -8454,9 +8504,9 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    printf("%s with %s (%s, step %ld), %s, seeds %s%s\n", counted(count, "picture").c_str(),
-           file.path.c_str(), weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
-           config.interpolate ? " and between" : "");
+    say("%s with %s (%s, step %ld), %s, seeds %s%s\n", counted(count, "picture").c_str(), file.path.c_str(),
+        weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
+        config.interpolate ? " and between" : "");
     std::vector<float> pictures, strip;
     double start = seconds_now();
     if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr, config.strip)) {
@@ -8465,14 +8515,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     }
     // the way from one seed to another in a row, if it is not too long
     write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
-    printf("%s: %s in %s\n", grid.c_str(), counted(count, "picture").c_str(),
-           human_time(seconds_now() - start).c_str());
+    say("%s: %s in %s\n", grid.c_str(), counted(count, "picture").c_str(),
+        human_time(seconds_now() - start).c_str());
     if (config.strip) {
         size_t dot = grid.rfind('.'), slash = grid.rfind('/');
         if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
         grid.insert(dot, "_strip");
         write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
-        printf("%s: %s of each\n", grid.c_str(), counted(config.strip, "step").c_str());
+        say("%s: %s of each\n", grid.c_str(), counted(config.strip, "step").c_str());
     }
     if (*config.output_dir) {  // between two seeds the pictures are numbered instead
         size_t elements = pictures.size() / count;
@@ -8480,7 +8530,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
             write_grid(text("%s/%06u.png", config.output_dir, config.interpolate ? n : begins[n].seed),
                        {pictures.begin() + n * elements, pictures.begin() + (n + 1) * elements}, 1,
                        config.image_size, 1, 0);
-        printf("%s: each picture on its own\n", config.output_dir);
+        say("%s: each picture on its own\n", config.output_dir);
     }
     free_model(&m);
     return 0;
@@ -8530,7 +8580,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         take_model_flags(config, file.config);
     }
     if (!config->resume_given) config->lr_steps = config->steps;
-    check_config(*config);
+    check_given(*config, given);
     if (config->dry_run || config->print_config) return;
 
     std::vector<long> there = list_checkpoints(config->out_dir);
@@ -8547,7 +8597,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         if (t->folder >= 0 && errno == EWOULDBLOCK)
             fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
         fprintf(stderr, "note: %s can't be locked (%s): see that no other run is started in it\n",
-                config->out_dir, strerror(errno));
+                printable(config->out_dir).c_str(), strerror(errno));
     }
     if (list_checkpoints(config->out_dir) != there)
         fail(
@@ -8642,17 +8692,18 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     if (t.best.step >= 0)
         printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
                file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
-    printf("checkpoint: %s\n", checkpoint.c_str());
+    say("checkpoint: %s\n", checkpoint.c_str());
     std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) printf("samples:    %s\n", samples.c_str());
-    printf("metrics:    %s/metrics.jsonl\nconfig:     %s/config.txt\n", c.out_dir, c.out_dir);
-    printf("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
+    if (file_exists(samples)) say("samples:    %s\n", samples.c_str());
+    say("metrics:    %s/metrics.jsonl\n", c.out_dir);
+    say("config:     %s/config.txt\n", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
     if (t.step < c.steps) {
-        printf("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
+        say("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
     } else {
         bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
-        printf("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
-               std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
+        say("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
+            std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
     }
 }
 
@@ -8777,8 +8828,12 @@ int main(int argc, char** argv) {
     if (config.profile) return run_profile(config);
     if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
-    for (const std::string& change : trainer.changes) printf("changed on resume: %s\n", change.c_str());
+    for (const std::string& change : trainer.changes) say("changed on resume: %s\n", change.c_str());
     note_attention(config, given);
+    if (!config.resume_given && !*config.model_weights && file_exists("unet_init.bin"))
+        printf(
+            "note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it, "
+            "--model_weights unet_init.bin\n");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
