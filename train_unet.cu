@@ -7032,6 +7032,17 @@ static uint32_t file_checksum(Reader* in, const int32_t header[HEADER_INTS], int
     return crc32(copy, sizeof copy, crc);
 }
 
+// A path as a word for the shell.
+static std::string shell_word(const std::string& path) {
+    bool plain = !path.empty();
+    std::string quoted;
+    for (char c : path) {
+        plain &= isalnum((unsigned char)c) || strchr("/._-+,=:@%", c);
+        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    }
+    return plain ? path : "'" + quoted + "'";
+}
+
 static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
@@ -7451,6 +7462,12 @@ static WeightsFile open_weights(const std::string& path) {
     return file;
 }
 
+static bool all_finite(const float* values, size_t n) {
+    bool finite = true;  // without a way out of the loop, which is vector code then
+    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
+    return finite;
+}
+
 // One section of parameters, from a file's order to memory's. `to` (num_parameters) is on the device.
 static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
     Reader in(file.path);
@@ -7459,6 +7476,9 @@ static void read_parameters(float* to, const WeightsFile& file, const char* sect
     for (const Tensor& t : plan.tensors) {
         stored.resize(t.count), reordered.resize(t.count);
         in.read(stored.data(), t.count * sizeof(float));
+        if (!all_finite(stored.data(), t.count))
+            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
+                 file.path.c_str(), t.name, section);
         reorder(reordered.data(), stored.data(), t, true);
         backend_upload(to + t.offset, reordered.data(), t.count * sizeof(float));
     }
@@ -7469,6 +7489,13 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     for (const Tensor& t : plan.tensors) {
         held.resize(t.count), reordered.resize(t.count);
         backend_download(held.data(), from + t.offset, t.count * sizeof(float));
+        if (!all_finite(held.data(), t.count)) {
+            out->give_up();
+            fail(
+                "%s became NaN or infinite, so that %s was not written; resume from an older checkpoint, or "
+                "start again, with a lower --lr",
+                t.name, out->path.c_str());
+        }
         reorder(reordered.data(), held.data(), t, false);
         out->write(reordered.data(), t.count * sizeof(float));
     }
@@ -7729,16 +7756,8 @@ struct Best {
     }
 };
 
-// A path as a word for the shell.
-static std::string shell_word(const std::string& path) {
-    bool plain = !path.empty();
-    std::string quoted;
-    for (char c : path) {
-        plain &= isalnum((unsigned char)c) || strchr("/._-+,=:@%", c);
-        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    }
-    return plain ? path : "'" + quoted + "'";
-}
+// A number as JSON, which knows no NaN.
+static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
@@ -8055,6 +8074,14 @@ static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
     std::vector<uint32_t> seeds;
     for (int i = 0; i < count; i++) seeds.push_back(first + i);
     return seeds;
+}
+
+// How many of the pictures hold a number that is none.
+static long count_broken(const std::vector<float>& pictures, size_t count) {
+    long broken = 0;
+    for (size_t n = 0, size = pictures.size() / count; n < count; n++)
+        broken += !all_finite(pictures.data() + n * size, size);
+    return broken;
 }
 
 // pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
@@ -8533,6 +8560,9 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         say("%s: each picture on its own\n", config.output_dir);
     }
     free_model(&m);
+    if (long broken = count_broken(pictures, count))
+        fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
+             counted(broken, "picture").c_str(), file.path.c_str());
     return 0;
 }
 
@@ -8653,8 +8683,11 @@ static void save_samples(Trainer* t) {
         fprintf(stderr, "note: %s\n", failure.c_str());
         return;
     }
-    printf("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
-           human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    say("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    if (long broken = count_broken(pictures, c.num_samples))
+        printf("note: %ld of them became NaN and black: the weights have grown too large; try a lower --lr\n",
+               broken);
 }
 
 // TFLOP/s of the model's own operations at so many milliseconds a step.
@@ -8668,7 +8701,7 @@ static std::string take_quartiles(Trainer* t) {
     for (int q = 0; q < 4; q++) {
         bool any = t->quartile_counts[q] > 0;
         list += q ? ", " : "";
-        list += any ? text("%.9g", t->quartile_sums[q] / (double)t->quartile_counts[q]) : "null";
+        list += json_number(any ? t->quartile_sums[q] / (double)t->quartile_counts[q] : NAN);
         t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
     }
     return "[" + list + "]";
@@ -8710,9 +8743,10 @@ static void print_summary(const Trainer& t, long first, double seconds) {
 static void validate(Trainer* t) {
     double loss = validation_loss(t);
     if (stop_requested) return;
-    printf("%sstep %ld | validation loss %.5f (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, loss,
+    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
+    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
-    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %.9g}", t->step, loss));
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}", t->step, json_number(loss).c_str()));
     t->best.update(loss, t->step);
 }
 
@@ -8738,12 +8772,14 @@ static void train(Trainer* t) {
         double now = seconds_now();
         if (!result.finite()) {
             t->metrics.close();
-            fail(
-                "the %s became %s in step %ld; the weights before it are %s; resume from there with a lower "
-                "--lr",
-                std::isfinite(result.loss) ? "gradient" : "loss",
-                std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1,
-                last_saved ? checkpoint_path(c.out_dir, last_saved).c_str() : "not saved yet: start again");
+            std::string saved = checkpoint_path(c.out_dir, last_saved),
+                        what_to_do = !last_saved ? "nothing was saved before it: start again"
+                                     : t->step == last_saved
+                                         ? "the weights of " + saved + " lead to it: resume from an older one"
+                                         : "the weights before it are " + saved + ": resume from there";
+            fail("the %s became %s in step %ld; %s with a lower --lr",
+                 std::isfinite(result.loss) ? "gradient" : "loss",
+                 std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, what_to_do.c_str());
         }
         // the first step, in which much is set up, counts only while there is no other
         double rate =
