@@ -62,15 +62,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #if defined(_OPENMP)
@@ -1112,16 +1116,29 @@ static float backend_milliseconds(size_t first, size_t last) {
 }
 static double backend_peak(std::string*) { return 0; }
 
-// Bytes that this machine can still give; 0 where it does not tell.
-static size_t backend_memory_available() {
-    size_t kilobytes = 0;
+static size_t host_memory_available();
+static size_t backend_memory_available() { return host_memory_available(); }
+#endif
+
+// Bytes that this machine, and `ulimit -v`, can still give; 0 where it does not tell.
+static size_t host_memory_available() {
+    size_t kilobytes = 0, pages = 0;
     FILE* f = fopen("/proc/meminfo", "r");
     for (char line[128]; f && fgets(line, sizeof line, f);)
         if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
     if (f) fclose(f);
-    return kilobytes * 1024;
-}
+    rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
+    if ((f = fopen("/proc/self/statm", "r"))) {
+        if (fscanf(f, "%zu", &pages) != 1) pages = 0;
+        fclose(f);
+    }
+    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
+#ifdef OPENBLAS
+    taken += 2 * (size_t)omp_get_max_threads() << 27;  // its buffers, for which it waits for ever
 #endif
+    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
+}
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
@@ -7181,6 +7198,24 @@ struct Dataset {
     std::vector<float> floats;
 };
 
+// The command that makes images of a size. It never names a file that is there.
+static std::string prepare_command(std::string path, int image_size) {
+    while (file_exists(path)) {
+        bool bin = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
+        path = text("%s_%d.bin", path.substr(0, path.size() - (bin ? 4 : 0)).c_str(), image_size);
+    }
+    return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
+                shell_word(path).c_str());
+}
+
+// Refuses what the host's memory can't hold.
+static void check_host_memory(double bytes, const std::string& what, const char* instead) {
+    double available = (double)host_memory_available();
+    if (available && bytes > available)
+        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
+             human_bytes(available).c_str(), instead);
+}
+
 // The format is described in FORMATS.md. A file `factor` times as large as image_size is averaged over factor
 // x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
 // file.
@@ -7220,13 +7255,13 @@ static Dataset read_images(const std::string& path, int image_size) {
     if (version &&
         file_checksum(&in, header, IMAGES_CHECKSUM_FIELD) != (uint32_t)header[IMAGES_CHECKSUM_FIELD])
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path.c_str());
-    int factor = image_size ? H / image_size : 1;
+    int factor = image_size ? H / image_size : 1, wanted = image_size ? image_size : H;
     if (H != W || (image_size && (H % image_size || factor < 1)))
         fail(
-            "%s holds %d x %d images and --image_size is %d; make a file that fits: python prepare_data.py "
-            "--data_dir FOLDER "
-            "--image_size %d --output_name %s",
-            path.c_str(), H, W, image_size, image_size ? image_size : H, path.c_str());
+            "%s holds %d x %d images and the network's are %d x %d (--image_size); make a file that fits: %s",
+            path.c_str(), H, W, wanted, wanted, prepare_command(path, wanted).c_str());
+    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * image_size * image_size : 0),
+                      "the images of " + path, "use fewer or smaller ones");
 
     Dataset data;
     data.count = N, data.size = H / factor;
@@ -7591,28 +7626,31 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
 }
 
 // rgb (height, width, 3). Pixels are stored, not compressed (PNG specification, RFC 1950 and 1951): no
-// library is needed, and any viewer reads it.
+// library is needed, and any viewer reads it. Each line is a chunk or more of its own, so that neither the
+// length of a chunk nor memory for a copy of them all limits the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, int width, int height) {
-    std::string header, raw, data = "\x78\x01";
+    std::string header, data = "\x78\x01";
     put_big_endian(&header, (uint32_t)width), put_big_endian(&header, (uint32_t)height);
     header += std::string("\x08\x02\x00\x00\x00", 5);  // 8 bits, RGB
-    for (int y = 0; y < height; y++) {
-        raw += '\0';  // no filter
-        raw.append((const char*)rgb.data() + (size_t)y * width * 3, (size_t)width * 3);
-    }
-    uint32_t a = 1, b = 0;  // Adler-32
-    for (char value : raw) a = (a + (uint8_t)value) % 65521, b = (b + a) % 65521;
-    for (size_t start = 0; start < raw.size(); start += 65535) {
-        size_t bytes = std::min((size_t)65535, raw.size() - start);
-        data += (char)(start + bytes == raw.size());
-        for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
-        data.append(raw, start, bytes);
-    }
-    put_big_endian(&data, b << 16 | a);
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n", 8);
     write_png_chunk(&out, "IHDR", header);
-    write_png_chunk(&out, "IDAT", data);
+    uint32_t a = 1, b = 0;  // Adler-32
+    for (int y = 0; y < height; y++) {
+        std::string line(1, '\0');  // no filter
+        line.append((const char*)rgb.data() + (size_t)y * width * 3, (size_t)width * 3);
+        for (char value : line) a = (a + (uint8_t)value) % 65521, b = (b + a) % 65521;
+        for (size_t start = 0; start < line.size(); start += 65535) {
+            size_t bytes = std::min((size_t)65535, line.size() - start);
+            bool last = y == height - 1 && start + bytes == line.size();
+            data += (char)last;
+            for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
+            data.append(line, start, bytes);
+            if (last) put_big_endian(&data, b << 16 | a);
+            write_png_chunk(&out, "IDAT", data);
+            data.clear();
+        }
+    }
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
@@ -8410,10 +8448,8 @@ static Dataset load_dataset(const std::string& path, int image_size) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path.c_str(), path.c_str());
     if (!file_exists(path))
-        fail(
-            "there is no %s; make one from a folder of images: python prepare_data.py --data_dir FOLDER "
-            "--image_size %d --output_name %s",
-            path.c_str(), image_size, path.c_str());
+        fail("there is no %s; make one from a folder of images: %s", path.c_str(),
+             prepare_command(path, image_size).c_str());
     return read_images(path, image_size);
 }
 
@@ -8461,6 +8497,37 @@ static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t other, in
                           (float)(sin(part * angle) / sin(angle))});
     }
     return begins;
+}
+
+// Refuses what the model and a grid of so many pictures need and can't have: memory, and room in one PNG. The
+// pictures are held as floats, and as bytes with their gaps.
+static void check_room(const Config& c, int batch, bool training, double pictures, const char* instead) {
+    check_memory(c, batch, training);
+    double pixels = pictures * pow(c.image_size, 2), with_gaps = pictures * pow(c.image_size + 2, 2),
+           model = 0;
+    std::string what = text("%.0f pictures of %d x %d", pictures, c.image_size, c.image_size);
+    if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
+#ifndef __CUDACC__
+    model = (double)memory_needed(c, batch, training);
+#endif
+    check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
+                      instead);
+}
+
+// Says that the disk may be too small for the checkpoints to come.
+static void note_disk(const Trainer& t) {
+    const Config& c = t.model.config;
+    struct statvfs disk;
+    if (statvfs(c.out_dir, &disk)) return;
+    long left = c.steps - t.step, there = (long)list_checkpoints(c.out_dir).size(),
+         saves = (c.save_every ? left / c.save_every : 0) + 1;
+    double more =
+        (double)std::min(saves, std::max(1L, c.keep + 1L - there)) + (c.keep_every ? left / c.keep_every : 0);
+    double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
+           room = (double)disk.f_bavail * (double)disk.f_frsize;
+    if (more * bytes > room)
+        say("note: the disk of %s has %s free; %.0f checkpoints of %s are still to be written and kept\n",
+            c.out_dir, human_bytes(room).c_str(), more, human_bytes(bytes).c_str());
 }
 
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
@@ -8515,10 +8582,10 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     std::string weights = chosen_name(config), grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
-    if ((double)count * std::max(1, config.strip) * pow(config.image_size + 2, 2) > 5e8)
-        fail("%d pictures are too many for one PNG; draw them in parts, with --seeds", count);
     memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
     config.batch_size = std::min({config.batch_size, count, most_images(config)});
+    check_room(config, config.batch_size, false, (double)count * (1 + config.strip),
+               "draw them in parts, with --seeds");
     Model m = Model();
     if (config.dry_run) {
         print_run(config, make_plan(config, config.batch_size, false),
@@ -8619,6 +8686,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
             "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
             "--out_dir",
             config->out_dir, there[0]);
+    check_room(*config, microbatch_of(*config), true, config->num_samples, "lower --num_samples");
     t->images = load_dataset(config->data_file, config->image_size);
     if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
     make_folder(config->out_dir);
@@ -8827,14 +8895,7 @@ static void train(Trainer* t) {
 }
 
 #ifndef TESTING
-int main(int argc, char** argv) {
-    // A file must not become standard output because that was closed: its descriptors are taken first.
-    int taken = 0;
-    while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDONLY);
-    if (taken > 2) close(taken);
-    // Threads that spin while they wait are no faster here, and many times slower where something else runs
-    // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
-    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
+static int run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
     Trainer trainer;
@@ -8852,7 +8913,6 @@ int main(int argc, char** argv) {
     if (config.print_config) {
         prepare_run(&trainer, given, &config);
         printf("%s", config_text(config).c_str());
-        if (fflush(stdout)) fail("could not write the configuration: %s", strerror(errno));
         return 0;
     }
     backend_init();
@@ -8879,17 +8939,47 @@ int main(int argc, char** argv) {
     if (config.dry_run) {
         print_run(config, make_plan(config, microbatch_of(config), true),
                   memory_needed(config, microbatch_of(config), true));
-        check_memory(config, microbatch_of(config), true);
+        check_room(config, microbatch_of(config), true, config.num_samples, "lower --num_samples");
         print_time(config, trainer.step);
         return 0;
     }
     print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
-    printf("%s in %s; %s step %ld\n", counted(trainer.images.count, "image").c_str(), config.data_file,
-           config.resume_given ? "resumed at" : "starting at", trainer.step);
+    say("%s in %s; %s step %ld\n", counted(trainer.images.count, "image").c_str(), config.data_file,
+        config.resume_given ? "resumed at" : "starting at", trainer.step);
+    note_disk(trainer);
     fflush(stdout);
     train(&trainer);
     finish_steps(&trainer);
     free_model(&trainer.model);
     return 0;
+}
+
+int main(int argc, char** argv) {
+    // A file must not become standard output because that was closed: its descriptors are taken first.
+    int taken = 0;
+    while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDWR);
+    if (taken > 2) close(taken);
+#ifdef _OPENMP
+    // Threads that spin while they wait are no faster here, and many times slower where something else runs
+    // beside us. OpenMP reads this setting before main, so the program starts itself again with it, and with
+    // that of OpenBLAS, whose own threads have nothing to do here.
+    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1) &&
+        !setenv("OPENBLAS_NUM_THREADS", "1", 0))
+        execv("/proc/self/exe", argv);
+#endif
+    int status = 1;
+    const char* memory =
+        "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images";
+    try {
+        status = run_program(argc, argv);
+    } catch (const std::bad_alloc&) {
+        fail("%s", memory);
+    } catch (const std::length_error&) {
+        fail("%s", memory);
+    }
+    // where a reader has gone, or a terminal, there is nobody to tell
+    if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
+        fail("could not write all of the output: %s", strerror(errno));
+    return status;
 }
 #endif
