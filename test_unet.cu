@@ -1904,6 +1904,13 @@ static void test_refusals() {
         {{{"lr", "nan"}}, "a number"},
         {{{"lr", ""}}, "a number"},
         {{{"lr", "1e-4x"}}, "a number"},
+        {{{"lr", "1e-60"}}, "too close to 0"},
+        {{{"lr", "-1e-39"}}, "too close to 0"},
+        {{{"lr", "1e60"}}, "between"},
+        {{{"ema_rate", "0.9,1e-40"}}, "too close to 0"},
+        {{{"adam_eps", "0"}}, "between 1e-20"},
+        {{{"adam_eps", "1e-21"}}, "between 1e-20"},
+        {{{"diffusion_steps", "20"}}, "use 21 or more, or cosine"},
         {{{"beta1", "1"}}, "between"},
         {{{"seed", "-1"}}, "between"},
         {{{"seed", "4294967296"}}, "between"},
@@ -1942,10 +1949,13 @@ static void test_refusals() {
     report(bad.empty(), "refusals", "%d configurations, each with one sentence%s", refused, bad.c_str());
 
     bool good = true;  // and nothing that works is refused
-    for (const Flags& flags : {Flags(), toy_flags(), Flags{{"num_channels", "32"}, {"norm_groups", "16"}},
-                               Flags{{"attention_resolutions", "0"}}, Flags{{"channel_mult", "1"}},
-                               Flags{{"ema_rate", "0"}}, Flags{{"ema_rate", "0.9,0.99"}, {"use_ema", "2"}},
-                               Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
+    for (const Flags& flags :
+         {Flags(), toy_flags(), Flags{{"num_channels", "32"}, {"norm_groups", "16"}},
+          Flags{{"attention_resolutions", "0"}}, Flags{{"channel_mult", "1"}}, Flags{{"ema_rate", "0"}},
+          Flags{{"lr", "1.2e-38"}}, Flags{{"adam_eps", "1e-20"}}, Flags{{"diffusion_steps", "21"}},
+          Flags{{"num_samples", "0"}}, Flags{{"diffusion_steps", "2"}, {"noise_schedule", "cosine"}},
+          Flags{{"ema_rate", "0.9,0.99"}, {"use_ema", "2"}},
+          Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
         good &= refusal([&] { check_config(config_of(flags)); }).empty();
     for (const Preset& preset : PRESETS) {
         Config config = given_config(preset_flags(preset.name));
@@ -2191,6 +2201,14 @@ static std::string stderr_of(const std::function<void()>& act) {
     return file_text(path);
 }
 
+static size_t files_in(const std::string& folder) {
+    size_t count = 0;
+    DIR* dir = opendir(folder.c_str());
+    while (dir && readdir(dir)) count++;
+    if (dir) closedir(dir);
+    return count;
+}
+
 static void write_whole(const std::string& path, const std::vector<char>& content, size_t size) {
     FILE* f = fopen(path.c_str(), "wb");
     ASSERT(f && fwrite(content.data(), 1, content.size(), f) == content.size());
@@ -2315,6 +2333,11 @@ static std::string use_file(const Victim& v, bool read_data) {
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
     if (!file.find("weights") || file.step < 0) return "no weights or a negative step";
+    for (const SamplerStep& s : make_sampler(file.config))
+        if (!std::isfinite(s.from_x + s.from_out + s.to_x0 + s.to_x)) return "a sampler that is no numbers";
+    std::string written = config_text(file.config), again = test_folder + "/config_of_file.txt";
+    write_whole(again, std::vector<char>(written.begin(), written.end()), written.size());
+    if (config_text(given_config(read_config_file(again))) != written) return "a configuration that changes";
     for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"}) {
         const Section* s = file.find(section);
         if (!s) continue;
@@ -2323,6 +2346,8 @@ static std::string use_file(const Victim& v, bool read_data) {
         if (!read_data) continue;
         std::vector<float> values(plan.num_parameters);
         read_parameters(values.data(), file, section, plan);
+        if (!all_finite(values.data(), values.size()))
+            return text("a section %s that is no numbers", section);
     }
     return "";
 }
@@ -2718,6 +2743,142 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
         count, sealed_count, tally.refused, tally.accepted, 1e3 * tally.slowest, tally.bad.c_str());
 }
 
+// A weights file of these sections, whatever they hold, with a right table and checksum.
+typedef std::vector<std::pair<std::string, std::string>> Sections;
+static std::vector<char> sealed_weights(const int32_t* fields, const Sections& sections) {
+    int32_t header[HEADER_INTS];
+    memcpy(header, fields, sizeof header);
+    memset(header + FIELD_SECTION_TABLE, 0, sizeof header - FIELD_SECTION_TABLE * sizeof(int32_t));
+    header[FIELD_SECTIONS] = (int32_t)sections.size();
+    std::vector<char> content(HEADER_BYTES);
+    int32_t* entry = header + FIELD_SECTION_TABLE;
+    for (auto& [name, data] : sections) {
+        uint64_t bytes = data.size();
+        memcpy(entry, name.data(), std::min(name.size(), (size_t)SECTION_NAME_BYTES));
+        memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
+        content.insert(content.end(), data.begin(), data.end());
+        entry += SECTION_INTS;
+    }
+    memcpy(content.data(), header, sizeof header);
+    seal(&content, FIELD_CHECKSUM);
+    return content;
+}
+
+// Images whose header, labels, names and length fit each other or nearly do.
+static std::vector<char> sealed_images(Dice* dice) {
+    static const int32_t sizes[] = {1, 2, 4, 8, 9, 16};
+    int32_t H = sizes[dice->below(6)], W = dice->one_in(5) ? sizes[dice->below(6)] : H,
+            N = (int32_t)dice->below(5), classes = dice->one_in(2) ? (int32_t)dice->below(4) : 0,
+            names = classes ? (int32_t)dice->below(40) : 0,
+            header[HEADER_INTS] = {IMAGES_MAGIC, N, 3, H, W, 1, IMAGES_UINT8, classes, names};
+    size_t bytes = (size_t)N * 3 * H * W + (classes ? 4 * N + names : 0);
+    if (dice->one_in(4)) header[1 + dice->below(8)] = odd_value(dice, header[1 + dice->below(8)]);
+    std::vector<char> content(HEADER_BYTES);
+    memcpy(content.data(), header, sizeof header);
+    while (content.size() < HEADER_BYTES + bytes) content.push_back((char)dice->next());
+    if (dice->one_in(8)) content.resize(HEADER_BYTES + dice->below((uint32_t)bytes + 9));
+    seal(&content, IMAGES_CHECKSUM_FIELD);
+    return content;
+}
+
+// Files written anew with a right table and checksum, so that all that is behind the checksum is reached:
+// other sections, other names and lengths, hostile names of files, numbers that are none, odd fields.
+static void test_sealed_files(const std::vector<Victim>& victims, long count, uint32_t seed) {
+    Tally tally;
+    Dice dice{seed};
+    running = "files with a right checksum";
+    const Victim& v = victims[CHECKPOINT];
+    WeightsFile file = open_weights(v.path);
+    Sections whole;
+    for (const Section& s : file.sections)  // two sets of parameters are enough
+        if (s.name != "ema_2" && s.name != "adam_m" && s.name != "adam_v")
+            whole.push_back({s.name, std::string(&v.content[s.offset], s.bytes)});
+    const char* const names[] = {"weights",
+                                 "ema",
+                                 "ema_2",
+                                 "adam_m",
+                                 "state",
+                                 "data_file",
+                                 "val_file",
+                                 "model_weights",
+                                 "",
+                                 "more",
+                                 "a name of 24 bytes, whole"};
+    for (long i = 0; i < count && tally.bad.empty(); i++) {
+        Victim now = {};
+        now.path = test_folder + "/sealed.bin", now.kind = CHECKPOINT;
+        std::vector<char> content;
+        if (i % 2) {
+            now.kind = NEW_IMAGES, now.image_size = dice.one_in(2) ? 0 : 4;
+            content = sealed_images(&dice);
+        } else {
+            Sections sections = whole;
+            int32_t header[HEADER_INTS];
+            memcpy(header, v.content.data(), sizeof header);
+            for (int edit = 1 + dice.below(3); edit > 0; edit--) {
+                auto& [name, data] = sections[dice.below((uint32_t)sections.size())];
+                switch (dice.below(8)) {
+                    case 0: name = names[dice.below(11)]; break;
+                    case 1: std::swap(data, sections[dice.below((uint32_t)sections.size())].second); break;
+                    case 2:
+                        data.resize(data.size() + dice.below(9) - std::min(data.size(), (size_t)4));
+                        break;
+                    case 3:
+                        if (sections.size() < MAX_SECTIONS) sections.push_back(sections[dice.below(4)]);
+                        sections.back().first = names[dice.below(11)];
+                        break;
+                    case 4: {  // a file's name of any bytes, up to longer than one may be
+                        std::string hostile;
+                        for (int k = dice.below(dice.one_in(4) ? 2 * MAX_PATH_LENGTH : 20); k > 0; k--)
+                            hostile += dice.one_in(3) ? (char)dice.next() : (char)(32 + dice.below(95));
+                        sections.back() = {names[5 + dice.below(3)], hostile};
+                        break;
+                    }
+                    case 5: {
+                        float value = dice.one_in(2) ? NAN : INFINITY;
+                        if (data.size() < sizeof value) break;
+                        memcpy(&data[4 * dice.below((uint32_t)data.size() / 4)], &value, sizeof value);
+                        break;
+                    }
+                    case 6:
+                        if (!data.empty()) data[dice.below((uint32_t)data.size())] = (char)dice.next();
+                        break;
+                    case 7: {
+                        int field = dice.below(107);
+                        header[field] = odd_value(&dice, header[field]);
+                        break;
+                    }
+                }
+            }
+            content = sealed_weights(header, sections);
+        }
+        write_whole(now.path, content, content.size());
+        read_victim(now, content.size(), true, true, text("file %ld of seed %u", i, seed), &tally);
+    }
+    report(tally.bad.empty() && tally.refused > count / 4 && tally.accepted > count / 20,
+           "files with a right checksum", "%ld refused with one sentence, %ld read; slowest %.1f ms%s",
+           tally.refused, tally.accepted, 1e3 * tally.slowest, tally.bad.c_str());
+
+    // What training must never leave behind: weights that are no numbers. What was there stays as it was.
+    std::string path = test_folder + "/broken.bin", bad;
+    Model m = Model();
+    build_model(&m, smallest_config(), 1, true);
+    perturbed_weights(&m, 5);
+    write_checkpoint(path, m, 40, 0.25f, some_history());
+    std::string before = file_text(path);
+    size_t files = files_in(test_folder);
+    for (float value : {NAN, INFINITY, -INFINITY})
+        for (float* parameters : {m.master, m.ema[1], m.adam_v}) {
+            std::swap(parameters[1234], value);
+            std::string message = refusal([&] { write_checkpoint(path, m, 41, 0.25f, some_history()); });
+            std::swap(parameters[1234], value);
+            if (!is_sentence(message) || message.find(path) == std::string::npos) bad += "; " + message;
+        }
+    free_model(&m);
+    report(bad.empty() && file_text(path) == before && files_in(test_folder) == files,
+           "weights that are no numbers", "are never written%s", bad.c_str());
+}
+
 // Files that random changes do not hit upon: each must be refused, its checksum being right.
 static void test_crafted_files(const std::vector<Victim>& victims) {
     const Victim& v = victims[CHECKPOINT];
@@ -2795,32 +2956,26 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
            bad.c_str());
 }
 
-static int open_files() {
-    int count = 0;
-    DIR* dir = opendir("/proc/self/fd");
-    while (dir && readdir(dir)) count++;
-    if (dir) closedir(dir);
-    return count;
-}
-
 static void test_readers(long mutations, uint32_t seed) {
     std::vector<Victim> victims;
     for (int kind = 0; kind < FILE_KINDS; kind++) victims.push_back(make_victim((FileKind)kind));
     victims.push_back(make_victim(NEW_IMAGES, 4));  // box-filtered to half the size
     victims.push_back(make_victim(OLD_IMAGES, 4));
-    int files = open_files();
+    size_t files = files_in("/proc/self/fd");
     test_valid_files(&victims);
     test_config_files();
     test_corrupted_fields(victims);
     test_truncated_files(victims);
     test_crafted_files(victims);
     test_mutations(victims, mutations, seed);
+    test_sealed_files(victims, mutations / 20, seed);
     running = "after the mutations";
     bool mended = true;
     std::string wrong;
     for (const Victim& v : victims) mended &= refusal([&] { wrong += use_file(v, true); }).empty();
-    report(mended && wrong.empty() && open_files() == files, "no file left open",
-           "%d before and %d after, and the valid files can be read again", files, open_files());
+    size_t left = files_in("/proc/self/fd");
+    report(mended && wrong.empty() && left == files, "no file left open",
+           "%zu before and %zu after, and the valid files can be read again", files, left);
     for (const Victim& v : victims) close(v.fd);
 }
 
@@ -3214,8 +3369,10 @@ static const struct {
              {"sampling", test_sampling}};
 
 int main(int argc, char** argv) {
+#ifdef _OPENMP
     // as in train_unet.cu: threads that spin while they wait are slow where there are more threads than cores
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
+#endif
     std::string mode = argc > 1 ? argv[1] : "";
     auto argument = [&](int i) { return argc > i ? argv[i] : (char*)"(no file named)"; };
     for (int signal_number : {SIGABRT, SIGALRM}) signal(signal_number, last_words);

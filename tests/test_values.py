@@ -1,0 +1,340 @@
+"""Values: what can't work is refused, a NaN is never silent, memory that can't be had is asked for first."""
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import zlib
+
+import numpy as np
+import pytest
+
+import unet_io
+from harness import (
+    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, checkpoint_in, perturbed_file, picture, refused, run,
+    start_flags, variant, write_toy_images)
+from unet_io import Config, flags_of
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # but a line's end
+OVERFLOWING = ("--lr", 1e3, "--weight_decay", 1e3, "--lr_schedule", "constant", "--warmup_steps", 0)
+
+
+def toy(data, folder, steps, *more, config=Config(**TOY)):
+    return [TRAIN, *start_flags(config, data, folder, steps), *more]
+
+
+def with_field(path, kind, index, value):
+    """Write a number into the header of a weights file, whose checksum is right again."""
+    content = bytearray(pathlib.Path(path).read_bytes())
+    struct.pack_into("<" + kind, content, 4 * index, value)
+    struct.pack_into("<i", content, 8, 0)
+    struct.pack_into("<I", content, 8, zlib.crc32(content[:1024], zlib.crc32(content[1024:])))
+    pathlib.Path(path).write_bytes(content)
+
+
+def with_weights(path, change):
+    """Change the section `weights` of a weights file."""
+    checkpoint = unet_io.read_checkpoint(str(path))
+    for name in {"weights", "ema"} & checkpoint.sections.keys():
+        checkpoint.sections[name] = change(np.array(checkpoint.sections[name]))
+    checkpoint.tensors = checkpoint.tensors or 1
+    unet_io.write_checkpoint(path, checkpoint)
+    return path
+
+
+def planted(value):
+    def change(weights):
+        weights[1000] = value
+        return weights
+    return change
+
+
+# ----------------------------------------------------------------------------------------------------
+# flags
+
+@pytest.mark.parametrize("words, says", [
+    (["--lr", "1e-60"], ["--lr 1e-60", "float"]), (["--grad_clip", "1e-39"], ["--grad_clip 1e-39", "float"]),
+    (["--ema_rate", "0.9,1e-50"], ["1e-50", "float"]), (["--lr", "1e60"], ["between", "1e60"]),
+    (["--adam_eps", 0], ["--adam_eps", "1e-20"]), (["--adam_eps", "1e-30"], ["--adam_eps", "1e-20"]),
+    (["--num_samples", "-1"], "between 0"),
+    (["--log_file", "x.txt"], ["--log_file", "metrics.jsonl", "--out_dir"])])
+def test_refused_values(words, says):
+    refused(TRAIN, *words, status=2, says=says)
+
+
+def test_linear_schedule_needs_steps(tmp_path, images8):
+    """Betas of 1 or more are refused, not clamped; the least number of steps is named, and works."""
+    for words in (["--diffusion_steps", 20],
+                  ["--diffusion_steps", 2, "--zero_terminal_snr", "--predict", "v"]):
+        refused(TRAIN, *words, "--dry_run", says=["--diffusion_steps", "linear", "21", "cosine"])
+    for words in (["--diffusion_steps", 21], ["--diffusion_steps", 2, "--noise_schedule", "cosine"]):
+        run(*toy(images8, tmp_path / str(words[1]), 1, *words))
+
+
+@pytest.mark.parametrize("words", [
+    "--adam_eps 1e-20 --beta2 0", "--adam_eps 1e-20 --beta2 0.9999999", "--beta1 0.99999 --beta2 0",
+    "--lr 1.2e-38", "--min_snr_gamma 1.2e-38", "--min_snr_gamma 1e6 --predict x0", "--offset_noise 10",
+    "--weight_decay 1000", "--diffusion_steps 100000 --max_period 100000000",
+    "--grad_clip 1.2e-38 --skip_outliers 1e9",
+    "--warmup_steps 1e9 --keep 1e9 --log_every 1e9 --ema_rate 0.9999999"])
+def test_extreme_values(tmp_path, images8, words):
+    """The smallest and the largest value of a flag train, and leave numbers behind."""
+    run(*toy(images8, tmp_path / "run", 3, *words.split()))
+    sections = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).sections
+    assert all(np.isfinite(sections[name]).all() for name in ("weights", "ema", "adam_m", "adam_v"))
+
+
+def test_no_grid(tmp_path, images8):
+    """--steps 0 draws nothing, --num_samples 0 turns grids off, and no summary names one."""
+    for name, steps, words in (("none", 0, []), ("off", 2, ["--num_samples", 0, "--sample_every", 1])):
+        out = run(*toy(images8, tmp_path / name, steps, *words)).stdout
+        assert "samples:" not in out and "picture in" not in out and not list((tmp_path / name).glob("*.png"))
+        assert checkpoint_in(tmp_path / name, steps).exists()
+    assert re.search(r"--num_samples .*0: no grids", run(TRAIN, "--help").stdout)
+
+
+def test_initial_weights_lie_here(tmp_path, images8):
+    """An earlier trainer loaded this file unasked; this one says that it does not."""
+    perturbed_file(tmp_path / "unet_init.bin", Config(**TOY))
+    words = toy(images8, "run", 1)
+    assert "note: unet_init.bin" in run(*words, cwd=tmp_path).stdout
+    assert "unet_init" not in run(TRAIN, "--resume", "run", "--steps", 2, cwd=tmp_path).stdout
+    given = run(*toy(images8, "given", 1), "--model_weights", "unet_init.bin", cwd=tmp_path).stdout
+    assert "note: unet_init.bin" not in given
+
+
+# ----------------------------------------------------------------------------------------------------
+# what files hold
+
+@pytest.mark.parametrize("name, kind, index, value", [
+    ("batch_size", "i", 48, 0), ("batch_size", "i", 48, 65537), ("flip", "i", 50, 2),
+    ("ema_rate", "f", 59, 1.5), ("min_snr_gamma", "f", 71, float("nan")), ("offset_noise", "f", 91, -1.0),
+    ("lr", "f", 51, float("nan")), ("beta1", "f", 56, 1.0),
+    ("adam_eps", "f", 58, 0.0), ("steps", "i", 61, -1), ("lr", "f", 51, 1e-40)])
+def test_stored_values(tmp_path, name, kind, index, value):
+    """A value that no flag takes is damage; a default in its place would train something else."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    with_field(tmp_path / "w.bin", kind, index, value)
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--dry_run",
+            says=["w.bin is damaged", f"its {name} "])
+
+
+@pytest.mark.parametrize("name, index, value", [("norm_groups", 21, 5), ("image_size", 16, 9),
+                                                ("diffusion_steps", 40, 20), ("num_head_channels", 20, 31)])
+def test_stored_configuration(tmp_path, name, index, value):
+    """A configuration that can't work names the file it lies in, not a flag that nobody typed."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    with_field(tmp_path / "w.bin", "i", index, value)
+    message = refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--dry_run", says=f"{name} {value}")
+    assert message.startswith(f"error: {tmp_path / 'w.bin'} ")
+
+
+def test_configuration_file_is_named(tmp_path):
+    (tmp_path / "my.txt").write_text("# mine\nnorm_groups = 5\n")
+    refused(TRAIN, "--config", tmp_path / "my.txt", "--dry_run",
+            says=[f"error: {tmp_path}/my.txt, line 2: ", "norm_groups 5"])
+    refused(TRAIN, "--config", tmp_path / "my.txt", "--norm_groups", 7, "--dry_run",
+            says="error: --norm_groups 7")
+    refused(TRAIN, "--preset", "tiny", "--num_head_channels", 48, "--dry_run",
+            says="error: --num_head_channels 48")
+
+
+def test_suggestion_overwrites_nothing(tmp_path, images8):
+    """The command that mends a data file of another size names a file that is not there."""
+    odd = write_toy_images(tmp_path / "my odd.bin", size=12)
+    (tmp_path / "my odd_8.bin").write_text("mine too")
+    message = refused(*toy(odd, tmp_path / "run", 1), says=["12 x 12", "--image_size 8"])
+    suggested = re.search(r"--output_name '?([^']+)'?$", message)[1]
+    assert suggested.endswith(".bin") and not pathlib.Path(suggested).exists()
+
+
+HOSTILE = "a\x1b]0;gone\x07\x1b[2J\x7f\u009b31m\u00e9"  # a title, a cleared screen, a colour; and a letter
+
+
+def test_control_bytes(tmp_path, images8):
+    """Names can't drive the terminal, wherever they come from: as \\x1B, and letters as they are."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    data = shutil.copy(images8, folder / "i.bin")
+    for words, status in ((["--data_file", folder / "none"], 1), (["--lr", HOSTILE], 2),
+                          (["--" + HOSTILE], 2), ([HOSTILE], 2), (["--preset", HOSTILE], 2),
+                          (["--config", folder / "none"], 1),
+                          (["--model_weights", folder / "i.bin"], 1)):
+        message = refused(TRAIN, *flags_of(Config(**TOY)), "--out_dir", tmp_path / "x", *words, status=status)
+        assert not CONTROL.search(message) and "\\x1B]0;gone\\x07" in message
+    assert "\u00e9" in message
+    result = run(*toy(data, folder / "run", 2, "--val_file", data))
+    damaged = checkpoint_in(folder / "run", 1)
+    damaged.write_bytes(b"UNET")
+    result.stdout += run(TRAIN, "--resume", folder / "run", "--steps", 3).stdout
+    os.truncate(checkpoint_in(folder / "run", 3), 100)
+    drawn = run(TRAIN, "--generate", 1, "--sample_steps", 2, "--strip", 1, "--out_dir", folder / "run",
+                "--output_name", folder / "s.png", "--output_dir", folder / "each")
+    assert "note: passed over" in drawn.stderr
+    for text in (result.stdout, drawn.stdout, drawn.stderr):
+        assert not CONTROL.search(text) and "\\x1B" in text
+    # a checkpoint from elsewhere that names such a file
+    checkpoint = unet_io.read_checkpoint(str(checkpoint_in(folder / "run", 2)))
+    checkpoint.sections["data_file"] = HOSTILE
+    (tmp_path / "sent").mkdir()
+    unet_io.write_checkpoint(checkpoint_in(tmp_path / "sent", 2), checkpoint)
+    assert not CONTROL.search(refused(TRAIN, "--resume", tmp_path / "sent", says="\\x1B"))
+    for name in ("two\nlines", "end\0of it"):
+        checkpoint.sections["data_file"] = name
+        unet_io.write_checkpoint(tmp_path / "sent.bin", checkpoint)
+        refused(TRAIN, "--model_weights", tmp_path / "sent.bin", "--dry_run", says=["sent.bin", "data_file"])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--print_config"], ["--dry_run"], ["--steps", 1],
+                                   ["--generate", 1]])
+def test_output_that_can_not_be_written(tmp_path, images8, words):
+    """A full disk behind standard output: a sentence and status 1, and what was asked for is done."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    flags = ["--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "s.png", *QUICK]
+    if words[0] != "--generate":
+        flags = [*start_flags(Config(**TOY), images8, tmp_path / "run", 1)]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([str(word) for word in (TRAIN, *flags, *words)], stdout=full,
+                                stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    sentence = r"error: could not write [^\n]*No space left on device\n"
+    assert re.fullmatch(sentence, result.stderr), result.stderr
+    assert words[0] != "--steps" or checkpoint_in(tmp_path / "run", 1).exists()
+    assert words[0] != "--generate" or (tmp_path / "s.png").exists()
+
+
+# ----------------------------------------------------------------------------------------------------
+# NaN
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers(tmp_path, images8, value):
+    """They are refused where they are read, with their file, and no picture is drawn."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    with_weights(tmp_path / "w.bin", planted(value))
+    draw = [TRAIN, "--generate", 2, "--sample_steps", 1, "--output_name", tmp_path / "s.png"]
+    refused(*draw, "--model_weights", tmp_path / "w.bin", says=["w.bin holds NaN or infinity", "weights"])
+    refused(*toy(images8, tmp_path / "new", 1), "--model_weights", tmp_path / "w.bin", says="w.bin holds NaN")
+    run(*toy(images8, tmp_path / "run", 1))
+    path = with_weights(checkpoint_in(tmp_path / "run", 1), planted(value))
+    before = path.read_bytes()
+    refused(TRAIN, "--resume", tmp_path / "run", "--steps", 2, says=[path, "NaN or infinity"])
+    refused(*draw, "--out_dir", tmp_path / "run", says=[path, "NaN or infinity"])
+    assert path.read_bytes() == before and not list(tmp_path.glob("*.png"))
+
+
+def test_pictures_that_are_no_numbers(tmp_path, images8):
+    """Weights so large that the pictures are NaN: black, with a sentence, and status 1."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    with_weights(tmp_path / "w.bin", lambda weights: weights * np.float32(1e37))
+    refused(TRAIN, "--generate", 2, "--sample_steps", 2, "--model_weights", tmp_path / "w.bin",
+            "--output_name", tmp_path / "s.png", says=["2 pictures became NaN", "w.bin"])
+    assert picture(tmp_path / "s.png")[2:10, 2:10].max() == 0
+
+
+def test_training_that_overflows(tmp_path, images8):
+    """The validation loss is null in JSON and NaN in the log, a grid has its note, the next step ends it."""
+    run_folder = tmp_path / "run"
+    words = toy(images8, run_folder, 2, *OVERFLOWING, "--val_file", images8, "--log_every", 1)
+    out = run(*words).stdout
+    assert "step 2 | validation loss NaN (" in out and re.search(r"note: 1 of them became NaN and black", out)
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+    rows = [json.loads(line, parse_constant=no_constant) for line in lines]
+    assert [row for row in rows if "val_loss" in row] == [dict(step=2, val_loss=None)]
+    message = refused(TRAIN, "--resume", run_folder, "--steps", 9, "--save_every", 1,
+                      says=["in step 3", checkpoint_in(run_folder, 2), "lead to it", "--lr"])
+    assert "NaN" in message or "infinite" in message
+    # null is no loss of 0: a finite one is the best
+    with_weights(checkpoint_in(run_folder, 2), lambda weights: 0 * weights)
+    out = run(TRAIN, "--resume", run_folder, "--steps", 3, "--lr", "1e-4", "--weight_decay", 0).stdout
+    assert float(re.search(r"best loss (\S+) at step 3 ", out)[1]) > 0
+
+
+def test_sanitized(tmp_path, images8):
+    """Training, resuming and drawing, and a run that ends in NaN, without a finding."""
+    program = variant("train_asan")
+    environment = dict(os.environ, UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1")
+    words = start_flags(RESUMED, images8, tmp_path / "run", 2, val_file=images8, microbatch=2)
+    run(program, *words, env=environment)
+    run(program, "--resume", tmp_path / "run", "--steps", 3, "--sampler", "heun", env=environment)
+    run(program, "--generate", 3, "--sample_steps", 3, "--strip", 2, "--out_dir", tmp_path / "run",
+        "--threshold", "dynamic", "--output_dir", tmp_path / "each", "--output_name", tmp_path / "s.png",
+        env=environment)
+    refused(program, *start_flags(RESUMED, images8, tmp_path / "nan", 9), *OVERFLOWING, "--val_file", images8,
+            "--val_every", 1, "--sample_every", 1, says=["became NaN", "--lr"], env=environment)
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    with_weights(tmp_path / "w.bin", lambda weights: weights * np.float32(1e37))
+    for threshold in ("clamp", "dynamic", "none"):
+        refused(program, "--generate", 2, "--sample_steps", 2, "--model_weights", tmp_path / "w.bin",
+                "--threshold", threshold, "--output_name", tmp_path / "s.png", says="became NaN",
+                env=environment)
+
+
+# ----------------------------------------------------------------------------------------------------
+# memory, and the room in a PNG
+
+def test_too_many_pictures(tmp_path, images8):
+    """What a run will need at its first grid, or at its end, is refused before it begins."""
+    refused(TRAIN, *flags_of(Config(**TOY | dict(image_size=64))), "--data_file", ROOT / "data/emoji.bin",
+            "--out_dir", tmp_path / "run", "--num_samples", 1000000,
+            says=["1000000 pictures", "PNG", "--num_samples"])
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "s.png", "--generate"]
+    refused(*draw, 1000000, "--strip", 10, says=["PNG", "--seeds"])
+    refused(*draw, 1000000, "--strip", 1000, "--sample_steps", 1000, says=["PNG", "--seeds"])
+    assert not list(tmp_path.glob("*/")) and not (tmp_path / "s.png").exists()
+
+
+def limited(kilobytes):
+    one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    return dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1024 * kilobytes,) * 2),
+                env=os.environ | one_thread)
+
+
+def test_little_memory(tmp_path, images8):
+    """Whatever memory there is: the run is done, or one sentence says why not."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    draw = [TRAIN, "--generate", 3000, "--sample_steps", 1, "--model_weights", tmp_path / "w.bin",
+            "--output_name", tmp_path / "s.png"]
+    least = next(size for size in range(20000, 400000, 10000)
+                 if subprocess.run([TRAIN, "--help"], capture_output=True, **limited(size)).returncode == 0)
+    ends = {"done": 0, "refused": 0}
+    sizes = [*range(least, least + 60000, 10000), *range(least + 60000, least + 480000, 60000)]
+    for n, size in enumerate(sizes):
+        for words in (draw, toy(images8, tmp_path / str(n), 2)):
+            result = subprocess.run([str(word) for word in words], capture_output=True, text=True,
+                                    timeout=300, **limited(size))
+            if result.returncode == 0:
+                ends["done"] += 1
+            else:
+                assert result.returncode == 1, (size, result)
+                assert re.fullmatch(r"error: [^\n]*memory[^\n]*\n", result.stderr), (size, result.stderr)
+                ends["refused"] += 1
+    assert min(ends.values()) > 2, ends
+
+
+def test_images_larger_than_memory(tmp_path):
+    """A file of images that does not fit is refused before it is read into memory."""
+    header = np.zeros(256, "<i4")
+    header[:5] = [20240620, 2000000, 3, 8, 8]  # floats in a hole: zeros
+    with open(tmp_path / "old.bin", "wb") as file:
+        file.write(header.tobytes())
+        file.truncate(1024 + 2000000 * 3 * 64 * 4)
+    refused(*toy(tmp_path / "old.bin", tmp_path / "run", 1), says=["old.bin", "of memory"], **limited(900000))
+
+
+def test_png_of_wide_lines(tmp_path):
+    """A line longer than a block of the PNG's stream holds the pictures that a short one does."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL | dict(image_size=32, channel_mult=(1, 1, 1))))
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--strip", 650, "--sample_steps", 650,
+        "--output_name", tmp_path / "s.png")
+    grid, strip = picture(tmp_path / "s.png"), picture(tmp_path / "s_strip.png")
+    assert strip.shape == (70, 22102, 3) and 3 * 22102 > 65535
+    for n in range(2):
+        last = strip[2 + 34 * n:34 + 34 * n, -34:-2]
+        assert (last == grid[2:34, 2 + 34 * n:34 + 34 * n]).all() and last.std() > 0
