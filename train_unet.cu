@@ -18,7 +18,8 @@
 //              group's statistics.
 // Layout       Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
 //              PyTorch's order; every other weight lies in memory as it does in files. The weights follow
-//              each other in another order than in files: see join_projections.
+//              each other in another order than in files: see join_projections. On a GPU an image's three
+//              channels, and their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
 // Gradients    Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
@@ -1146,27 +1147,53 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
 struct Tensor {
-    char name[64];         // as PyTorch's named_parameters() calls it
-    int shape[4], ndim;    // in PyTorch's order
-    size_t offset, count;  // in floats; without gaps, in the order that join_projections makes
+    char name[64];        // as PyTorch's named_parameters() calls it
+    int shape[4], ndim;   // in PyTorch's order
+    size_t count;         // elements, as in files
+    size_t offset, size;  // in memory, in floats; without gaps, in the order that join_projections makes
     Init init;
     int fan_in;
 };
 
 static bool is_conv3x3(const Tensor& t) { return t.ndim == 4 && t.shape[2] == 3; }
 
-// From PyTorch's order to the order in memory, or back. Only 3x3 weights differ: (O, C, 3, 3) against (O, 3,
-// 3, C).
+// Kernels load 16 bytes of channels at a time, so that in the CUDA build channels come in multiples of 8. Only
+// an image's are no such multiple; zeros follow them. The weights of these are zeros too, which the optimiser
+// leaves zeros, because their gradients are.
+#ifdef __CUDACC__
+enum { CHANNEL_MULTIPLE = 8 };
+#else
+enum { CHANNEL_MULTIPLE = 1 };
+#endif
+HOST_DEVICE static constexpr int padded(int channels) {
+    return (channels + CHANNEL_MULTIPLE - 1) / CHANNEL_MULTIPLE * CHANNEL_MULTIPLE;
+}
+enum { PIXEL = padded(IMAGE_CHANNELS) };  // elements from one pixel to the next, as the network has images
+// Where element i of (B, H, W, 3) is in (B, H, W, PIXEL), and its setting, with the zeros behind the last.
+HOST_DEVICE static inline size_t padded_at(size_t i) {
+    return i / IMAGE_CHANNELS * PIXEL + i % IMAGE_CHANNELS;
+}
+template <typename T>
+HOST_DEVICE static inline void set_padded(T* padded, size_t i, float value) {
+    T* at = padded + padded_at(i);
+    *at = (T)value;
+    if (i % IMAGE_CHANNELS == IMAGE_CHANNELS - 1)
+        for (int zero = 1; zero <= PIXEL - IMAGE_CHANNELS; zero++) at[zero] = (T)0.0f;
+}
+
+// From PyTorch's order, (count), to the order in memory, (size), or back. Only 3x3 weights differ, (O, C, 3,
+// 3) against (O, 3, 3, C), and what is padded.
 static void reorder(float* to, const float* from, const Tensor& t, bool to_memory) {
+    if (to_memory) std::fill(to, to + t.size, 0.0f);
     if (!is_conv3x3(t)) {
         memcpy(to, from, t.count * sizeof(float));
         return;
     }
-    int O = t.shape[0], C = t.shape[1];
+    int O = t.shape[0], C = t.shape[1], pitch = padded(C);
     for (int o = 0; o < O; o++)
         for (int c = 0; c < C; c++)
             for (int tap = 0; tap < 9; tap++) {
-                size_t file = ((size_t)o * C + c) * 9 + tap, memory = ((size_t)o * 9 + tap) * C + c;
+                size_t file = ((size_t)o * C + c) * 9 + tap, memory = ((size_t)o * 9 + tap) * pitch + c;
                 if (to_memory)
                     to[memory] = from[file];
                 else
@@ -2141,7 +2168,7 @@ struct OutputColumns {
         emb = g.emb ? g.emb + n : nullptr;
 #pragma unroll
         for (int e = 0; e < VEC; e++) bias[e] = 0;
-        if (g.bias && g.N % VEC == 0) add_vector(bias, g.bias + n);
+        if (g.bias) add_vector(bias, g.bias + n);
     }
     // To the sums: the bias and the embedding of an image.
     __device__ void add(float (&value)[VEC], int image) const {
@@ -2160,16 +2187,6 @@ struct OutputColumns {
         *(uint4*)(out + (size_t)m * width) = pack(value);
     }
 };
-// The same one by one, for three output channels; the sums lie in shared memory.
-static __device__ __noinline__ void store_narrow(const Gemm& g, const float* value, int m, int n) {
-    for (int e = 0; e < VEC && n + e < g.N; e++) {
-        float sum = value[e] + (g.bias ? (float)g.bias[n + e] : 0.0f);
-        if (g.emb) sum += (float)g.emb[(size_t)(m / g.T) * g.emb_pitch + n + e];
-        if (g.residual) sum += (float)g.residual[(size_t)m * g.N + n + e];
-        g.out[(size_t)m * g.N + n + e] = (floatX)sum;
-    }
-}
-
 // out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
@@ -2281,7 +2298,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     constexpr int PASS = THREADS / (BN / VEC), BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
     int column = tid % (BN / VEC) * VEC, n = n0 + column;
     if (n >= g.N) return;
-    bool vectors = g.N % VEC == 0, finishes = g.splits == 1 && vectors;
+    bool finishes = g.splits == 1;
     OutputColumns columns(g, n);
     int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
     const float* from = staging + tid / (BN / VEC) * Tile::STAGING_PITCH + column;
@@ -2312,12 +2329,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
                 else
                     columns.add(value, g.emb ? m[i] / g.T : 0);
                 columns.store(value, residual[i], m[i]);
-            } else if (vectors) {
+            } else {
                 float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
 #pragma unroll
                 for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
-            } else {
-                store_narrow(g, from, m[i], n);
             }
         }
     }
@@ -2857,7 +2872,7 @@ template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(Gemm* g) {
     HopperShape s = {g->patch.B, g->patch.H, g->patch.W};
     bool small = TAPS > 1 && s.H <= 8 && s.W <= 8;
-    if (g->N % 8 || g->C % 8 || g->C2 % 8 || g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
+    if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
     if (TAPS == 1 && g->emb) return false;
     // A warpgroup's 128 pixels are a part of an image, or two images of 64.
     bool whole_parts =
@@ -2896,13 +2911,12 @@ static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of
 // its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
 template <int TAPS, bool TRANSPOSED>
 static void launch_portable(Gemm g) {
-    if (g.N % VEC != 0 || g.N <= 16) {
-        if constexpr (!TRANSPOSED) {
+    if constexpr (!TRANSPOSED)
+        if (g.N <= 16) {  // an image
             g.splits = 1;
             launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
             return;
         }
-    }
     // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
     static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
     static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
@@ -2943,6 +2957,9 @@ static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& 
 
 template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
+    ASSERT(g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE + g.N % CHANNEL_MULTIPLE +
+               g.N1 % CHANNEL_MULTIPLE ==
+           0);
     bool done = false;
 #ifdef HOPPER
 #ifdef TESTING
@@ -3269,13 +3286,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// Where a sum belongs in dw when the product was taken over gathered neighbourhoods, `columns` of `pitch`
-// wide (section "three channels"): row r, column k is dw[r, k] or, with taps backwards and roles swapped,
-// dw[k % O, 8 - k / O, r].
-struct NarrowMap {
-    int pitch, columns, swapped_O, rows;  // pitch 0: dw has the product's own layout
-};
-
 // per_image and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8). Each image has
 // `lanes` of the 32 threads a channel, which take its parts in turn; with fewer than 32 images that is more
 // than one.
@@ -3312,7 +3322,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 // dw += the sum over splits of partial (splits, n), in a fixed order: a thread adds every eighth split, then
 // the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
 // gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks, NarrowMap map) {
+__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
@@ -3321,7 +3331,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
-    if (group == 0 && i < n && !map.pitch) old = *(const float4*)(g.dw + i);
+    if (group == 0 && i < n) old = *(const float4*)(g.dw + i);
     if (i < n)
         for (int first = group; first < g.partials; first += 8 * REDUCE_GROUPS) {
             float4 part[8];  // so many loads under way
@@ -3341,18 +3351,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
         float4 part = sums[other][lane];
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
-    const float value[4] = {sum.x, sum.y, sum.z, sum.w};
-    if (!map.pitch) {
-        float4* to = (float4*)(g.dw + i);
-        *to = make_float4(old.x + value[0], old.y + value[1], old.z + value[2], old.w + value[3]);
-        return;
-    }
-    for (int e = 0; e < 4; e++) {
-        int r = (int)((i + e) / map.pitch), k = (int)((i + e) % map.pitch), O = map.swapped_O;
-        if (k >= map.columns) continue;
-        g.dw[O ? ((size_t)(k % O) * 9 + (8 - k / O)) * map.rows + r : (size_t)r * map.columns + k] +=
-            value[e];
-    }
+    *(float4*)(g.dw + i) = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
 }
 
 static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
@@ -3638,10 +3637,10 @@ static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
                     box(g.x, g.C, 10, Tile::LINES), plan.cluster);
     if (!g.partial) return;
     int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks, NarrowMap{});
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
 }
 
-// launch_weight_gradient on Hopper, for 3x3; channels are multiples of 8.
+// launch_weight_gradient on Hopper, for 3x3.
 static void launch_hopper_weight_gradient(WeightGradient g) {
     Borrowed borrowed;
     g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
@@ -3658,9 +3657,10 @@ static void launch_hopper_weight_gradient(WeightGradient g) {
 #endif  // HOPPER
 
 template <int TAPS>
-static void launch_weight_gradient(WeightGradient g, NarrowMap map) {
+static void launch_weight_gradient(WeightGradient g) {
+    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
 #ifdef HOPPER
-    if (TAPS > 1 && g.O % 8 == 0 && g.C % 8 == 0) return launch_hopper_weight_gradient(g);
+    if (TAPS > 1) return launch_hopper_weight_gradient(g);
 #endif
     Borrowed borrowed;
     constexpr bool HALF = sizeof(floatX) == 2;
@@ -3684,17 +3684,17 @@ static void launch_weight_gradient(WeightGradient g, NarrowMap map) {
         if (time < least) least = time, g.splits = s;
     }
     g.partials = g.splits;
-    g.partial = g.splits > 1 || map.pitch ? take<float>(&lane->workspace, g.partials * n) : nullptr;
+    g.partial = g.splits > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
     launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
     int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks, map);
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
 }
 
 // ---- bias gradient
 
 // parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
-// to 8 vectors of channels of its chunk; dout is read once, in 16-byte vectors where O allows it.
+// to 8 vectors of channels of its chunk; dout is read once.
 __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
     __shared__ float sums[32][8 * VEC + 1];
     int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
@@ -3702,13 +3702,7 @@ __global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O
     float sum[VEC] = {0};
     for (int t = chunk * chunk_rows + group; t < end; t += 32) {
         const floatX* row = dout + ((size_t)b * T + t) * O + o;
-        if (O % VEC == 0) {
-            if (o < O) add_vector(sum, row);
-        } else {
-#pragma unroll
-            for (int e = 0; e < VEC; e++)
-                if (o + e < O) sum[e] += (float)row[e];
-        }
+        if (o < O) add_vector(sum, row);
     }
 #pragma unroll
     for (int e = 0; e < VEC; e++) sums[group][v * VEC + e] = sum[e];
@@ -3763,82 +3757,6 @@ static void bias_backward(float* dbias, floatX* per_image, int pitch, const floa
     }
 }
 
-// ---- three channels: the first convolution's input, the last one's output
-
-// A convolution from or to three channels is a product of depth 27. Its neighbourhoods are gathered into
-// workspace rows of 32 (some images at a time), and the rest is a 1x1 convolution.
-static bool narrow(int channels) { return channels % VEC != 0; }
-static int narrow_pitch(int channels) { return ceil_div(9 * channels, 32) * 32; }
-
-// rows (pixels, pitch) = F.unfold(x, 3, padding=1), tap-major, for pixels from `first`; x (B, H, W, C). A
-// thread a vector.
-__global__ void gather_kernel(floatX* rows, const floatX* x, size_t first, size_t vectors, int H, int W,
-                              int C, int pitch) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= vectors) return;
-    size_t m = first + i / (pitch / VEC);
-    int k0 = (int)(i % (pitch / VEC)) * VEC, px = (int)(m % W), py = (int)(m / W % H);
-    float out[VEC];
-#pragma unroll
-    for (int e = 0; e < VEC; e++) {
-        int k = k0 + e, tap = k / C, dy = tap / 3 - 1, dx = tap % 3 - 1;
-        bool inside = tap < 9 && py + dy >= 0 && py + dy < H && px + dx >= 0 && px + dx < W;
-        out[e] = inside ? (float)x[((ptrdiff_t)m + dy * W + dx) * C + k % C] : 0.0f;
-    }
-    *(uint4*)(rows + i * VEC) = pack(out);
-}
-// out (O, pitch) = w (O, 9, C), or flipped: out (C, pitch) = w with taps backwards and roles swapped;
-// zero-filled.
-__global__ void narrow_weights_kernel(floatX* out, const floatX* w, int O, int C, int pitch, bool flipped) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pitch, k = i % pitch;
-    if (row >= (flipped ? C : O)) return;
-    int depth = 9 * (flipped ? O : C);
-    size_t at = flipped ? ((size_t)(k % O) * 9 + (8 - k / O)) * C + row : (size_t)row * 9 * C + k;
-    out[i] = k < depth ? w[at] : (floatX)0.0f;
-}
-
-// The following are borrowed of the lane's workspace.
-static floatX* narrow_weights(const floatX* w, int O, int C, int pitch, bool flipped) {
-    size_t n = (size_t)(flipped ? C : O) * pitch;
-    floatX* out = take<floatX>(&lane->workspace, n);
-    launch(narrow_weights_kernel, ceil_div(n, 256), 256, 0, out, w, O, C, pitch, flipped);
-    return out;
-}
-// Pixels that are gathered at a time: whole images where one fits, otherwise a part of one. What they leave
-// is for partial sums.
-static const size_t NARROW_ROW_BYTES = (size_t)39 << 20;
-static int narrow_pixels(int B, int T, int C) {
-    size_t fit = NARROW_ROW_BYTES / (narrow_pitch(C) * sizeof(floatX));
-    return (int)std::min((size_t)B * T, fit < (size_t)T ? fit : fit / T * T);
-}
-static floatX* narrow_rows(const floatX* x, size_t first, int pixels, int H, int W, int C) {
-    size_t n = (size_t)pixels * narrow_pitch(C);
-    floatX* rows = take<floatX>(&lane->workspace, n);
-    launch(gather_kernel, ceil_div(n / VEC, 256), 256, 0, rows, x, first, n / VEC, H, W, C, narrow_pitch(C));
-    return rows;
-}
-// out (B, H, W, N) = the 3x3 convolution of x (B, H, W, C), C narrow, by weights (N, narrow_pitch(C)).
-static void narrow_convolution(floatX* out, const floatX* x, const floatX* weights, const floatX* bias,
-                               const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
-                               int C, int N, float2* moments, const Normed& norm) {
-    size_t T = (size_t)H * W, pixels = narrow_pixels(B, H * W, C);
-    bool whole = pixels >= T;  // images
-    for (size_t from = 0, count; from < B * T; from += count) {
-        Borrowed borrowed;
-        count = std::min(pixels, whole ? B * T - from : T - from % T);
-        Gemm g = {};
-        g.x = narrow_rows(x, from, (int)count, H, W, C);
-        g.out = out + from * N, g.w = weights, g.bias = bias;
-        g.emb = emb ? emb + from / T * emb_pitch : nullptr, g.emb_pitch = emb_pitch;
-        g.residual = residual ? residual + from * N : nullptr;
-        g.M = (int)count, g.N = g.N1 = N, g.C = narrow_pitch(C), g.T = (int)(whole ? T : count);
-        if (moments && whole) g.moments = moments + from / T * norm_parts(H * W) * N;
-        launch_gemm<1, false>(g);
-    }
-    if (moments && !whole) channel_moments(moments, out, B, H * W, N);
-    if (norm.mean) groupnorm_gradient(out, out, norm, B, H * W);
-}
-
 // ---- launchers; maths and shapes stand above the CPU functions of the same names
 
 static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
@@ -3866,7 +3784,7 @@ static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, 
     PROFILE("1x1 dW", convolution_work(M, 1, C + C2, O, sizeof(float)));
     WeightGradient g = {};
     g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
-    launch_weight_gradient<1>(g, NarrowMap{});
+    launch_weight_gradient<1>(g);
 }
 
 static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
@@ -3880,12 +3798,6 @@ static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const
                             const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
                             int C, int O, float2* moments = nullptr) {
     PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
-    Borrowed borrowed;
-    if (narrow(C)) {
-        const floatX* weights = narrow_weights(w, O, C, narrow_pitch(C), false);
-        narrow_convolution(out, x, weights, bias, emb, emb_pitch, residual, B, H, W, C, O, moments, Normed());
-        return;
-    }
     Gemm g = {};
     g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb, g.emb_pitch = emb_pitch;
     g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W, g.moments = moments;
@@ -3896,23 +3808,11 @@ static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const
 static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
                                    int C, int O, const Normed& norm) {
     PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
-    Borrowed borrowed;
-    if (narrow(O)) {
-        const floatX* weights =
-            narrow_weights(w, O, C, narrow_pitch(O), true);  // (C, taps backwards, O), padded
-        narrow_convolution(dx, dout, weights, nullptr, nullptr, 0, nullptr, B, H, W, O, C, nullptr, norm);
-        return;
-    }
     Gemm g = {};
     g.out = dx, g.x = dout, g.w = w;
     g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W, g.norm = norm;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    if (narrow(C)) {
-        g.w = narrow_weights(w, O, C, 9 * O, true);
-        launch_gemm<9, false>(g);
-    } else {
-        launch_gemm<9, true>(g);
-    }
+    launch_gemm<9, true>(g);
 }
 
 static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int emb_pitch, const floatX* dout,
@@ -3920,24 +3820,10 @@ static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int e
     PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
     WeightGradient g = {};
     g.dw = dw;
-    if (narrow(C) || narrow(O)) {
-        ASSERT(!narrow(C) || !narrow(O));
-        bias_backward(dbias, demb, emb_pitch, dout, B, H * W, O);
-        int side = narrow(C) ? C : O, pitch = narrow_pitch(side);
-        size_t M = (size_t)B * H * W, pixels = narrow_pixels(B, H * W, side);
-        for (size_t from = 0; from < M; from += pixels) {
-            Borrowed borrowed;
-            g.M = (int)std::min(pixels, M - from), g.O = narrow(C) ? O : C, g.C = pitch;
-            g.x = narrow_rows(narrow(C) ? x : dout, from, g.M, H, W, side);
-            g.dout = narrow(C) ? dout + from * O : x + from * C;
-            launch_weight_gradient<1>(g, {pitch, 9 * side, narrow(C) ? 0 : O, g.O});
-        }
-        return;
-    }
     g.dbias = dbias, g.per_image = demb, g.image_pitch = emb_pitch;
     g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
     g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_weight_gradient<9>(g, NarrowMap{});
+    launch_weight_gradient<9>(g);
 }
 
 static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
@@ -5217,8 +5103,8 @@ static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, in
 
 // ---- loss -------------------------------------------------------------------------------------------------
 
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient: dout (B, n, or
-// null) = 2 w_b (out - target) / total, where the whole batch has total elements and w_b = weights[t_b] is
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient. target (B, n); out
+// and dout (B, n, padded; dout may be null) = 2 w_b (out - target) / total, where the whole batch has total elements and w_b = weights[t_b] is
 // what the sample's timestep counts for (weights null: 1). losses (B, loss_parts(n)): the sum of squares of
 // each chunk of each sample, not weighted. With weights of 1 their sum over total is F.mse_loss(out, target).
 enum { LOSS_CHUNK = 4096 };
@@ -5235,9 +5121,9 @@ static void mse_cpu(float* losses, float* dout, const float* out, const float* t
             size_t first = (size_t)b * n, end = first + std::min((part + 1) * LOSS_CHUNK, n);
             double sum = 0;
             for (size_t i = first + part * LOSS_CHUNK; i < end; i++) {
-                float difference = out[i] - target[i];
+                float difference = out[padded_at(i)] - target[i];
                 sum += (double)difference * difference;
-                if (dout) dout[i] = scale * difference;
+                if (dout) set_padded(dout, i, scale * difference);
             }
             losses[b * parts + part] = (float)sum;
         }
@@ -5253,9 +5139,9 @@ __global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const
     float sum = 0;
 #pragma unroll 4
     for (size_t i = first + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x) {
-        float difference = (float)out[i] - target[i];
+        float difference = (float)out[padded_at(i)] - target[i];
         sum += difference * difference;
-        if (dout) dout[i] = (floatX)(scale * difference);
+        if (dout) set_padded(dout, i, scale * difference);
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
@@ -5311,6 +5197,7 @@ struct Plan {
     std::vector<Block> blocks;
     std::vector<Tensor> tensors;
     size_t num_parameters;
+    size_t num_floats;  // that they take in memory
     size_t arena_bytes;
     int batch, image_size, norm_groups, num_head_channels, embed,
         base;  // base = num_channels, embed = 4 * base
@@ -5362,15 +5249,15 @@ struct Model {
     Config config;
     Plan plan;
     floatX* weights;     // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
-    float* master;       // (num_parameters)
+    float* master;       // (num_floats)
     const float* exact;  // what `weights` were rounded from: master, or an EMA
-    float* gradients;    // (num_parameters)
+    float* gradients;    // (num_floats)
     float *adam_m, *adam_v;
     float* ema[MAX_EMAS];   // null where there are fewer
     uint8_t* decays;        // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
     char* arena;            // activations, their gradients, scratch: where the plan says
     Arena scratch;          // the part of it that the block under way may take from
-    floatX* input;          // (B, H, W, 3): the noised images
+    floatX* input;          // (B, H, W, PIXEL): the noised images
     float* target;          // (B, H, W, 3)
     float* images;          // (B, 3, H, W): clean, planar, as in the files
     int* timesteps;         // (batch_size): of the whole batch, also where B is a part of it
@@ -5461,12 +5348,12 @@ static void embed_backward(Model* m, const Block& block, int B) {
 
 static void conv_in_forward(Model* m, const Block& block, int B) {
     conv3x3_forward(activation(m, block.out), m->input, weight_of(m, block, 0), weight_of(m, block, 1),
-                    nullptr, 0, nullptr, B, block.H, block.H, block.C, block.O, moments_of(m, block));
+                    nullptr, 0, nullptr, B, block.H, block.H, PIXEL, block.O, moments_of(m, block));
 }
 
 static void conv_in_backward(Model* m, const Block& block, int B, const floatX* dout) {
     conv3x3_backward(nullptr, gradient_of(m, block, 0), gradient_of(m, block, 1), nullptr, 0, dout, m->input,
-                     weight_of(m, block, 0), B, block.H, block.H, block.C, block.O);
+                     weight_of(m, block, 0), B, block.H, block.H, PIXEL, block.O);
 }
 
 // ---- residual block ---------------------------------------------------------------------------------------
@@ -5621,7 +5508,7 @@ static void out_forward(Model* m, const Block& block, int B) {
                       moments_of(m, m->plan.blocks[block.input]), nullptr, norm_of(m, block, OUT_NORM_W),
                       norm_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
     conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
-                    weight_of(m, block, OUT_CONV_B), nullptr, 0, nullptr, B, H, H, C, block.O);
+                    weight_of(m, block, OUT_CONV_B), nullptr, 0, nullptr, B, H, H, C, PIXEL);
 }
 
 static void out_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
@@ -5635,7 +5522,7 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
     backend_aside(
         [&] { groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true); });
     conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
-                     0, dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, block.O, norm);
+                     0, dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, PIXEL, norm);
     groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
                        sums, dnormed, nullptr, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G,
                        true, false);
@@ -5652,11 +5539,13 @@ static void add_tensor(Plan* plan, Block* block, const char* name, std::vector<i
     Tensor t;
     memset(&t, 0, sizeof t);
     snprintf(t.name, sizeof t.name, "%s.%s", block->name, name);
-    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in,
-    t.offset = plan->num_parameters;
+    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in;
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
+    t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
+             : t.ndim == 1 ? padded(shape[0])
+                           : t.count;
     if (block->num_params++ == 0) block->param = (int)plan->tensors.size();
-    plan->num_parameters += t.count;
+    plan->num_parameters += t.count, plan->num_floats += t.size;
     plan->tensors.push_back(t);
 }
 // A weight and its bias.
@@ -5743,7 +5632,7 @@ static void join_projections(Plan* plan) {
     for (Tensor& t : plan->tensors)
         if (std::find(order.begin(), order.end(), &t) == order.end()) order.push_back(&t);
     size_t offset = 0;
-    for (Tensor* t : order) t->offset = offset, offset += t->count;
+    for (Tensor* t : order) t->offset = offset, offset += t->size;
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -5786,7 +5675,7 @@ static void size_buffers(Plan* plan) {
             case BLOCK_UP: break;
         }
         int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
-        size_t out = room(B * b.out_H * b.out_H * O);
+        size_t out = room(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
         size_t normed = b.kind == BLOCK_EMBED ? 0 : O;  // channels that a norm reads
@@ -5958,7 +5847,7 @@ static bool allocate_workspace() {
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
-    size_t total = 0, P = plan.num_parameters, B = plan.batch;
+    size_t total = 0, P = plan.num_floats, B = plan.batch;
     size_t image = IMAGE_CHANNELS * plan.image_size * plan.image_size, pixels = B * image;
     size_t whole = std::max(plan.batch, m->config.batch_size);  // of which the plan's may be a part
     auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
@@ -5975,7 +5864,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         m->decays = (uint8_t*)place(P / DECAY_CHUNK + 1);
     }
     m->arena = place(plan.arena_bytes);
-    m->input = (floatX*)place(pixels * sizeof(floatX));
+    m->input = (floatX*)place(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
     m->target = (float*)place(pixels * sizeof(float));
     m->images = (float*)place(pixels * sizeof(float));
     m->timesteps = (int*)place(whole * sizeof(int));
@@ -6040,10 +5929,10 @@ static void build_model(Model* m, const Config& config, int batch, bool training
     backend_zero(m->memory, m->bytes);
     lay_out_model(m, m->memory);
     if (!training) return;
-    std::vector<uint8_t> decays(m->plan.num_parameters / DECAY_CHUNK + 1);
+    std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
     for (const Tensor& t : m->plan.tensors) {
         ASSERT(t.offset % DECAY_CHUNK == 0);
-        for (size_t i = 0; t.ndim > 1 && i < t.count; i += DECAY_CHUNK)
+        for (size_t i = 0; t.ndim > 1 && i < t.size; i += DECAY_CHUNK)
             decays[(t.offset + i) / DECAY_CHUNK] = 1;
     }
     backend_upload(m->decays, decays.data(), decays.size());
@@ -6058,7 +5947,7 @@ static void free_model(Model* m) {
 static void use_weights(Model* m, const float* parameters) {
     m->exact = parameters;
 #if defined(__CUDACC__) && !defined(PRECISION_FP32)
-    round_weights(m->weights, parameters, m->plan.num_parameters);
+    round_weights(m->weights, parameters, m->plan.num_floats);
 #else
     m->weights = (floatX*)parameters;
 #endif
@@ -6068,7 +5957,7 @@ static void use_weights(Model* m, const float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->plan.num_parameters * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->plan.num_floats * sizeof(float));
 }
 
 // Fresh weights, as PyTorch's defaults draw them: uniform within 1 / sqrt(fan_in), with guided-diffusion's
@@ -6078,7 +5967,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
         const Tensor& t = m->plan.tensors[index];
         values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-        reordered.resize(t.count);
+        reordered.resize(t.size);
         float bound = (float)(1.0 / sqrt((double)t.fan_in));
         for (size_t quad = 0; t.init == INIT_UNIFORM && quad < (t.count + 3) / 4; quad++) {
             Philox p = philox(seed, STREAM_INIT, (uint32_t)quad, (uint32_t)index, 0);
@@ -6086,7 +5975,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
                 values[e] = (float)(2.0 * ((p.word[e % 4] >> 8) * 0x1p-24) - 1.0) * bound;
         }
         reorder(reordered.data(), values.data(), t, true);
-        backend_upload(m->master + t.offset, reordered.data(), t.count * sizeof(float));
+        backend_upload(m->master + t.offset, reordered.data(), t.size * sizeof(float));
     }
     start_from_master(m);
 }
@@ -6098,8 +5987,8 @@ static void enter(Model* m, const Block& block, const Buffer& scratch) {
     profile.block = block.name;
 }
 
-// input (B, H, W, 3) and timesteps [first, first + B) -> the last block's output (B, H, W, 3). B may be less
-// than the plan's batch.
+// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may be
+// less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
         floatX* out = activation(m, block.out);
@@ -6240,7 +6129,7 @@ static void add_noise_cpu(float* x_t, float* target, const float* images, const 
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
                 float x0 = images[(size_t)b * elements + e], n = eps[e % 4] + offset * shift[e / (H * W)];
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                x_t[at] = a * x0 + s * n;
+                set_padded(x_t, at, a * x0 + s * n);
                 target[at] = target_of(predict, x0, n, a, s);
             }
         }
@@ -6310,7 +6199,7 @@ __global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ t
             if (i >= q.n) break;
             float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i], n = eps[i] + offset * shift[c];
             size_t at = q.pixel(i, c, pixels);
-            x_t[at] = (floatX)(a * x0 + s * n);
+            set_padded(x_t, at, a * x0 + s * n);
             target[at] = target_of(predict, x0, n, a, s);
         }
     }
@@ -6449,7 +6338,8 @@ static void sampler_start_cpu(float* x, float* input, const PictureNoise* begins
             if (from.other_weight != 0) random_normals(other, from.other, STREAM_SAMPLER, quad, 0, 0);
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                input[at] = x[at] = from.weight * normal[e % 4] + from.other_weight * other[e % 4];
+                x[at] = from.weight * normal[e % 4] + from.other_weight * other[e % 4];
+                set_padded(input, at, x[at]);
             }
         }
 }
@@ -6464,7 +6354,7 @@ static void sampler_limits_cpu(float* limits, const float* x, const float* out, 
         for (int shift = 24; shift >= 0; shift -= 8) {
             int counts[256] = {}, digit = 0;
             for (size_t i = (size_t)b * elements; i < (size_t)(b + 1) * elements; i++) {
-                uint32_t bits = magnitude_bits(predicted_x0(s, x[i], out[i]));
+                uint32_t bits = magnitude_bits(predicted_x0(s, x[i], out[padded_at(i)]));
                 if ((bits ^ found) >> shift < 256) counts[bits >> shift & 255]++;
             }
             while (rank >= counts[digit]) rank -= counts[digit++];
@@ -6484,9 +6374,9 @@ static void sampler_step_cpu(float* x, float* saved, float* input, const float* 
             if (s.sigma > 0) random_normals(normal, begins[b].seed, STREAM_SAMPLER, quad, 0, call);
             for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
                 size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                float x0 = thresholded_x0(s, x[at], out[at], limits[b]), before = x[at];
-                input[at] = x[at] =
-                    s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[e % 4];
+                float x0 = thresholded_x0(s, x[at], out[padded_at(at)], limits[b]), before = x[at];
+                x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[e % 4];
+                set_padded(input, at, x[at]);
                 saved[at] = s.save_x0 * x0 + s.save_x * before;
             }
         }
@@ -6508,7 +6398,7 @@ __global__ void sampler_start_kernel(float* x, floatX* input, const PictureNoise
             if (i >= q.n) break;
             size_t at = q.pixel(i, c, pixels);
             x[at] = from.weight * normal[i] + from.other_weight * other[i];
-            input[at] = (floatX)x[at];
+            set_padded(input, at, x[at]);
         }
     }
 }
@@ -6522,7 +6412,7 @@ __global__ void sampler_limits_kernel(float* limits, const float* x, const float
                                       int elements, int rank) {
     __shared__ int counts[256], rank_left;
     __shared__ uint32_t found;
-    x += (size_t)blockIdx.x * elements, out += (size_t)blockIdx.x * elements;
+    x += (size_t)blockIdx.x * elements, out += padded_at((size_t)blockIdx.x * elements);
     int digit = threadIdx.x;
     if (digit == 0) found = 0, rank_left = rank;
     for (int shift = 24; shift >= 0; shift -= 8) {
@@ -6531,7 +6421,7 @@ __global__ void sampler_limits_kernel(float* limits, const float* x, const float
         uint32_t prefix = found;
         int wanted = rank_left, below = 0;
         for (int i = threadIdx.x; i < elements; i += blockDim.x) {
-            uint32_t bits = magnitude_bits(predicted_x0(s, x[i], (float)out[i]));
+            uint32_t bits = magnitude_bits(predicted_x0(s, x[i], (float)out[padded_at(i)]));
             if ((bits ^ prefix) >> shift < 256) atomicAdd(counts + (bits >> shift & 255), 1);
         }
         __syncthreads();
@@ -6561,10 +6451,10 @@ __global__ void sampler_step_kernel(float* x, float* saved, floatX* input, const
         for (int i = 0; i < 4; i++) {
             if (i >= q.n) break;
             size_t at = q.pixel(i, c, pixels);
-            float x0 = thresholded_x0(s, x[at], (float)out[at], limits[q.b]), before = x[at];
+            float x0 = thresholded_x0(s, x[at], (float)out[padded_at(at)], limits[q.b]), before = x[at];
             x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[i];
             saved[at] = s.save_x0 * x0 + s.save_x * before;
-            input[at] = (floatX)x[at];
+            set_padded(input, at, x[at]);
         }
     }
 }
@@ -7503,28 +7393,28 @@ static bool all_finite(const float* values, size_t n) {
     return finite;
 }
 
-// One section of parameters, from a file's order to memory's. `to` (num_parameters) is on the device.
+// One section of parameters, from a file's order to memory's. `to` (num_floats) is on the device.
 static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
     Reader in(file.path);
     std::vector<float> stored, reordered;
     in.seek(file.find(section)->offset);
     for (const Tensor& t : plan.tensors) {
-        stored.resize(t.count), reordered.resize(t.count);
+        stored.resize(t.count), reordered.resize(t.size);
         in.read(stored.data(), t.count * sizeof(float));
         if (!all_finite(stored.data(), t.count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
                  file.path.c_str(), t.name, section);
         reorder(reordered.data(), stored.data(), t, true);
-        backend_upload(to + t.offset, reordered.data(), t.count * sizeof(float));
+        backend_upload(to + t.offset, reordered.data(), t.size * sizeof(float));
     }
 }
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     std::vector<float> held, reordered;
     for (const Tensor& t : plan.tensors) {
-        held.resize(t.count), reordered.resize(t.count);
-        backend_download(held.data(), from + t.offset, t.count * sizeof(float));
-        if (!all_finite(held.data(), t.count)) {
+        held.resize(t.size), reordered.resize(t.count);
+        backend_download(held.data(), from + t.offset, t.size * sizeof(float));
+        if (!all_finite(held.data(), t.size)) {
             out->give_up();
             fail(
                 "%s became NaN or infinite, so that %s was not written; resume from an older checkpoint, or "
@@ -7993,7 +7883,7 @@ static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
-    size_t P = m->plan.num_parameters;
+    size_t P = m->plan.num_floats;
     begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
@@ -8379,8 +8269,7 @@ static int run_profile(Config config) {
     print_profile(&Profile::Entry::block, false, peak, bandwidth);
     if (profile.stray) printf("launches that no line counts: %d\n", profile.stray);
     for (const Profile::Entry& e : profile.entries) gflop += e.work.operations / B / 1e9;
-    size_t bytes = m->bytes + workspace_bytes(),
-           ema = ema_count(config) * m->plan.num_parameters * sizeof(float);
+    size_t bytes = m->bytes + workspace_bytes(), ema = ema_count(config) * m->plan.num_floats * sizeof(float);
     finish_steps(&t);
     free_model(m);
 

@@ -1055,12 +1055,8 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 #endif
 
 // 9: production.
-// Where a side has three channels the bias is summed in a launch of its own, which is not left out.
-static float* bias_gradient9(Problem& p, Shape s) {
-    return narrow(s.C) || narrow(s.O) ? p.scratch<float>("dbias", s.O) : nullptr;
-}
 static void conv3x3_weight_gradient9(Problem& p, float* dw, const floatX* dout, const floatX* x, Shape s) {
-    conv3x3_weight_gradient(dw, bias_gradient9(p, s), nullptr, 0, dout, x, s.B, s.H, s.W, s.C, s.O);
+    conv3x3_weight_gradient(dw, nullptr, nullptr, 0, dout, x, s.B, s.H, s.W, s.C, s.O);
 }
 
 // ---- backward: both gradients -----------------------------------------------------------------------------
@@ -1198,7 +1194,7 @@ static void conv3x3_backward8(Problem& p) {
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
     Shape s = Shape::of(p);
-    conv3x3_backward(p.out<floatX>("dx"), p.sum<float>("dw"), bias_gradient9(p, s), nullptr, 0,
+    conv3x3_backward(p.out<floatX>("dx"), p.sum<float>("dw"), nullptr, nullptr, 0,
                      p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), s.B, s.H, s.W, s.C, s.O);
 }
 #endif  // __CUDACC__
@@ -1290,9 +1286,9 @@ static const Ladder conv3x3_ladder = {
              {9, weights, NHWC, FLOATX, "train_unet.cu", weight_gradient<floatX>(conv3x3_weight_gradient9)},
              {9, "backward", NHWC, FLOATX, "train_unet.cu: two kernels", conv3x3_backward9}});
         for (Version& version : versions)
-            if (version.number >= 4 && version.number <= 8)
-                version.suits = [](const Problem& p) {
-                    return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0 && p.dim("W") % 4 == 0;
+            if (version.number >= 4)
+                version.suits = [any_width = version.number == 9](const Problem& p) {
+                    return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0 && (any_width || p.dim("W") % 4 == 0);
                 };
 #endif
         return versions;
