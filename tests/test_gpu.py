@@ -16,6 +16,7 @@ import test_pictures
 import test_resume
 import test_training
 import test_twin
+import test_values
 import train_unet
 import unet_io
 from harness import (
@@ -39,7 +40,9 @@ AGAIN = {  # function of which module, and its last arguments; those before them
              (test_resume, "test_resume", dict(microbatch=2, min_snr_gamma=5)),
              *((test_pictures, "test_pictures", name) for name in test_pictures.PICTURES),
              (test_pictures, "test_pictures_from_averaged_weights"), (test_pictures, "test_seeds_and_strips"),
-             (test_pictures, "test_interpolation"), (test_pictures, "test_drawing_while_training")],
+             (test_pictures, "test_interpolation"), (test_pictures, "test_drawing_while_training"),
+             (test_values, "test_pictures_that_are_no_numbers"), (test_values, "test_no_grid"),
+             (test_values, "test_training_that_overflows")],
 }
 
 
