@@ -8246,7 +8246,7 @@ static void print_time(const Config& config, long steps_done) {
 static int run_profile(Config config) {
     check_config(config);
     std::string source = "not known";
-    double peak = backend_peak(&source), bandwidth = copy_bandwidth(), gflop = 0;
+    double peak = backend_peak(&source), bandwidth = copy_bandwidth();
     Trainer t;
     Model* m = &t.model;
     int B = config.batch_size, H = config.image_size;
@@ -8268,7 +8268,7 @@ static int run_profile(Config config) {
     print_profile(&Profile::Entry::kind, true, peak, bandwidth);
     print_profile(&Profile::Entry::block, false, peak, bandwidth);
     if (profile.stray) printf("launches that no line counts: %d\n", profile.stray);
-    for (const Profile::Entry& e : profile.entries) gflop += e.work.operations / B / 1e9;
+    double gflop = training_flops(m->plan) / 1e9;
     size_t bytes = m->bytes + workspace_bytes(), ema = ema_count(config) * m->plan.num_floats * sizeof(float);
     finish_steps(&t);
     free_model(m);
