@@ -1055,7 +1055,7 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 #endif
 
 // 9: production.
-static void conv3x3_weight_gradient9(Problem& p, float* dw, const floatX* dout, const floatX* x, Shape s) {
+static void conv3x3_weight_gradient9(Problem&, float* dw, const floatX* dout, const floatX* x, Shape s) {
     conv3x3_weight_gradient(dw, nullptr, nullptr, 0, dout, x, s.B, s.H, s.W, s.C, s.O);
 }
 
