@@ -8526,12 +8526,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
 static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config) {
     *config = given_config(given);
     WeightsFile file;
+    std::vector<long> there;  // checkpoints, as they were before any was read: see below
     if (config->resume_given) {
         std::string folder = *config->resume ? config->resume : config->out_dir;
         const GivenFlag* out_dir = was_given(given, "out_dir");
         if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
             fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
                  out_dir->value.c_str(), folder.c_str());
+        there = list_checkpoints(folder);
         file = newest_checkpoint(folder,
                                  "start without --resume, or name the run's folder with --resume FOLDER");
         refuse_contradictions(given, file, false);
@@ -8569,7 +8571,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     check_given(*config, given);
     if (config->dry_run || config->print_config) return;
 
-    std::vector<long> there = list_checkpoints(config->out_dir);
+    if (!config->resume_given) there = list_checkpoints(config->out_dir);
     if (!config->resume_given && !there.empty())
         fail(
             "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "

@@ -432,6 +432,18 @@ def test_another_run_meanwhile(tmp_path, short, faults, resumed):
     assert resumed or not (folder / "config.txt").exists()
 
 
+def test_another_run_while_a_checkpoint_is_read(tmp_path, short, faults):
+    """Reading a large one takes seconds, in which the process before may save its last one and end."""
+    flags, base = short
+    folder, counted = tmp_path / "run", tmp_path / "counted"
+    shutil.copytree(base / "stopped", folder), shutil.copytree(base / "stopped", counted)
+    calls = calls_of(faults, counted, ["--resume", counted], tmp_path / "log")
+    first = next(number for number, *call in calls if call == ["fread", "checkpoint_00000002.bin"])
+    refused(TRAIN, "--resume", folder, says=[f"{folder} already holds a run", "--resume"],
+            env=faults(folder, at=first, kind=f"cp '{checkpoint_in(base / 'calm', 5)}' '{folder}'"))
+    assert checkpoint_in(folder, 5).read_bytes() == checkpoint_in(base / "calm", 5).read_bytes()
+
+
 def test_no_lock_to_be_had(tmp_path, short, faults):
     """As on some network's file systems: a note, and the run goes on."""
     flags, base = short
