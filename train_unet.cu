@@ -8552,7 +8552,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         }
         t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
         auto was_due = [&](int every) {
-            return t->step == file.config.steps || (t->step && every && t->step % every == 0);
+            return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
         };
         t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
         t->owes_samples = was_due(file.config.sample_every);
