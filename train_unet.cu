@@ -8408,15 +8408,16 @@ static void note_disk(const Trainer& t) {
     const Config& c = t.model.config;
     struct statvfs disk;
     if (statvfs(c.out_dir, &disk)) return;
-    long left = c.steps - t.step, there = (long)list_checkpoints(c.out_dir).size(),
-         saves = (c.save_every ? left / c.save_every : 0) + 1;
-    double more =
-        (double)std::min(saves, std::max(1L, c.keep + 1L - there)) + (c.keep_every ? left / c.keep_every : 0);
+    auto multiples = [&](int every) { return every ? c.steps / every - t.step / every : 0; };  // to come
+    bool saves_last = !c.save_every || c.steps % c.save_every || !c.steps;
+    long there = (long)list_checkpoints(c.out_dir).size(), saves = multiples(c.save_every) + saves_last,
+         more = std::min(saves, std::max(1L, c.keep + 1L - there) + multiples(c.keep_every));
+    if (t.step >= c.steps && there) return;
     double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
            room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if (more * bytes > room)
-        say("note: the disk of %s has %s free; %.0f checkpoints of %s are still to be written and kept\n",
-            c.out_dir, human_bytes(room).c_str(), more, human_bytes(bytes).c_str());
+    if ((double)more * bytes > room)
+        say("note: the disk of %s has %s free and this run needs room for %s of %s more\n", c.out_dir,
+            human_bytes(room).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
 }
 
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
