@@ -8870,8 +8870,9 @@ int main(int argc, char** argv) {
         fail("%s", memory);
     }
     // where a reader has gone, or a terminal, there is nobody to tell
+    errno = 0;
     if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
-        fail("could not write all of the output: %s", strerror(errno));
+        fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
     return status;
 }
 #endif
