@@ -866,8 +866,8 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A stream, and what its launchers borrow: gathered inputs, partial sums of split reductions. A launcher splits
-// no further than fits and gives back what it took; uses follow each other on the stream.
+// A stream, and what its launchers borrow: room for the partial sums of split reductions. A launcher splits no
+// further than fits and gives back what it took; uses follow each other on the stream.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
@@ -4823,8 +4823,8 @@ static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* 
 
 #else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
 
-// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up in
-// device memory: one fp32 sum of all 262,144 loses 3e-5.
+// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up
+// in device memory: one fp32 sum of all 262,144 loses 3e-5.
 enum { ATTENTION_TILE = 16, ATTENTION_SPAN = 4096 };
 
 template <int D>
@@ -5103,10 +5103,11 @@ static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, in
 
 // ---- loss -------------------------------------------------------------------------------------------------
 
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient. target (B, n); out
-// and dout (B, n, padded; dout may be null) = 2 w_b (out - target) / total, where the whole batch has total elements and w_b = weights[t_b] is
-// what the sample's timestep counts for (weights null: 1). losses (B, loss_parts(n)): the sum of squares of
-// each chunk of each sample, not weighted. With weights of 1 their sum over total is F.mse_loss(out, target).
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient: target (B, n); out
+// (B, n, padded); dout (B, n, padded, or null) = 2 w_b (out - target) / total, where the whole batch has total
+// elements and w_b = weights[t_b] is what the sample's timestep counts for (weights null: 1). losses (B,
+// loss_parts(n)): the sum of squares of each chunk of each sample, not weighted. With weights of 1 their sum
+// over total is F.mse_loss(out, target).
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
 #ifdef CPU_LAYERS
@@ -5987,8 +5988,8 @@ static void enter(Model* m, const Block& block, const Buffer& scratch) {
     profile.block = block.name;
 }
 
-// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may be
-// less than the plan's batch.
+// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
+// be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
         floatX* out = activation(m, block.out);
