@@ -3,6 +3,7 @@
 tests/faults.c, compiled here and preloaded, makes chosen calls of the program fail.
 """
 import concurrent.futures
+import contextlib
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 
@@ -22,7 +24,7 @@ import pytest
 
 import unet_io
 from harness import ROOT, SMALL, TRAIN, checkpoint_in, refused, run, start_flags
-from unet_io import Config
+from unet_io import Config, flags_of
 
 CONFIG = Config(**SMALL | dict(lr=1e-3, flip=True))
 # the networks are so small that a second thread is slower
@@ -222,6 +224,25 @@ def test_closed_terminal(tmp_path, calm):
 
 # ----------------------------------------------------------------------------------------------------
 # faults
+
+def test_stops_of_train_unet_py(tmp_path, images4):
+    """Two signals at once, or a terminal that is closed, finish the step and save, as in the program."""
+    for name, stop in (("twice", lambda pid, _: [os.kill(pid, signal.SIGINT) for _ in range(2)]),
+                       ("closed", lambda _, terminal: os.close(terminal))):
+        flags = [*flags_of(CONFIG), "--data_file", images4, "--out_dir", tmp_path / name, "--log_every", 1]
+        pid, terminal = pty.fork()
+        if not pid:
+            os.execve(sys.executable, [sys.executable, str(ROOT / "train_unet.py"), *map(str, flags)],
+                      ENVIRONMENT)
+        read_until(3, lambda n, at=terminal: re.sub(rb"step +", b"step ", os.read(at, n)))
+        stop(pid, terminal)
+        with contextlib.suppress(OSError):  # as far as there is somebody to tell
+            while os.read(terminal, 4096):
+                pass
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, name
+        steps = [step for step, _ in records_in(tmp_path / name)]
+        assert checkpoints_in(tmp_path / name) == [len(steps)] and steps == list(range(1, len(steps) + 1))
+
 
 SHORT_STEPS = 5
 SHORT = dict(log_every=1, save_every=2, sample_every=3, val_every=3)
