@@ -312,6 +312,8 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
                             f" image")
         if held_out and not counts[1]:
             raise UserError(f"of {counted(held_out, 'file')} held out none could be read as an image")
+        for writer in writers:  # both or neither: one beside an old other would not be a split
+            writer.finish()
     return counts[0], counts[1], skipped
 
 

@@ -866,8 +866,8 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A stream, and what its launchers borrow: gathered inputs, partial sums of split reductions. A launcher splits
-// no further than fits and gives back what it took; uses follow each other on the stream.
+// A stream, and what its launchers borrow: room for the partial sums of split reductions. A launcher splits no
+// further than fits and gives back what it took; uses follow each other on the stream.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
@@ -4823,8 +4823,8 @@ static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* 
 
 #else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
 
-// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up in
-// device memory: one fp32 sum of all 262,144 loses 3e-5.
+// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up
+// in device memory: one fp32 sum of all 262,144 loses 3e-5.
 enum { ATTENTION_TILE = 16, ATTENTION_SPAN = 4096 };
 
 template <int D>
@@ -5103,10 +5103,11 @@ static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, in
 
 // ---- loss -------------------------------------------------------------------------------------------------
 
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient. target (B, n); out
-// and dout (B, n, padded; dout may be null) = 2 w_b (out - target) / total, where the whole batch has total elements and w_b = weights[t_b] is
-// what the sample's timestep counts for (weights null: 1). losses (B, loss_parts(n)): the sum of squares of
-// each chunk of each sample, not weighted. With weights of 1 their sum over total is F.mse_loss(out, target).
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient: target (B, n); out
+// (B, n, padded); dout (B, n, padded, or null) = 2 w_b (out - target) / total, where the whole batch has total
+// elements and w_b = weights[t_b] is what the sample's timestep counts for (weights null: 1). losses (B,
+// loss_parts(n)): the sum of squares of each chunk of each sample, not weighted. With weights of 1 their sum
+// over total is F.mse_loss(out, target).
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
 #ifdef CPU_LAYERS
@@ -5987,8 +5988,8 @@ static void enter(Model* m, const Block& block, const Buffer& scratch) {
     profile.block = block.name;
 }
 
-// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may be
-// less than the plan's batch.
+// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
+// be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
         floatX* out = activation(m, block.out);
@@ -8408,15 +8409,16 @@ static void note_disk(const Trainer& t) {
     const Config& c = t.model.config;
     struct statvfs disk;
     if (statvfs(c.out_dir, &disk)) return;
-    long left = c.steps - t.step, there = (long)list_checkpoints(c.out_dir).size(),
-         saves = (c.save_every ? left / c.save_every : 0) + 1;
-    double more =
-        (double)std::min(saves, std::max(1L, c.keep + 1L - there)) + (c.keep_every ? left / c.keep_every : 0);
+    auto multiples = [&](int every) { return every ? c.steps / every - t.step / every : 0; };  // to come
+    bool saves_last = !c.save_every || c.steps % c.save_every || !c.steps;
+    long there = (long)list_checkpoints(c.out_dir).size(), saves = multiples(c.save_every) + saves_last,
+         more = std::min(saves, std::max(1L, c.keep + 1L - there) + multiples(c.keep_every));
+    if (t.step >= c.steps && there) return;
     double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
            room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if (more * bytes > room)
-        say("note: the disk of %s has %s free; %.0f checkpoints of %s are still to be written and kept\n",
-            c.out_dir, human_bytes(room).c_str(), more, human_bytes(bytes).c_str());
+    if ((double)more * bytes > room)
+        say("note: the disk of %s has %s free and this run needs room for %s of %s more\n", c.out_dir,
+            human_bytes(room).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
 }
 
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
@@ -8526,12 +8528,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
 static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config) {
     *config = given_config(given);
     WeightsFile file;
+    std::vector<long> there;  // checkpoints, as they were before any was read: see below
     if (config->resume_given) {
         std::string folder = *config->resume ? config->resume : config->out_dir;
         const GivenFlag* out_dir = was_given(given, "out_dir");
         if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
             fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
                  out_dir->value.c_str(), folder.c_str());
+        there = list_checkpoints(folder);
         file = newest_checkpoint(folder,
                                  "start without --resume, or name the run's folder with --resume FOLDER");
         refuse_contradictions(given, file, false);
@@ -8550,7 +8554,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         }
         t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
         auto was_due = [&](int every) {
-            return t->step == file.config.steps || (t->step && every && t->step % every == 0);
+            return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
         };
         t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
         t->owes_samples = was_due(file.config.sample_every);
@@ -8569,7 +8573,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     check_given(*config, given);
     if (config->dry_run || config->print_config) return;
 
-    std::vector<long> there = list_checkpoints(config->out_dir);
+    if (!config->resume_given) there = list_checkpoints(config->out_dir);
     if (!config->resume_given && !there.empty())
         fail(
             "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
@@ -8867,8 +8871,9 @@ int main(int argc, char** argv) {
         fail("%s", memory);
     }
     // where a reader has gone, or a terminal, there is nobody to tell
+    errno = 0;
     if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
-        fail("could not write all of the output: %s", strerror(errno));
+        fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
     return status;
 }
 #endif

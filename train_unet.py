@@ -1004,14 +1004,24 @@ def train(config, run, given):
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
 
-    stop = []
+    stop, asked = [], []
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def finish_step(number, _):
+        """As in ./train_unet: only Ctrl-C or SIGTERM a second or more after the first ends at once."""
         stop.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        if number == signal.SIGHUP:  # printing to a terminal that is gone would be an error
+            for descriptor in terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            return
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] >= 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, finish_step)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, finish_step)
 
     def save():
         name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")

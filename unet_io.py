@@ -652,25 +652,38 @@ def _open_temporary(path):
         file.close()  # another process took it for stale before it was locked
 
 
+def _flush(file):
+    """To the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _writing(path):
+    """An OSError of what is done within becomes a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror or error}") from None
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Open a temporary file beside path; flush and rename it to path at the end, or remove it on an error."""
     path, temporary = os.fspath(path), None
     check_target(path)
     _remove_stale_temporaries(os.path.dirname(path) or ".")
-    try:
-        temporary, file = _open_temporary(path)
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary or "")
-        if isinstance(error, OSError):
-            raise UserError(f"{path} can't be written: {error.strerror or error}") from None
-        raise
+    with _writing(path):
+        try:
+            temporary, file = _open_temporary(path)
+            with file:
+                yield file
+                _flush(file)
+                os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(temporary or "")
+            raise
 
 
 def _write_with_header(file, header, blocks, crc_field):
@@ -775,8 +788,9 @@ def read_images(path):
 
 class ImageWriter:
     """Takes the images of a new file one by one; only a label each stays in memory. See image_writer."""
-    def __init__(self, file):
-        self.file, self.n, self.shape, self.crc, self.labels = file, 0, None, 0, []
+    def __init__(self, file, path):
+        self.file, self.path = file, path
+        self.n, self.shape, self.crc, self.labels, self.finished = 0, None, 0, [], False
         file.write(bytes(HEADER_BYTES))
 
     def add(self, pixels, label=None):
@@ -789,10 +803,13 @@ class ImageWriter:
 
     def _write(self, block):
         self.crc = zlib.crc32(block, self.crc)
-        self.file.write(block)
+        with _writing(self.path):
+            self.file.write(block)
 
     def finish(self):
-        """Append labels and class names, sorted, and write the header."""
+        """Append labels and class names, sorted, write the header, and flush all to the disk; once."""
+        if self.finished:
+            return
         names = sorted({label for label in self.labels if label is not None})
         block = "".join(f"{name}\n" for name in names).encode("utf-8", "replace")
         if names:
@@ -801,14 +818,20 @@ class ImageWriter:
             self._write(block)
         header = np.zeros(256, "<i4")
         header[:9] = [IMAGES_MAGIC, self.n, *self.shape, 1, 1, len(names), len(block)]
-        _write_header(self.file, header, self.crc, 9)
+        with _writing(self.path):
+            _write_header(self.file, header, self.crc, 9)
+            _flush(self.file)
+        self.finished = True
 
 
 @contextlib.contextmanager
 def image_writer(path):
-    """`with image_writer(path) as writer: writer.add(...)`. The file appears as `path` once it is whole."""
+    """`with image_writer(path) as writer: writer.add(...)`. The file appears as `path` once it is whole.
+
+    Who writes several calls finish() of each before the first appears.
+    """
     with replacing(path) as file:
-        writer = ImageWriter(file)
+        writer = ImageWriter(file, path)
         yield writer
         if not writer.n:
             raise UserError(f"{path} is not written, since there was no image to put into it")

@@ -8,6 +8,8 @@
 //   die          the process is killed
 //   otherwise    a command for the shell; then the call is made as ever
 //
+// FAULT_ROOM, where it is set, is how many bytes every disk says that it has free.
+//
 //   cc -shared -fPIC faults.c -o faults.so -ldl
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -19,6 +21,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -115,6 +118,11 @@ int unlink(const char* path) { return fault("unlink", path) ? -1 : REAL(unlink)(
 int mkdir(const char* path, mode_t mode) {
     int (*real)(const char*, mode_t) = dlsym(RTLD_NEXT, "mkdir");
     return fault("mkdir", path) ? -1 : real(path, mode);
+}
+int statvfs(const char* path, struct statvfs* disk) {
+    int (*real)(const char*, struct statvfs*) = dlsym(RTLD_NEXT, "statvfs"), result = real(path, disk);
+    if (getenv("FAULT_ROOM")) disk->f_frsize = 1, disk->f_bavail = number_of("FAULT_ROOM");
+    return result;
 }
 // What is closed is closed, whatever is reported.
 int fclose(FILE* file) {

@@ -3,6 +3,7 @@
 tests/faults.c, compiled here and preloaded, makes chosen calls of the program fail.
 """
 import concurrent.futures
+import contextlib
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 
@@ -22,7 +24,7 @@ import pytest
 
 import unet_io
 from harness import ROOT, SMALL, TRAIN, checkpoint_in, refused, run, start_flags
-from unet_io import Config
+from unet_io import Config, flags_of
 
 CONFIG = Config(**SMALL | dict(lr=1e-3, flip=True))
 # the networks are so small that a second thread is slower
@@ -223,6 +225,25 @@ def test_closed_terminal(tmp_path, calm):
 # ----------------------------------------------------------------------------------------------------
 # faults
 
+def test_stops_of_train_unet_py(tmp_path, images4):
+    """Two signals at once, or a terminal that is closed, finish the step and save, as in the program."""
+    for name, stop in (("twice", lambda pid, _: [os.kill(pid, signal.SIGINT) for _ in range(2)]),
+                       ("closed", lambda _, terminal: os.close(terminal))):
+        flags = [*flags_of(CONFIG), "--data_file", images4, "--out_dir", tmp_path / name, "--log_every", 1]
+        pid, terminal = pty.fork()
+        if not pid:
+            os.execve(sys.executable, [sys.executable, str(ROOT / "train_unet.py"), *map(str, flags)],
+                      ENVIRONMENT)
+        read_until(3, lambda n, at=terminal: re.sub(rb"step +", b"step ", os.read(at, n)))
+        stop(pid, terminal)
+        with contextlib.suppress(OSError):  # as far as there is somebody to tell
+            while os.read(terminal, 4096):
+                pass
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, name
+        steps = [step for step, _ in records_in(tmp_path / name)]
+        assert checkpoints_in(tmp_path / name) == [len(steps)] and steps == list(range(1, len(steps) + 1))
+
+
 SHORT_STEPS = 5
 SHORT = dict(log_every=1, save_every=2, sample_every=3, val_every=3)
 
@@ -388,6 +409,25 @@ def test_file_size_limit(tmp_path, short):
     assert not list(folder.glob("*.tmp")) and sorted(step for step, _ in records_in(folder)) == [1, 2]
 
 
+def test_disk_that_will_be_too_small(tmp_path, short, faults):
+    """A note at the start counts the checkpoints that will lie there at a time beside those that do."""
+    flags, base = short
+    folder, size = tmp_path / "run", checkpoint_in(base / "calm", 5).stat().st_size
+
+    def noted(room, *words):
+        out = run(TRAIN, *words, env=faults(folder, room=int(room * size))).stdout
+        return re.findall(r"^note: the disk of .*/run has .* free.* room for (\d+ checkpoints?) ", out, re.M)
+    assert noted(2.9, *flags, "--out_dir", folder, "--steps", 4) == []  # of steps 2 and 4
+    assert noted(0.5, "--resume", folder, "--steps", 4) == []  # nothing is left to save
+    assert noted(0.5, "--resume", folder, "--steps", 5) == ["1 checkpoint"]
+    shutil.rmtree(folder)
+    assert noted(2.9, *flags, "--out_dir", folder) == ["3 checkpoints"]  # of steps 2, 4 and 5, then 2 goes
+    shutil.rmtree(folder)
+    assert noted(3.1, *flags, "--out_dir", folder, "--steps", 9) == []  # never more than 3 at a time
+    shutil.rmtree(folder)
+    assert noted(3.1, *flags, "--out_dir", folder, "--steps", 9, "--keep_every", 2) == ["5 checkpoints"]
+
+
 # ----------------------------------------------------------------------------------------------------
 # grids, folders, names
 
@@ -430,6 +470,18 @@ def test_another_run_meanwhile(tmp_path, short, faults, resumed):
             env=faults(folder, at=lock, kind=copy))
     assert checkpoint_in(folder, 5).read_bytes() == checkpoint_in(base / "calm", 5).read_bytes()
     assert resumed or not (folder / "config.txt").exists()
+
+
+def test_another_run_while_a_checkpoint_is_read(tmp_path, short, faults):
+    """Reading a large one takes seconds, in which the process before may save its last one and end."""
+    flags, base = short
+    folder, counted = tmp_path / "run", tmp_path / "counted"
+    shutil.copytree(base / "stopped", folder), shutil.copytree(base / "stopped", counted)
+    calls = calls_of(faults, counted, ["--resume", counted], tmp_path / "log")
+    first = next(number for number, *call in calls if call == ["fread", "checkpoint_00000002.bin"])
+    refused(TRAIN, "--resume", folder, says=[f"{folder} already holds a run", "--resume"],
+            env=faults(folder, at=first, kind=f"cp '{checkpoint_in(base / 'calm', 5)}' '{folder}'"))
+    assert checkpoint_in(folder, 5).read_bytes() == checkpoint_in(base / "calm", 5).read_bytes()
 
 
 def test_no_lock_to_be_had(tmp_path, short, faults):

@@ -1,5 +1,6 @@
 """prepare_data.py: folders and zips of pictures in, one file out."""
 import contextlib
+import errno
 import io
 import os
 import random
@@ -367,6 +368,24 @@ def test_prepare_two_at_once(tmp_path, monkeypatch):
     assert prepare_data.prepare(str(one), target, 8) == (3, 0, 0)
     assert len(unet_io.read_images(target)) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "x.bin"]
+
+
+def test_prepare_disk_is_full_at_the_end(tmp_path, monkeypatch):
+    """Neither of two outputs is replaced where the other can't be written."""
+    source, target = make_colours(tmp_path / "in", *(f"{i}.png" for i in range(8))), tmp_path / "x.bin"
+    prepare_data.prepare(str(source), str(target), 8, True, 0.25)
+    before = target.read_bytes(), (tmp_path / "x_val.bin").read_bytes()
+    fsync = os.fsync
+
+    def full(descriptor):
+        if "/x.bin." in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="/x.bin can't be written: No space left"):
+        prepare_data.prepare(str(source), str(target), 4, True, 0.25)
+    assert (target.read_bytes(), (tmp_path / "x_val.bin").read_bytes()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "x.bin", "x_val.bin"]
 
 
 def test_prepare_memory(tmp_path):

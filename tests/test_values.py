@@ -96,6 +96,14 @@ def test_no_grid(tmp_path, images8):
     assert re.search(r"--num_samples .*0: no grids", run(TRAIN, "--help").stdout)
 
 
+def test_nothing_is_owed_at_step_0(tmp_path, images8):
+    """A run of --steps 0 validates as little as it draws; its resume makes up for neither."""
+    run(*toy(images8, tmp_path / "run", 0, "--val_file", images8))
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 1)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "val_loss" in line] == [1]
+
+
 def test_initial_weights_lie_here(tmp_path, images8):
     """An earlier trainer loaded this file unasked; this one says that it does not."""
     perturbed_file(tmp_path / "unet_init.bin", Config(**TOY))
