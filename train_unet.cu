@@ -8617,13 +8617,20 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     t->metrics.open();
 }
 
-static void save(const Trainer& t) {
-    const Config& c = t.model.config;
-    write_checkpoint(checkpoint_path(c.out_dir, t.step), t.model, t.step, t.smoothed, t.history);
-    int newest = 0;  // up to this step: later ones are damaged, or --resume would not have passed over them
-    for (long step : list_checkpoints(c.out_dir))
-        if (step <= t.step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-            unlink(checkpoint_path(c.out_dir, step).c_str());
+// Where no checkpoint can be written, the run ends, after a last attempt at what the log lacks.
+static void save(Trainer* t) {
+    const Config& c = t->model.config;
+    std::string path = checkpoint_path(c.out_dir, t->step);
+    std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
+    if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
+    why = failure_of([&] {
+        int newest =
+            0;  // up to this step: later ones are damaged, or --resume would not have passed over them
+        for (long step : list_checkpoints(c.out_dir))
+            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+                unlink(checkpoint_path(c.out_dir, step).c_str());
+    });
+    if (!why.empty()) fprintf(stderr, "note: old checkpoints stay: %s\n", why.c_str());
 }
 
 static std::string samples_path(const std::string& folder, long step) {
@@ -8771,7 +8778,7 @@ static void train(Trainer* t) {
             shown = now;
         }
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(*t), last_saved = t->step;
+        if (due(c.save_every)) save(t), last_saved = t->step;
         if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
         fflush(stdout);
         double after = seconds_now();  // saving, sampling and validating are no part of a step's time
@@ -8781,7 +8788,7 @@ static void train(Trainer* t) {
     while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
     double seconds = seconds_now() - start - paused;
     if (terminal) printf("\r\033[K");
-    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(*t);
+    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
     if (last_sampled != t->step && !stop_requested) save_samples(t);
     t->metrics.close();
     print_summary(*t, first, seconds);
