@@ -838,7 +838,7 @@ static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT
 template <typename T>
 static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
-    ASSERT(arena->used + bytes <= arena->capacity);  // the plan counted less than the walk took
+    ASSERT(arena->used + bytes <= arena->capacity);  // less was counted than is taken
     T* memory = (T*)(arena->base + arena->used);
     arena->used += bytes;
     return memory;
@@ -2187,6 +2187,7 @@ struct OutputColumns {
         *(uint4*)(out + (size_t)m * width) = pack(value);
     }
 };
+
 // out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
@@ -8624,8 +8625,8 @@ static void save(Trainer* t) {
     std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
     if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
     why = failure_of([&] {
-        int newest =
-            0;  // up to this step: later ones are damaged, or --resume would not have passed over them
+        // up to this step: later ones are damaged, or --resume would not have passed over them
+        int newest = 0;
         for (long step : list_checkpoints(c.out_dir))
             if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
                 unlink(checkpoint_path(c.out_dir, step).c_str());
