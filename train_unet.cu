@@ -27,9 +27,9 @@
 //              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
-// Layers       X_forward_cpu is the specification of layer X. X_forward is what the network calls: a launcher
-//              in the CUDA build, otherwise another name for the specification. Arguments: outputs, inputs,
-//              sizes. Launchers own their geometry, never synchronise, always check.
+// Layers       Declared once, in room 3. namespace cpu holds the specification of each; namespace gpu, in the
+//              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, sizes. Launchers
+//              own their geometry, never synchronise, always check.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
@@ -38,15 +38,19 @@
 // -----------------------------------------------------------------------------------------------------------
 // Contents
 //
-//   1  CONFIGURATION, COMMAND LINE, ERRORS
-//   2  ARENAS AND TENSORS
-//   3  LAYERS
+//   1  CONFIGURATION AND ERRORS
+//   2  MEMORY, TENSORS, RANDOMNESS
+//   3  THE LAYERS, DECLARED
 //   4  BLOCKS
-//   5  PLAN AND UNET WALK
-//   6  DIFFUSION
+//   5  PLAN AND WALK
+//   6  DIFFUSION AND SAMPLERS
 //   7  OPTIMISER
-//   8  DATA, CHECKPOINTS, LOGS, IMAGES
-//   9  MAIN
+//   8  TRAINING
+//   9  FILES
+//  10  COMMAND LINE AND MAIN
+//  11  LAYERS ON THE CPU
+//  12  LAYERS ON THE GPU
+//  13  HOPPER
 
 #include <cerrno>
 #include <cfloat>
@@ -96,7 +100,7 @@ static int omp_get_thread_num() { return 0; }
 #endif
 
 // ===========================================================================================================
-// 1  CONFIGURATION, COMMAND LINE, ERRORS
+//  1  CONFIGURATION AND ERRORS
 // ===========================================================================================================
 
 // ---- errors -----------------------------------------------------------------------------------------------
@@ -199,6 +203,35 @@ __attribute__((format(printf, 1, 2))) static void say(const char* format, ...) {
 // "1 picture", "2 pictures"
 static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
 
+// The shortest text that reads back as the same float.
+static std::string float_text(float value) {
+    for (int digits = 1; digits < 9; digits++) {
+        std::string shorter = text("%.*g", digits, (double)value);
+        if (strtof(shorter.c_str(), nullptr) == value) return shorter;
+    }
+    return text("%.9g", (double)value);
+}
+
+static std::string human_bytes(double bytes) {
+    return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
+           : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
+                          : text("%.1f kB", bytes / 1e3);
+}
+
+static std::string human_time(double seconds) {
+    long s = (long)(seconds + 0.5);
+    if (s < 60) return text("%lds", s);
+    if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
+    if (s < 48 * 3600) return text("%ldh %02ldm", s / 3600, s / 60 % 60);
+    return text("%ldd %02ldh", s / 86400, s / 3600 % 24);
+}
+
+static double seconds_now() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 // ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
@@ -235,462 +268,6 @@ struct Config {
     // what to do
     int resume_given, print_config, dry_run, profile, help;
 };
-
-// A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
-// .bin header.
-enum FlagKind {
-    FLAG_INT,
-    FLAG_UINT,
-    FLAG_FLOAT,
-    FLAG_BOOL,
-    FLAG_LIST,
-    FLAG_FLOAT_LIST,
-    FLAG_CHOICE,
-    FLAG_PATH,
-    FLAG_OPTIONAL_PATH
-};
-enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
-static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
-
-// What may become of a flag that is typed together with --resume: a FIXED one must equal the checkpoint's
-// value.
-enum FlagResume { FREE, FIXED };
-
-struct Flag {
-    const char* name;
-    FlagKind kind;
-    FlagGroup group;
-    FlagResume on_resume;
-    int field;             // first int32 field of the .bin header that stores it, 0: not stored
-    size_t offset;         // in Config
-    const char* standard;  // the default, as it would be typed
-    double least, most;    // range of a number or of a list's elements
-    const char* choices;   // of a FLAG_CHOICE, separated by |
-    const char* help;
-};
-
-#define AT(member) offsetof(Config, member)
-static const Flag FLAGS[] = {
-    {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
-     "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
-    {"data_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(data_file), "data/emoji.bin", 0, 0, 0,
-     "training images, made by prepare_data.py"},
-    {"val_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(val_file), "", 0, 0, 0,
-     "validation images: their loss, with fixed noise, every --val_every steps"},
-    {"model_weights", FLAG_PATH, GROUP_FILES, FIXED, 0, AT(model_weights), "", 0, 0, 0,
-     "start from (or generate with) the weights of this .bin; its configuration comes with it"},
-    {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
-     "folder for checkpoints, samples, metrics.jsonl and config.txt"},
-    {"resume", FLAG_OPTIONAL_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
-     "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
-    {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
-     "PNG grid that --generate writes"},
-    {"output_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_dir), "", 0, 0, 0,
-     "folder into which --generate also writes each picture, as SEED.png"},
-
-    {"image_size", FLAG_INT, GROUP_MODEL, FIXED, 16, AT(image_size), "64", 4, 1024, 0,
-     "height and width in pixels"},
-    {"num_channels", FLAG_INT, GROUP_MODEL, FIXED, 18, AT(num_channels), "64", 32, 1024, 0,
-     "width of the first level, a multiple of 32"},
-    {"channel_mult", FLAG_LIST, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
-     "width of each level as a multiple of num_channels; each level halves the image"},
-    {"num_res_blocks", FLAG_INT, GROUP_MODEL, FIXED, 19, AT(num_res_blocks), "2", 1, 16, 0,
-     "residual blocks a level"},
-    {"attention_resolutions", FLAG_LIST, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024,
-     0, "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
-    {"num_head_channels", FLAG_INT, GROUP_MODEL, FIXED, 20, AT(num_head_channels), "32", 1, 1024, 0,
-     "channels of an attention head"},
-    {"norm_groups", FLAG_INT, GROUP_MODEL, FIXED, 21, AT(norm_groups), "32", 1, 1024, 0,
-     "groups of a group norm; every level needs two channels a group or more"},
-    {"max_period", FLAG_INT, GROUP_MODEL, FIXED, 22, AT(max_period), "10000", 2, 100000000, 0,
-     "longest period of the timestep embedding"},
-
-    {"diffusion_steps", FLAG_INT, GROUP_DIFFUSION, FIXED, 40, AT(diffusion_steps), "1000", 2, 100000, 0,
-     "timesteps T of the noising chain"},
-    {"noise_schedule", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 41, AT(noise_schedule), "linear", 0, 0,
-     "linear|cosine", "how fast the chain adds noise"},
-    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v|x0",
-     "what the network predicts: the noise, the velocity v, or the image"},
-    {"zero_terminal_snr", FLAG_BOOL, GROUP_DIFFUSION, FIXED, 90, AT(zero_terminal_snr), "0", 0, 1, 0,
-     "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
-
-    {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
-    {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
-     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
-    {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
-    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
-    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
-     "constant|cosine|linear",
-     "how it falls over the --steps of the first start; a later --steps does not bend it"},
-    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(final_lr_fraction), "0", 0, 1, 0,
-     "part of --lr that cosine and linear end at"},
-    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(warmup_steps), "0", 0, 1e9, 0,
-     "steps over which the learning rate rises to --lr"},
-    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(weight_decay), "0", 0, 1e3, 0,
-     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
-    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
-    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
-     "AdamW's second moment"},
-    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 1e-20, 1, 0, "AdamW's epsilon"},
-    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(grad_clip), "0", 0, 1e9, 0,
-     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
-    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(skip_outliers), "0", 0, 1e9, 0,
-     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
-    {"ema_rate", FLAG_FLOAT_LIST, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
-     "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
-    {"min_snr_gamma", FLAG_FLOAT, GROUP_TRAINING, FIXED, 71, AT(min_snr_gamma), "0", 0, 1e6, 0,
-     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
-    {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
-     "mirror half of the images left to right"},
-    {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
-     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
-     "decides weights, order, noise; with --generate the first picture's seed"},
-    {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
-     "steps between two log lines"},
-    {"save_every", FLAG_INT, GROUP_TRAINING, FREE, 63, AT(save_every), "1000", 0, 1e9, 0,
-     "steps between two checkpoints; 0: only at the end"},
-    {"keep", FLAG_INT, GROUP_TRAINING, FREE, 64, AT(keep), "2", 1, 1e9, 0, "newest checkpoints to keep"},
-    {"keep_every", FLAG_INT, GROUP_TRAINING, FREE, 106, AT(keep_every), "0", 0, 1e9, 0,
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
-    {"sample_every", FLAG_INT, GROUP_TRAINING, FREE, 65, AT(sample_every), "1000", 0, 1e9, 0,
-     "steps between two sample grids; 0: only at the end"},
-    {"val_every", FLAG_INT, GROUP_TRAINING, FREE, 66, AT(val_every), "1000", 1, 1e9, 0,
-     "steps between two validation losses"},
-
-    {"generate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(generate), "0", 0, 1e6, 0,
-     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
-    {"seeds", FLAG_PATH, GROUP_SAMPLING, FREE, 0, AT(seeds), "", 0, 0, 0,
-     "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
-    {"interpolate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(interpolate), "0", 0, 1e6, 0,
-     "draw this many pictures on the way from the first of two --seeds to the second"},
-    {"strip", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(strip), "0", 0, 1000, 0,
-     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
-    {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 0, 1e6, 0,
-     "pictures of a sample grid while training; 0: no grids"},
-    {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm|dpmpp|heun",
-     "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)"},
-    {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
-    {"eta", FLAG_FLOAT, GROUP_SAMPLING, FREE, 92, AT(eta), "0", 0, 1, 0,
-     "how much of ddpm's noise ddim adds at every step"},
-    {"threshold", FLAG_CHOICE, GROUP_SAMPLING, FREE, 93, AT(threshold), "clamp", 0, 0, "clamp|dynamic|none",
-     "how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile"},
-    {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 4, 0,
-     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
-
-    {"config", FLAG_PATH, GROUP_OTHER, FREE, 0, AT(config), "", 0, 0, 0,
-     "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
-    {"print_config", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(print_config), "0", 0, 1, 0,
-     "print every flag's value as a file for --config, and exit"},
-    {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
-     "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
-    {"profile", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(profile), "0", 0, 1, 0,
-     "print what a training step's time goes to, by kind of kernel and by block, and exit; needs no data"},
-    {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
-};
-enum {
-    NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
-    FIELD_LR_STEPS = 54,     // the schedule's length has no flag
-    FIELD_MORE_FLOATS = 75,  // a FLAG_FLOAT_LIST's second number and on, which do not fit beside its first
-};
-
-// A preset is a text of flags that come before those of --config and those the user types.
-struct Preset {
-    const char *name, *flags;
-};
-static const Preset PRESETS[] = {
-    // 32 groups would leave one channel a group at this width: see check_config
-    {"tiny",
-     "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
-     "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
-     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
-     "--save_every 1000 --sample_every 1000 --val_every 1000"},
-    {"small32",
-     "--image_size 32 --num_channels 64 --channel_mult 1,2,2 --num_res_blocks 2 "
-     "--attention_resolutions 16,8 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
-     "--lr_schedule cosine --warmup_steps 500 --steps 20000"},
-    {"unet64", ""},
-    {"large64",
-     "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --batch_size 64 "
-     "--lr 1e-4 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 --save_every 5000 "
-     "--sample_every 5000 --val_every 5000"},
-};
-
-// ---- flags as text ----------------------------------------------------------------------------------------
-
-static const Flag* find_flag(const std::string& name) {
-    for (const Flag& flag : FLAGS)
-        if (name == flag.name) return &flag;
-    return nullptr;
-}
-
-// Edits (insert, delete, replace) that turn a into b.
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-    for (size_t i = 1; i <= a.size(); i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            row[j] = std::min(replaced, 1 + std::min(row[j], row[j - 1]));
-        }
-    }
-    return row[b.size()];
-}
-
-// The name in a table (FLAGS, PRESETS) that `name` resembles most.
-template <typename Entry, size_t N>
-static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    const Entry* best = table;
-    for (const Entry& entry : table)
-        if (edit_distance(name, entry.name) < edit_distance(name, best->name)) best = &entry;
-    return best->name;
-}
-
-static bool is_real(const Flag& flag) { return flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST; }
-
-// Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
-static bool in_range(const Flag& flag, double number) {
-    if (!(is_real(flag) && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
-    float value = (float)number;
-    return value >= (float)flag.least && value <= (float)flag.most &&
-           (number == 0 || fabsf(value) >= FLT_MIN);
-}
-
-// The number in `value`, which must be all of it and within [least, most].
-static double parse_number(const Flag& flag, const std::string& value) {
-    char* end;
-    double number = strtod(value.c_str(), &end);
-    bool real = is_real(flag), whole = real || number == floor(number);
-    if (value.empty() || *end || !std::isfinite(number) || !whole)
-        fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
-    if (real && number != 0 && fabs(number) < FLT_MIN)
-        fail_usage("--%s %s is too close to 0 for a float; the least above it is 1.2e-38", flag.name,
-                   value.c_str());
-    if (!in_range(flag, number))
-        fail_usage("--%s must lie between %g and %.10g, not %s", flag.name, flag.least, flag.most,
-                   value.c_str());
-    return number;
-}
-
-// How many numbers of 4 bytes it has; a path aside.
-static int flag_length(const Flag& flag) {
-    return flag.kind == FLAG_LIST ? MAX_LEVELS : flag.kind == FLAG_FLOAT_LIST ? MAX_EMAS : 1;
-}
-
-static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    void* target = (char*)config + flag.offset;
-    switch (flag.kind) {
-        case FLAG_INT: *(int*)target = (int)parse_number(flag, value); break;
-        case FLAG_UINT: *(unsigned*)target = (unsigned)parse_number(flag, value); break;
-        case FLAG_FLOAT: *(float*)target = (float)parse_number(flag, value); break;
-        case FLAG_BOOL:
-            if (value == "1" || value == "true" || value == "True")
-                *(int*)target = 1;
-            else if (value == "0" || value == "false" || value == "False")
-                *(int*)target = 0;
-            else
-                fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
-            break;
-        case FLAG_LIST:
-        case FLAG_FLOAT_LIST: {
-            int count = 0, most = flag_length(flag);
-            memset(target, 0, most * sizeof(int));
-            for (size_t start = 0; start <= value.size();) {
-                size_t comma = std::min(value.find(',', start), value.size());
-                if (count == most)
-                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
-                double number = parse_number(flag, value.substr(start, comma - start));
-                if (flag.kind == FLAG_LIST && number == 0 && value.find(',') != std::string::npos)
-                    fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
-                               value.c_str());
-                if (flag.kind == FLAG_LIST)
-                    ((int*)target)[count++] = (int)number;
-                else
-                    ((float*)target)[count++] = (float)number;
-                start = comma + 1;
-            }
-            break;
-        }
-        case FLAG_CHOICE: {
-            std::string choices = flag.choices;
-            int index = 0;
-            for (size_t start = 0; start <= choices.size(); index++) {
-                size_t bar = std::min(choices.find('|', start), choices.size());
-                if (choices.substr(start, bar - start) == value) {
-                    *(int*)target = index;
-                    return;
-                }
-                start = bar + 1;
-            }
-            fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
-        }
-        case FLAG_PATH:
-        case FLAG_OPTIONAL_PATH: {
-            size_t room = flag.offset == AT(preset) ? sizeof config->preset : (size_t)MAX_PATH_LENGTH;
-            if (value.size() >= room) fail_usage("--%s is longer than %zu characters", flag.name, room - 1);
-            if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-            if (value.find_first_of("\r\n") != std::string::npos)
-                fail_usage("--%s must not hold a line break", flag.name);
-            strcpy((char*)target, value.c_str());
-            break;
-        }
-    }
-}
-
-// The shortest text that reads back as the same float.
-static std::string float_text(float value) {
-    for (int digits = 1; digits < 9; digits++) {
-        std::string shorter = text("%.*g", digits, (double)value);
-        if (strtof(shorter.c_str(), nullptr) == value) return shorter;
-    }
-    return text("%.9g", (double)value);
-}
-
-// The value as it would be typed.
-static std::string flag_text(const Config& config, const Flag& flag) {
-    const void* source = (const char*)&config + flag.offset;
-    switch (flag.kind) {
-        case FLAG_INT:
-        case FLAG_BOOL: return text("%d", *(const int*)source);
-        case FLAG_UINT: return text("%u", *(const unsigned*)source);
-        case FLAG_FLOAT: return float_text(*(const float*)source);
-        case FLAG_LIST: {
-            std::string joined;
-            for (int i = 0; i < MAX_LEVELS && ((const int*)source)[i]; i++)
-                joined += text("%s%d", i ? "," : "", ((const int*)source)[i]);
-            return joined.empty() ? "0" : joined;
-        }
-        case FLAG_FLOAT_LIST: {
-            std::string joined;
-            for (int i = 0; i < MAX_EMAS && ((const float*)source)[i] > 0; i++)
-                joined += (i ? "," : "") + float_text(((const float*)source)[i]);
-            return joined.empty() ? "0" : joined;
-        }
-        case FLAG_CHOICE: {
-            const char* choice = flag.choices;
-            for (int i = *(const int*)source; i > 0; i--) choice = strchr(choice, '|') + 1;
-            return std::string(choice, strcspn(choice, "|"));
-        }
-        case FLAG_PATH:
-        case FLAG_OPTIONAL_PATH: return (const char*)source;
-    }
-    return "";
-}
-
-static void print_help() {
-    printf(
-        "train_unet: trains a UNet diffusion model on images\n\n"
-        "  ./train_unet --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
-        "--output_name X.bin)\n"
-        "  ./train_unet --resume              continue\n"
-        "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
-        "Flags are written --name value or --name=value.\n");
-    for (int group = 0; group <= GROUP_OTHER; group++) {
-        printf("\n%s\n", GROUP_TITLES[group]);
-        for (const Flag& flag : FLAGS) {
-            if (flag.group != group) continue;
-            std::string left = text("--%s %s", flag.name, flag.kind == FLAG_CHOICE ? flag.choices : "");
-            std::string standard =
-                *flag.standard && flag.kind != FLAG_BOOL ? text(" (default %s)", flag.standard) : "";
-            printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
-        }
-    }
-    printf("\nPresets\n");
-    for (const Preset& preset : PRESETS)
-        printf("  %s: %s\n", preset.name, *preset.flags ? preset.flags : "the defaults above");
-}
-
-// A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
-struct GivenFlag {
-    const Flag* flag;
-    std::string value, origin;
-};
-
-static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
-    const GivenFlag* last = nullptr;
-    for (const GivenFlag& g : given)
-        if (!strcmp(g.flag->name, name)) last = &g;
-    return last;
-}
-
-static std::vector<GivenFlag> preset_flags(const std::string& name) {
-    std::vector<GivenFlag> given;
-    std::string names;
-    for (const Preset& preset : PRESETS) {
-        names += std::string(names.empty() ? "" : ", ") + preset.name;
-        if (name != preset.name) continue;
-        std::istringstream words(preset.flags);
-        for (std::string flag, value; words >> flag >> value;)
-            given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
-        return given;
-    }
-    fail_usage("there is no preset '%s'; did you mean %s? (there are: %s)", name.c_str(),
-               nearest(PRESETS, name), names.c_str());
-}
-
-static std::vector<GivenFlag> read_config_file(const std::string& path);
-
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
-// applied later, over the defaults or a checkpoint's configuration.
-static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
-    std::vector<GivenFlag> given;
-    for (int i = 1; i < argc; i++) {
-        std::string argument = argv[i];
-        if (argument == "-h") argument = "--help";
-        if (argument.compare(0, 2, "--") != 0)
-            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
-        size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const Flag* flag = find_flag(name);
-        if (name == "log_file")  // of an earlier trainer, whose files this one reads
-            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
-        if (!flag)
-            fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-                       nearest(FLAGS, name));
-        bool more = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
-        std::string value;
-        if (equals != std::string::npos)
-            value = argument.substr(equals + 1);
-        else if (flag->kind == FLAG_BOOL)
-            value = more ? argv[++i] : "1";
-        else if (flag->kind == FLAG_OPTIONAL_PATH)
-            value = more ? argv[++i] : "";
-        else if (i + 1 < argc)
-            value = argv[++i];
-        else
-            fail_usage("--%s needs a value", name.c_str());
-        given.push_back({flag, value, ""});
-    }
-    if (const GivenFlag* file = was_given(given, "config")) {
-        std::vector<GivenFlag> more = read_config_file(file->value);
-        given.insert(given.begin(), more.begin(), more.end());
-    }
-    if (const GivenFlag* preset = was_given(given, "preset")) {
-        if (!preset->origin.empty()) error_place = preset->origin + ": ";
-        std::vector<GivenFlag> more = preset_flags(preset->value);
-        error_place.clear();
-        given.insert(given.begin(), more.begin(), more.end());
-    }
-    return given;
-}
-
-static Config default_config() {
-    Config config;
-    memset(&config, 0, sizeof config);
-    for (const Flag& flag : FLAGS) set_flag(&config, flag, flag.standard);
-    return config;
-}
-
-static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
-    for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
-    config->resume_given = was_given(given, "resume") != nullptr;
-}
 
 // Images that go through the network at a time while it is trained.
 static int microbatch_of(const Config& c) {
@@ -772,16 +349,101 @@ static void check_config(const Config& c) {
 }
 
 // ===========================================================================================================
-// 2  ARENAS AND TENSORS
+//  2  MEMORY, TENSORS, RANDOMNESS
 // ===========================================================================================================
 
-// ---- profile ----------------------------------------------------------------------------------------------
+// ---- arenas -----------------------------------------------------------------------------------------------
 
-static double seconds_now() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+// A block of memory of a known size, handed out piece by piece.
+struct Arena {
+    char* base;
+    size_t capacity, used;  // bytes
+};
+enum { ALIGNMENT = 256 };
+
+static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+template <typename T>
+static T* take(Arena* arena, size_t count) {
+    size_t bytes = aligned(count * sizeof(T));
+    ASSERT(arena->used + bytes <= arena->capacity);  // less was counted than is taken
+    T* memory = (T*)(arena->base + arena->used);
+    arena->used += bytes;
+    return memory;
 }
+
+// ---- the machine: what the two builds do differently besides the layers -----------------------------------
+
+#if !defined(__CUDACC__) || defined(TESTING)
+#define CPU_LAYERS 1  // the specification of every layer is compiled
+#endif
+
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#ifdef PRECISION_FP32
+typedef float floatX;
+#else
+typedef __nv_bfloat16 floatX;
+#endif
+enum { STEPS_IN_FLIGHT = 3 };  // steps begun before the first of them is awaited
+#else
+#define HOST_DEVICE
+typedef float floatX;
+struct float2 {  // as CUDA's
+    float x, y;
+};
+enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
+#endif
+
+HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
+
+static void backend_init();         // refuses a machine that can't run this program
+static std::string backend_name();  // the device and its precision
+// Memory where the layers work; null where there is not enough. The host's is as fast for the device to copy.
+static void* backend_allocate(size_t bytes);
+static void backend_free(void* memory);
+static void* backend_allocate_host(size_t bytes);
+static void backend_free_host(void* memory);
+static size_t backend_memory_available();  // bytes; 0: not known
+static size_t
+host_memory_available();  // bytes that this machine, and `ulimit -v`, can still give; 0: not known
+// Everything below is done in the order of the calls. An _async one may return before it is.
+static void backend_zero(void* memory, size_t bytes);
+static void backend_copy(void* to, const void* from, size_t bytes);
+static void backend_upload(void* to, const void* from, size_t bytes);
+static void backend_upload_async(void* to, const void* from, size_t bytes);
+static void backend_download(void* to, const void* from, size_t bytes);
+static void backend_download_async(void* to, const void* from, size_t bytes);
+// A point in the work given to the device, and waiting until it is reached.
+static void backend_mark(int slot);
+static void backend_await(int slot);
+// Launches that may run beside what the main stream gets from now on, until it asks for their results with
+// backend_join. They follow everything launched before. A profile has them in line, to time each alone.
+// Returns the number of this call.
+template <typename Launches>
+static int backend_aside(Launches launches);
+// What follows waits for the launches of that call and of all before it; without a number, for all.
+static void backend_join(int call = INT_MAX);
+// A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
+// launch sets up once), recorded as a graph the second, replayed from then on.
+struct Recording {
+    void* graph = nullptr;  // cudaGraphExec_t; on the CPU nothing is recorded
+    int runs = 0;
+};
+template <typename Launches>
+static void backend_replay(Recording* recording, Launches launches);
+static void backend_forget(Recording* recording);
+// Notes the time when the device has done all it was given so far; milliseconds between two such stamps.
+static void backend_stamp(size_t place);
+static float backend_milliseconds(size_t first, size_t last);
+// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: what a multiprocessor does in a clock, by
+// NVIDIA's white papers on each architecture, times multiprocessors and clock. An H100's clock goes higher
+// than the one behind its data sheet's 989 TFLOP/s of the tensor cores: theirs counts as that. 0: not known.
+static double backend_peak(std::string* source);
+static size_t workspace_bytes();  // what the layers need besides the model's memory
+static bool allocate_workspace();
+
+// ---- profile ----------------------------------------------------------------------------------------------
 
 // What --profile measures. A launcher opens a scope at its head, PROFILE("3x3 dW", {operations, bytes}), that
 // lasts until it returns: the operations of its maths, and the bytes that must move where each input is read
@@ -806,8 +468,6 @@ struct Profile {
     }
 };
 static Profile profile;
-static void backend_stamp(size_t place);  // notes the time when the device has done all it was given so far
-
 struct ProfileScope {
     size_t stamp = 0;  // its first; 0 and 1 are left to what is around all scopes
     ProfileScope(const char* kind, Work work) {
@@ -823,323 +483,6 @@ struct ProfileScope {
     }
 };
 #define PROFILE(...) ProfileScope profile_scope(__VA_ARGS__)
-
-// ---- arenas -----------------------------------------------------------------------------------------------
-
-// A block of memory of a known size, handed out piece by piece.
-struct Arena {
-    char* base;
-    size_t capacity, used;  // bytes
-};
-enum { ALIGNMENT = 256 };
-
-static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-
-template <typename T>
-static T* take(Arena* arena, size_t count) {
-    size_t bytes = aligned(count * sizeof(T));
-    ASSERT(arena->used + bytes <= arena->capacity);  // less was counted than is taken
-    T* memory = (T*)(arena->base + arena->used);
-    arena->used += bytes;
-    return memory;
-}
-
-// ---- backend: the only place but the layers where the two builds differ -----------------------------------
-
-#if !defined(__CUDACC__) || defined(TESTING)
-#define CPU_LAYERS 1  // the specification of every layer is compiled
-#endif
-
-#ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__
-#ifdef PRECISION_FP32
-typedef float floatX;
-#else
-typedef __nv_bfloat16 floatX;
-#endif
-enum { STEPS_IN_FLIGHT = 3 };  // steps begun before the first of them is awaited
-
-#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
-#define LAUNCH_CHECK() (profile.launched(), CUDA_CHECK(cudaGetLastError()))
-static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
-    if (status != cudaSuccess)
-        fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
-}
-
-// A stream, and what its launchers borrow: room for the partial sums of split reductions. A launcher splits no
-// further than fits and gives back what it took; uses follow each other on the stream.
-struct Lane {
-    cudaStream_t stream;
-    Arena workspace;
-};
-static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one of them that kernels go to
-static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
-// What is taken of the lane's workspace while a Borrowed lives is given back with it.
-struct Borrowed {
-    size_t before = lane->workspace.used;
-    Borrowed() {}
-    Borrowed(const Borrowed&) = delete;
-    ~Borrowed() { lane->workspace.used = before; }
-    static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
-};
-enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its place
-static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
-static int side_calls, side_joined;  // those made; those that the main stream has waited for
-static int gpu_multiprocessors;
-static cudaEvent_t gpu_marks[8];
-static std::vector<cudaEvent_t> gpu_stamps;
-
-static void backend_init() {
-    int count = 0, driver = 0;  // 0: there is no driver
-    cudaError_t status = cudaGetDeviceCount(&count);
-    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver)
-        fail(
-            "the GPU's driver is older than this program's CUDA %d.%d; update the driver, or build for the "
-            "CPU: make train_unet DEVICE=cpu",
-            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-    if (status != cudaSuccess || !count)
-        fail(
-            "this program was built for a GPU and finds none (%s); build it for the CPU: make train_unet "
-            "DEVICE=cpu",
-            cudaGetErrorString(status));
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    if (properties.major < 8)
-        fail(
-            "%s is too old: compute capability %d.%d, and 8.0 is the least; build for the CPU: make "
-            "train_unet DEVICE=cpu",
-            properties.name, properties.major, properties.minor);
-    gpu_multiprocessors = properties.multiProcessorCount;
-    for (Lane* made : {&main_lane, &side_lane})
-        CUDA_CHECK(cudaStreamCreateWithFlags(&made->stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ended)
-        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
-}
-static std::string backend_name() {
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    return text("%s: %s", properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
-}
-static void* backend_allocate(size_t bytes) {
-    void* memory = nullptr;
-    if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
-    cudaGetLastError();  // not to be found by the next check
-    return nullptr;
-}
-static void backend_free(void* memory) { CUDA_CHECK(cudaFree(memory)); }
-static void* backend_allocate_host(size_t bytes) {
-    void* memory = nullptr;
-    CUDA_CHECK(cudaMallocHost(&memory, bytes));
-    return memory;
-}
-static void backend_free_host(void* memory) { CUDA_CHECK(cudaFreeHost(memory)); }
-static void backend_zero(void* memory, size_t bytes) {
-    PROFILE("zeroing", {0, (double)bytes});
-    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
-}
-static void backend_copy(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, main_lane.stream));
-}
-static void backend_upload_async(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, main_lane.stream));
-}
-static void backend_upload(void* to, const void* from, size_t bytes) {
-    backend_upload_async(to, from, bytes);
-    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
-}
-static void backend_download_async(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, main_lane.stream));
-}
-static void backend_download(void* to, const void* from, size_t bytes) {
-    backend_download_async(to, from, bytes);
-    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
-}
-
-// Launches that may run beside what the main stream gets from now on, until it asks for their results with
-// backend_join. They follow everything launched before. A profile has them in line, to time each alone.
-// Returns the number of this call.
-template <typename Launches>
-static int backend_aside(Launches launches) {
-    if (profile.on) {
-        launches();
-        return side_calls;
-    }
-    CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
-    CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
-    ASSERT(lane == &main_lane);
-    lane = &side_lane;
-    launches();
-    lane = &main_lane;
-    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_lane.stream));
-    return ++side_calls;
-}
-// The main stream waits for the launches of that call and of all before it; without a number, for all.
-static void backend_join(int call = side_calls) {
-    if (call <= side_joined) return;
-    CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
-    side_joined = call;
-}
-
-// A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
-// launch sets up once), recorded as a graph the second, replayed from then on.
-struct Recording {
-    cudaGraphExec_t graph = nullptr;
-    int runs = 0;
-};
-template <typename Launches>
-static void backend_replay(Recording* recording, Launches launches) {
-    if (recording->runs++ == 0) {
-        launches();
-        return;
-    }
-    if (!recording->graph) {
-        cudaGraph_t graph;
-        CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
-        launches();
-        CUDA_CHECK(cudaStreamEndCapture(main_lane.stream, &graph));
-        CUDA_CHECK(cudaGraphInstantiate(&recording->graph, graph, 0));
-        CUDA_CHECK(cudaGraphDestroy(graph));
-    }
-    CUDA_CHECK(cudaGraphLaunch(recording->graph, main_lane.stream));
-}
-static void backend_forget(Recording* recording) {
-    if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy(recording->graph));
-    *recording = Recording();
-}
-// A point in the work given to the device, and waiting until it is reached.
-static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
-static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
-// A stamp that is recorded becomes a node of the graph: each replay takes its time anew. Its event was made
-// before, when the sequence was run.
-static void backend_stamp(size_t place) {
-    cudaStreamCaptureStatus capturing;
-    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
-    while (gpu_stamps.size() <= place) {
-        gpu_stamps.push_back(nullptr);
-        CUDA_CHECK(cudaEventCreate(&gpu_stamps.back()));
-    }
-    CUDA_CHECK(cudaEventRecordWithFlags(
-        gpu_stamps[place], main_lane.stream,
-        capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
-}
-// Milliseconds between two stamps, once all work is done.
-static float backend_milliseconds(size_t first, size_t last) {
-    float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_stamps[first], gpu_stamps[last]));
-    return ms;
-}
-// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: what a multiprocessor does in a clock, by
-// NVIDIA's white papers on each architecture, times multiprocessors and clock. An H100's clock goes higher
-// than the one behind its data sheet's 989 TFLOP/s of the tensor cores: theirs counts as that. 0: not known.
-static double backend_peak(std::string* source) {
-    static const struct {
-        int capability;
-        double bf16, fp32;  // operations a clock
-        int tensor_khz;     // at most
-    } PEAKS[] = {
-        {80, 2048, 128, INT_MAX},
-        {86, 512, 256, INT_MAX},
-        {89, 512, 256, INT_MAX},
-        {90, 4096, 256, 1830000},
-    };
-    cudaDeviceProp properties;
-    int khz = 0;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
-    bool tensor = sizeof(floatX) == 2;
-    for (auto& peak : PEAKS) {
-        if (peak.capability != 10 * properties.major + properties.minor) continue;
-        khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
-        *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
-                       tensor ? "dense bf16" : "fp32");
-        return 1e-9 * khz * properties.multiProcessorCount * (tensor ? peak.bf16 : peak.fp32);
-    }
-    return 0;
-}
-
-static size_t backend_memory_available() {
-    size_t available = 0, total = 0;
-    CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    return available;
-}
-#else
-#define HOST_DEVICE
-typedef float floatX;
-struct float2 {  // as CUDA's
-    float x, y;
-};
-enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
-
-static void backend_init() {}
-static std::string backend_name() { return "the CPU: fp32"; }
-static void* backend_allocate(size_t bytes) {
-    void* memory = nullptr;
-    return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
-}
-static void backend_free(void* memory) { free(memory); }
-static void* backend_allocate_host(size_t bytes) { return backend_allocate(bytes); }
-static void backend_free_host(void* memory) { free(memory); }
-static void backend_zero(void* memory, size_t bytes) {
-    PROFILE("zeroing", {0, (double)bytes});
-    memset(memory, 0, bytes);
-}
-static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_upload_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-
-template <typename Launches>
-static int backend_aside(Launches launches) {
-    launches();
-    return 0;
-}
-static void backend_join(int = 0) {}
-
-// A sequence of launches that is the same every time; on the GPU it is recorded once and replayed.
-struct Recording {};
-template <typename Launches>
-static void backend_replay(Recording*, Launches launches) {
-    launches();
-}
-static void backend_forget(Recording*) {}
-static void backend_mark(int) {}   // a point in the work given to the device
-static void backend_await(int) {}  // until it is reached
-static std::vector<double> cpu_stamps;
-static void backend_stamp(size_t place) {
-    if (cpu_stamps.size() <= place) cpu_stamps.resize(place + 1);
-    cpu_stamps[place] = seconds_now();
-}
-static float backend_milliseconds(size_t first, size_t last) {
-    return (float)(1e3 * (cpu_stamps[last] - cpu_stamps[first]));
-}
-static double backend_peak(std::string*) { return 0; }
-
-static size_t host_memory_available();
-static size_t backend_memory_available() { return host_memory_available(); }
-#endif
-
-// Bytes that this machine, and `ulimit -v`, can still give; 0 where it does not tell.
-static size_t host_memory_available() {
-    size_t kilobytes = 0, pages = 0;
-    FILE* f = fopen("/proc/meminfo", "r");
-    for (char line[128]; f && fgets(line, sizeof line, f);)
-        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
-    if (f) fclose(f);
-    rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
-    if ((f = fopen("/proc/self/statm", "r"))) {
-        if (fscanf(f, "%zu", &pages) != 1) pages = 0;
-        fclose(f);
-    }
-    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
-#ifdef OPENBLAS
-    taken += 2 * (size_t)omp_get_max_threads() << 27;  // its buffers, for which it waits for ever
-#endif
-    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
-}
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
@@ -1270,12 +613,8 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 }
 
 // ===========================================================================================================
-// 3  LAYERS
+//  3  THE LAYERS, DECLARED
 // ===========================================================================================================
-
-HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
-
-// ---- what layers tell each other --------------------------------------------------------------------------
 
 // A group norm's sums go by parts of an image of NORM_PART pixels, the last perhaps of fewer, and by channel:
 // in the CUDA build whatever writes a tensor that is normalised next leaves its moments (B, parts, C) behind,
@@ -1285,7 +624,7 @@ HOST_DEVICE static inline int norm_parts(int T) { return ceil_div(T, NORM_PART);
 
 // What a norm read and knew, for the input gradient of the product behind it, whose launcher then does the
 // first half of the norm's gradient: dx is taken through the SiLU, and its sums and those of dx x^ over each
-// part are left in `sums` (B, parts, C + C2). On the CPU groupnorm_backward_cpu does both halves.
+// part are left in `sums` (B, parts, C + C2). On the CPU groupnorm_backward does both halves.
 struct Normed {
     const floatX *x, *x2;
     const float *w, *bias;     // (C + C2): a norm's parameters are never rounded
@@ -1295,3871 +634,119 @@ struct Normed {
     float2* sums;
 };
 
-#ifdef CPU_LAYERS
-
-// ---- CPU workspace ----------------------------------------------------------------------------------------
-
-// Each thread's own room: gathered inputs of a matrix product, attention scores, and matmul's packed panels.
-enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
-static float* cpu_workspace;
-
-static size_t cpu_workspace_bytes() {
-    return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
-}
-static float* thread_floats() {
-    return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
-}
-
-// `n` work items cut into pieces of at most `most`, as even as can be; only shapes decide, never the number
-// of threads.
-struct Pieces {
-    int count, size, total;
-    int begin(int i) const { return std::min(i * size, total); }
-    int end(int i) const { return std::min((i + 1) * size, total); }
-};
-static Pieces cut(int total, int most, int multiple = 1) {
-    int count = (total + most - 1) / most;
-    int size = ((total + count - 1) / count + multiple - 1) / multiple * multiple;
-    return {(total + size - 1) / size, size, total};
-}
-
-// ---- matrix product ---------------------------------------------------------------------------------------
-
-// Rows and columns of the register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of
-// AVX2's 16.
-#if defined(__AVX512F__)
-enum { VECTOR = 16, TILE_ROWS = 12 };
-#else
-enum { VECTOR = 8, TILE_ROWS = 6 };
-#endif
-enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
-typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
-
-// The sum over K is formed apart and then added, so that long sums are added up block by block.
-// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS); a's element (r, k) lies at r * rows + k
-// * columns.
-template <int R>
-static void matmul_tile(float* c, const float* a, const float* panel, int K, int ldc, size_t rows,
-                        size_t columns, bool accumulate) {
-    Vector sum0[R], sum1[R];
-    for (int r = 0; r < R; r++) {
-        sum0[r] = Vector{};
-        sum1[r] = Vector{};
-    }
-    for (int k = 0; k < K; k++, a += columns, panel += TILE_COLUMNS) {
-        Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            sum0[r] += a[r * rows] * b0;
-            sum1[r] += a[r * rows] * b1;
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        Vector *c0 = (Vector*)(c + (size_t)r * ldc), *c1 = c0 + 1;
-        *c0 = accumulate ? *c0 + sum0[r] : sum0[r];
-        *c1 = accumulate ? *c1 + sum1[r] : sum1[r];
-    }
-}
-
-static void matmul_rows(float* c, const float* a, const float* panel, int M, int K, int ldc, size_t rows,
-                        size_t columns, bool accumulate) {
-    int m = 0;
-    for (; m + TILE_ROWS <= M; m += TILE_ROWS)
-        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-    for (; m + 4 <= M; m += 4)
-        matmul_tile<4>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-    for (; m < M; m++)
-        matmul_tile<1>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-}
-
-// b (K, N), whose element (k, n) lies at k * rows + n * columns, as panels (N / TILE_COLUMNS, K,
-// TILE_COLUMNS), zero-filled.
-static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows, size_t columns) {
-    for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
-        int width = std::min((int)TILE_COLUMNS, N - n);
-        if (width < TILE_COLUMNS) memset(panels, 0, (size_t)K * TILE_COLUMNS * sizeof(float));
-        if (columns == 1)
-            for (int k = 0; k < K; k++)
-                memcpy(panels + (size_t)k * TILE_COLUMNS, b + k * rows + n, width * sizeof(float));
-        else  // a transposed b: blocks of 16 keep the lines being written in the first-level cache
-            for (int k0 = 0; k0 < K; k0 += 16)
-                for (int j = 0; j < width; j++)
-                    for (int k = k0; k < std::min(k0 + 16, K); k++)
-                        panels[(size_t)k * TILE_COLUMNS + j] = b[k * rows + (n + j) * columns];
-    }
-}
-
-#ifdef OPENBLAS
-static bool own_matmul = false;  // tests set it to compare our loop with the library
-#endif
-
-// c (M, N) = [c +] op(a) (M, K) times op(b) (K, N), row-major with the given leading dimensions. Runs on the
-// calling thread; layers call it from their parallel loops. The order of a sum depends on K alone.
-static void matmul(float* c, const float* a, const float* b, int M, int N, int K, int ldc, int lda, int ldb,
-                   bool transpose_a, bool transpose_b, bool accumulate) {
-#ifdef OPENBLAS
-    if (!own_matmul) {
-        cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans,
-                    transpose_b ? CblasTrans : CblasNoTrans, M, N, K, 1.0f, a, lda, b, ldb,
-                    accumulate ? 1.0f : 0.0f, c, ldc);
-        return;
-    }
-#endif
-    size_t a_rows = transpose_a ? 1 : lda, a_columns = transpose_a ? lda : 1;
-    size_t b_rows = transpose_b ? 1 : ldb, b_columns = transpose_b ? ldb : 1;
-    float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
-    float edge[ROW_BLOCK * TILE_COLUMNS];
-    for (int n0 = 0; n0 < N; n0 += NC)
-        for (int k0 = 0; k0 < K; k0 += KC) {
-            int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
-            bool add = accumulate || k0;
-            matmul_pack(panels, b + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
-            for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
-                for (int n = 0; n < block_n; n += TILE_COLUMNS) {
-                    int rows = std::min((int)ROW_BLOCK, M - m0),
-                        width = std::min((int)TILE_COLUMNS, block_n - n);
-                    const float* panel = panels + (size_t)n * block_k;
-                    const float* a_block = a + m0 * a_rows + k0 * a_columns;
-                    float* c_block = c + (size_t)m0 * ldc + n0 + n;
-                    if (width == TILE_COLUMNS) {
-                        matmul_rows(c_block, a_block, panel, rows, block_k, ldc, a_rows, a_columns, add);
-                        continue;
-                    }
-                    matmul_rows(edge, a_block, panel, rows, block_k, TILE_COLUMNS, a_rows, a_columns, false);
-                    for (int m = 0; m < rows; m++)
-                        for (int j = 0; j < width; j++) {
-                            float* target = c_block + (size_t)m * ldc + j;
-                            *target = (add ? *target : 0) + edge[m * TILE_COLUMNS + j];
-                        }
-                }
-        }
-}
-
-// e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
-// NaN.
-static inline float exp_cpu(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    union {
-        float value;
-        uint32_t bits;
-    } shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
-    float n = shifted.value - 12582912.0f;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
-    return p * scale.value;
-}
-static inline float sigmoid_cpu(float x) { return 1.0f / (1.0f + exp_cpu(-x)); }
-
-#endif  // CPU_LAYERS
-
-// ---- what the CUDA kernels share --------------------------------------------------------------------------
-
-#ifdef __CUDACC__
-
-enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
-
-__device__ static inline void unpack(float value[VEC], uint4 bits) {
-    const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#ifdef PRECISION_FP32
-        value[i] = __uint_as_float(word[i]);
-#else
-        value[2 * i] = __uint_as_float(word[i] << 16);
-        value[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
-#endif
-    }
-}
-__device__ static inline uint32_t pack_bf16(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *(uint32_t*)&pair;
-}
-__device__ static inline uint4 pack(const float value[VEC]) {
-    uint32_t word[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#ifdef PRECISION_FP32
-        word[i] = __float_as_uint(value[i]);
-#else
-        word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
-#endif
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`.
-__device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
-}
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>  // groups that may still be under way
-__device__ inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-#ifndef PRECISION_FP32
-// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
-// next.
-__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#endif
-
-// 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
-// a rounding.
-__device__ static inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ static inline float sigmoid(float x) {
-#ifdef PRECISION_FP32
-    return 1.0f / (1.0f + expf(-x));
-#else
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_fast(-1.44269504f * x)));
-    return y;
-#endif
-}
-// In bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction instead of two: an error of 2^-12,
-// below a rounding of what it multiplies.
-__device__ static inline float silu_gradient(float x) {
-#ifdef PRECISION_FP32
-    float s = sigmoid(x);
-#else
-    float s;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(s) : "f"(0.5f * x));
-    s = 0.5f + 0.5f * s;
-#endif
-    return s * (1.0f + x * (1.0f - s));
-}
-
-// kernel<<<grid, threads, shared>>>(args...) on lane->stream, in clusters of `cluster` blocks along x.
-template <typename... Parameters, typename... Arguments>
-static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                            int cluster, Arguments... arguments) {
-    if (shared > 48 * 1024)
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, &attribute, cluster > 1 ? 1u : 0u};
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
-    LAUNCH_CHECK();
-}
-template <typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                   Arguments... arguments) {
-    launch_clusters(kernel, grid, threads, shared, 1, arguments...);
-}
-
-// Sum of a block's values in a fixed order, in thread 0. At most 1024 threads, whole warps.
-__device__ static inline float block_sum(float value) {
-    __shared__ float parts[32];
-    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
-    if (threadIdx.x < 32)
-        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
-    return value;
-}
-
-// to (n) = from (n), rounded to the layers' precision.
-__global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) to[i] = (floatX)from[i];
-}
-static void round_weights(floatX* to, const float* from, size_t n) {
-    launch(round_weights_kernel, ceil_div(n, 256), 256, 0, to, from, n);
-}
-#endif  // __CUDACC__
-
-// ---- timestep embedding -----------------------------------------------------------------------------------
-
-// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2. t (B). The angles
-// are formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
-#ifdef CPU_LAYERS
-static void timestep_embedding_forward_cpu(float* out, const int* t, int B, int C, int max_period) {
-    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
-    int half = C / 2;
-    for (int b = 0; b < B; b++)
-        for (int i = 0; i < half; i++) {
-            double angle = t[b] * exp(-log((double)max_period) * i / half);
-            out[(size_t)b * C + i] = (float)cos(angle);
-            out[(size_t)b * C + half + i] = (float)sin(angle);
-        }
-}
-#endif
-#ifdef __CUDACC__
-// torch.cat([cos(t * f), sin(t * f)], 1), f_i = max_period^(-i / half). One thread an angle, in double. (B,
-// C)
-__global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int B, int C, int max_period) {
-    int half = C / 2, n = blockIdx.x * blockDim.x + threadIdx.x, b = n / half, i = n % half;
-    if (b >= B) return;
-    double sine, cosine;
-    sincos(t[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
-    out[(size_t)b * C + i] = (floatX)(float)cosine;
-    out[(size_t)b * C + half + i] = (floatX)(float)sine;
-}
-static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
-    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
-    launch(timestep_embedding_forward_kernel, ceil_div((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
-           max_period);
-}
-#else
-#define timestep_embedding_forward timestep_embedding_forward_cpu
-#endif
-
-// ---- SiLU -------------------------------------------------------------------------------------------------
-
-// F.silu(x): x * sigmoid(x), elementwise; only the embedding needs it alone, elsewhere group norm carries it.
-#ifdef CPU_LAYERS
-static inline float silu_gradient_cpu(float x) {
-    float s = sigmoid_cpu(x);
-    return s * (1.0f + x * (1.0f - s));
-}
-static void silu_forward_cpu(float* out, const float* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
-#pragma omp simd
-    for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid_cpu(x[i]);
-}
-static void silu_backward_cpu(float* dx, const float* dout, const float* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
-#pragma omp simd
-    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * silu_gradient_cpu(x[i]);
-}
-#endif
-#ifdef __CUDACC__
-// F.silu(x). One thread an element: the embedding's few thousand.
-__global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
-}
-static void silu_forward(floatX* out, const floatX* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
-    launch(silu_forward_kernel, ceil_div(n, 256), 256, 0, out, x, n);
-}
-__global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
-}
-static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
-    launch(silu_backward_kernel, ceil_div(n, 256), 256, 0, dx, dout, x, n);
-}
-#else
-#define silu_forward silu_forward_cpu
-#define silu_backward silu_backward_cpu
-#endif
-
-// ---- bias gradient ----------------------------------------------------------------------------------------
-
-// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted
-// (the gradient of what was added per image, the time embedding).
-#ifdef CPU_LAYERS
-static void bias_backward_cpu(float* dbias, float* per_image, int pitch, const float* dout, int B, int T,
-                              int O) {
-    PROFILE("bias gradient", {0, (double)sizeof(floatX) * B * T * O});
-    Pieces channels = cut(O, 16);
-#pragma omp parallel for schedule(dynamic)
-    for (int piece = 0; piece < channels.count; piece++) {
-        int o0 = channels.begin(piece), n = channels.end(piece) - o0;
-        double total[16] = {0};
-        for (int b = 0; b < B; b++) {
-            double image[16] = {0};
-            for (int t0 = 0; t0 < T; t0 += 64) {  // short float sums, long double ones
-                float sum[16] = {0};
-                for (int t = t0; t < std::min(t0 + 64, T); t++) {
-                    const float* row = dout + ((size_t)b * T + t) * O + o0;
-#pragma omp simd
-                    for (int o = 0; o < n; o++) sum[o] += row[o];
-                }
-                for (int o = 0; o < n; o++) image[o] += sum[o];
-            }
-            for (int o = 0; o < n; o++) total[o] += image[o];
-            if (per_image)
-                for (int o = 0; o < n; o++) per_image[(size_t)b * pitch + o0 + o] = (float)image[o];
-        }
-        for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
-    }
-}
-#endif
-#ifndef __CUDACC__
-#define bias_backward bias_backward_cpu
-#endif
-
-// ---- linear and 1x1 convolution ---------------------------------------------------------------------------
-
 // What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one.
 static Work convolution_work(double M, int taps, int C, int O, size_t weight = sizeof(floatX)) {
     double weights = (double)taps * C * O;
     return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
 }
 
+#ifdef __CUDACC__
+#define DEVICE gpu
+#else
+#define DEVICE cpu
+#endif
+
+namespace DEVICE {
+
+// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2. t (B). The angles
+// are formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
+static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period);
+
+// F.silu(x): x * sigmoid(x), elementwise; only the embedding needs it alone, elsewhere group norm carries it.
+static void silu_forward(floatX* out, const floatX* x, size_t n);
+static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n);
+
+// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted
+// (the gradient of what was added per image, the time embedding).
+static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
+                          int O);
+
 // out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
 // embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
 // (O), residual (M, O) or null.
-#ifdef CPU_LAYERS
-static void linear_forward_cpu(float* out, const float* x, const float* x2, const float* w, const float* bias,
-                               const float* residual, int M, int C, int C2, int O, float2* = nullptr,
-                               int = 1) {
-    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
-    Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int i = 0; i < rows.count; i++)
-        for (int j = 0; j < columns.count; j++) {
-            int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j), K = C + C2;
-            float* target = out + (size_t)m0 * O + o0;
-            const float* weight = w + (size_t)o0 * K;
-            matmul(target, x + (size_t)m0 * C, weight, m1 - m0, o1 - o0, C, O, C, K, false, true, false);
-            if (C2)
-                matmul(target, x2 + (size_t)m0 * C2, weight + C, m1 - m0, o1 - o0, C2, O, C2, K, false, true,
-                       true);
-            for (int m = m0; m < m1; m++)
-#pragma omp simd
-                for (int o = o0; o < o1; o++)
-                    out[(size_t)m * O + o] += bias[o] + (residual ? residual[(size_t)m * O + o] : 0.0f);
-        }
-}
-
+static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
+                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O,
+                           float2* moments = nullptr, int T = 1);
 // dx (M, C) and dx2 (M, C2) = [+=] dout w; dw += dout^T [x, x2]; dbias += the column sums of dout. dx null:
 // not wanted. The launcher leaves dw and dbias under way, until backend_join; so does conv3x3_backward.
-static void linear_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, const float* dout,
-                                const float* x, const float* x2, const float* w, int M, int C, int C2, int O,
-                                bool accumulate, const Normed& = Normed(), int = 1) {
-    int K = C + C2;
-    bias_backward_cpu(dbias, nullptr, 0, dout, 1, M, O);
-    for (int input = 0; input < (C2 ? 2 : 1); input++) {
-        const float* source = input ? x2 : x;
-        float* target = input ? dx2 : dx;
-        int width = input ? C2 : C, first = input ? C : 0;
-        Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS);
-        if (target) {
-            PROFILE("1x1 dX", convolution_work(M, 1, width, O));
-#pragma omp parallel for collapse(2) schedule(dynamic)
-            for (int i = 0; i < rows.count; i++)
-                for (int j = 0; j < columns.count; j++) {
-                    int m0 = rows.begin(i), c0 = columns.begin(j);
-                    matmul(target + (size_t)m0 * width + c0, dout + (size_t)m0 * O, w + first + c0,
-                           rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false, false, accumulate);
-                }
-        }
-        PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
-        Pieces outputs = cut(O, 120, TILE_ROWS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-        for (int i = 0; i < outputs.count; i++)
-            for (int j = 0; j < columns.count; j++) {
-                int o0 = outputs.begin(i), c0 = columns.begin(j);
-                matmul(dw + (size_t)o0 * K + first + c0, dout + o0, source + c0, outputs.end(i) - o0,
-                       columns.end(j) - c0, M, K, O, width, true, false, true);
-            }
-    }
-}
-#endif
-#ifndef __CUDACC__
-#define linear_forward linear_forward_cpu
-#define linear_backward linear_backward_cpu
-#endif
-
-// ---- 3x3 convolution --------------------------------------------------------------------------------------
+static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
+                            const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
+                            bool accumulate, const Normed& norm = Normed(), int T = 1);
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, with x (B, H, W, C),
 // w (O, 3, 3, C), bias (O), emb (B, emb_pitch)[:, :O] or null, residual (B, H, W, O) or null; residual may be
 // out itself.
-#ifdef CPU_LAYERS
-// Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
-// p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
-// floats.
-static void im2col_cpu(float* columns, const float* x, int p0, int p1, int j0, int j1, int H, int W, int C) {
-    for (int p = p0; p < p1; p++) {
-        int column = p % W, row = p / W % H;
-        for (int dy = 0; dy < 3; dy++) {
-            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
-            if (first >= last) continue;
-            int inside0 = column == 0 ? 3 * C * dy + C : first;         // the left neighbour lies outside
-            int inside1 = column == W - 1 ? 3 * C * dy + 2 * C : last;  // the right one does
-            inside0 = std::min(std::max(inside0, first), last),
-            inside1 = std::max(std::min(inside1, last), inside0);
-            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
-            memset(columns, 0, (inside0 - first) * sizeof(float));
-            const float* source = x + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
-            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
-            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
-            columns += last - first;
-        }
-    }
-}
-
-// Pixels that a thread gathers at a time.
-static Pieces conv3x3_bands(int pixels, int columns) {
-    return cut(pixels, std::min(252, (int)THREAD_FLOATS / columns));
-}
-
-static void conv3x3_forward_cpu(float* out, const float* x, const float* w, const float* bias,
-                                const float* emb, int emb_pitch, const float* residual, int B, int H, int W,
-                                int C, int O, float2* = nullptr) {
-    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
-    Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int i = 0; i < bands.count; i++)
-        for (int j = 0; j < outputs.count; j++) {
-            int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
-            float* columns = thread_floats();  // (p1 - p0, 9, C)
-            im2col_cpu(columns, x, p0, p1, 0, 9 * C, H, W, C);
-            matmul(out + (size_t)p0 * O + o0, columns, w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0, 9 * C, O,
-                   9 * C, 9 * C, false, true, residual == out);
-            for (int p = p0; p < p1; p++) {
-                const float* per_image = emb ? emb + (size_t)(p / (H * W)) * emb_pitch : nullptr;
-                const float* added = residual && residual != out ? residual + (size_t)p * O : nullptr;
-#pragma omp simd
-                for (int o = o0; o < o1; o++)
-                    out[(size_t)p * O + o] +=
-                        bias[o] + (per_image ? per_image[o] : 0.0f) + (added ? added[o] : 0.0f);
-            }
-        }
-}
-
-// dx (B, H, W, C) = the same convolution of dout with flipped taps (null: not wanted); dw += ; dbias += ;
-// demb (B, emb_pitch)[:, :O] = the sums of dout over each image (null: not wanted).
-static void conv3x3_backward_cpu(float* dx, float* dw, float* dbias, float* demb, int emb_pitch,
-                                 const float* dout, const float* x, const float* w, int B, int H, int W,
-                                 int C, int O, const Normed& = Normed()) {
-    bias_backward_cpu(dbias, demb, emb_pitch, dout, B, H * W, O);
-    if (dx) {
-        PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
-        Pieces bands = conv3x3_bands(B * H * W, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-        for (int i = 0; i < bands.count; i++)
-            for (int j = 0; j < inputs.count; j++) {
-                int p0 = bands.begin(i), p1 = bands.end(i), c0 = inputs.begin(j), c1 = inputs.end(j);
-                float* columns = thread_floats();  // (p1 - p0, 9, O)
-                im2col_cpu(columns, dout, p0, p1, 0, 9 * O, H, W, O);
-                for (int tap = 0; tap < 9; tap++)
-                    matmul(dx + (size_t)p0 * C + c0, columns + tap * O, w + (8 - tap) * C + c0, p1 - p0,
-                           c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
-            }
-    }
-    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
-    // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
-    Pieces owned = cut(9 * C, 96);
-#pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < owned.count; i++) {
-        int j0 = owned.begin(i), n = owned.end(i) - j0;
-        float* columns = thread_floats();  // (p1 - p0, n)
-        for (int p0 = 0; p0 < B * H * W; p0 += 2 * KC) {
-            int p1 = std::min(p0 + 2 * KC, B * H * W);
-            im2col_cpu(columns, x, p0, p1, j0, j0 + n, H, W, C);
-            matmul(dw + j0, dout + (size_t)p0 * O, columns, O, n, p1 - p0, 9 * C, O, n, true, false, true);
-        }
-    }
-}
-#endif
-#ifndef __CUDACC__
-#define conv3x3_forward conv3x3_forward_cpu
-#define conv3x3_backward conv3x3_backward_cpu
-#endif
-
-// ---- CUDA: linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------
-
-#ifdef __CUDACC__
-// Every product of the network is one of two kernels:
-//   gemm_kernel             out (M, N) = A (M, K) B (K, N), forward and input gradients: a tile per block;
-//   weight_gradient_kernel  dw = dout^T A: the reduction runs over the pixels, split over blocks.
-// A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
-// its patch of the image with a border of one pixel once per 128 bytes of channels, and the nine taps read
-// it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
-// plain FMAs (never tf32). Both share the loads, since shared memory is laid out in bytes: rows of eight
-// 16-byte vectors, vector v of row r stored at v ^ (r % 8), so that eight consecutive rows never meet in a
-// bank.
-
-enum {
-    BK = 8 * VEC,      // channels of a 128-byte row: the depth of a step of gemm_kernel
-    REDUCE_GROUPS = 8  // threads that share one output of a reduction over splits
-};
-
-// ---- vectors and instructions
-
-__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
-    float x[VEC];
-    unpack(x, *(const uint4*)p);
-#pragma unroll
-    for (int e = 0; e < VEC; e++) sum[e] += x[e];
-}
-#ifdef PRECISION_FP32
-__device__ inline float4 load_shared4(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-__device__ inline float2 load_shared2(uint32_t address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
-}
-#endif
-
-// ---- patches: the pixels of a 3x3 convolution's tile
-
-// A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
-// eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
-// pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
-struct Patch {
-    int B, H, W;        // the tensor
-    int images, width;  // the tile; width is 8 or 16, its height always 8
-    int tiles_y, tiles_x, tiles;
-    struct Origin {
-        int b, y, x;
-    };
-    __host__ __device__ int rows() const { return images * 10 * (width + 2); }
-    __device__ int row(int p) const {
-        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
-        return (y + 2 * (y / 8)) * (width + 2) + x;
-    }
-    __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
-    // Image, line and column within the tile of a row, packed; the border counts: the pixel is (y - 1, x -
-    // 1).
-    __device__ int place(int row) const {
-        int y = width == 16 ? row / 18 : row / 10, image = y / 10;
-        return image << 16 | (y - image * 10) << 8 | (row - y * (width + 2));
-    }
-    __device__ Origin origin(int tile) const {
-        int line = tile / tiles_x, b = line / tiles_y;
-        return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
-    }
-    // The pixel's index in (B, H, W), or -1 outside.
-    __device__ int pixel(Origin o, int place) const {
-        int b = o.b + (place >> 16), y = o.y + (place >> 8 & 255), x = o.x + (place & 255);
-        bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
-        return inside ? (b * H + y) * W + x : -1;
-    }
-};
-// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider.
-static Patch make_patch(int B, int H, int W, int pixels) {
-    Patch p = {B, H, W, 1, 8, 0, 0, 0};
-    if (pixels == 128) (W <= 8 ? p.images : p.width) *= 2;
-    p.tiles_y = ceil_div(H, 8), p.tiles_x = ceil_div(W, p.width);
-    p.tiles = ceil_div(B, p.images) * p.tiles_y * p.tiles_x;
-    return p;
-}
-
-// ---- forward and input gradient
-
-struct Gemm {
-    floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
-    const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
-    const floatX *x, *x2;                // (M, C), (M, C2)
-    const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
-    const floatX *bias, *emb;  // (N), (M / T, emb_pitch)[:, :N]; null: none
-    int emb_pitch;
-    float* partial;   // (splits, M, N), where splits > 1
-    float2* moments;  // (M / T, parts, N) of the output; null: not wanted
-    Normed norm;      // or it is behind a norm
-    int M, N, N1, C, C2, T;
-    int splits;
-    Patch patch;  // 3x3 only
-};
-
-// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are the reduction, as in an input
-// gradient.
-template <int BM_, int BN_, int WM_, int WN_, int TAPS_, bool TRANSPOSED_, int STAGES_, int BLOCKS_>
-struct GemmTile {
-    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, TAPS = TAPS_, STAGES = STAGES_,
-                         BLOCKS = BLOCKS_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_;
-    static constexpr int THREADS = BM / WM * (BN / WN) * 32;
-    static constexpr int A_ROWS =
-        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
-    static constexpr int B_BYTES = BN * 128;
-    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
-    static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
-    static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
-    static constexpr int A_PARTS =
-        STAGES < 5 ? 6 : 5;  // taps over which the next patch's loads are spread; they must end
-                             // STAGES - 1 steps before its first use
-    static_assert(TAPS == 1 || A_PARTS + STAGES - 1 <= TAPS,
-                  "a patch must have arrived when it is first read");
-    static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
-    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
-    static int shared_bytes(int chunks, int rows) {
-        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
-        int staging = BM * STAGING_PITCH * (int)sizeof(float);
-        return TABLE_BYTES + (ring > staging ? ring : staging);
-    }
-};
-
-// A warp's WM x WN accumulators.
-#ifndef PRECISION_FP32
-template <class Tile>
-struct WarpProduct {
-    static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
-    float c[MI][NI][4];
-    int row[MI];  // of A, for this lane's ldmatrix
-    int lane, m0, n0;
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-#pragma unroll
-        for (int i = 0; i < MI; i++) {
-            row[i] = row_of(m0 + i * 16 + lane % 16);
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
-        }
-    }
-    // c += A's rows, `shift` further down, times B; a step of BK.
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-        // Tiles are 128-byte aligned, so stepping through a row's vectors, swizzled or not, is flipping
-        // address bits.
-        uint32_t a_line[MI], b_line;
-#pragma unroll
-        for (int i = 0; i < MI; i++) {
-            int r = row[i] + shift;
-            a_line[i] = a_tile + r * 128 + ((lane / 16 ^ (r & 7)) << 4);
-        }
-        if (Tile::TRANSPOSED)
-            b_line = b_tile + lane % 16 * (Tile::BN * 2) + (((n0 / 8 + lane / 16) ^ (lane & 7)) << 4);
-        else
-            b_line = b_tile + (n0 + lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
-#pragma unroll
-        for (int k = 0; k < BK / 16; k++) {
-            uint32_t a[MI][4], b[NI / 2][4];
-#pragma unroll
-            for (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
-#pragma unroll
-            for (int j = 0; j < NI / 2; j++)
-                if (Tile::TRANSPOSED)
-                    load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
-                else
-                    load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
-#pragma unroll
-            for (int i = 0; i < MI; i++)
-#pragma unroll
-                for (int j = 0; j < NI; j++) mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-        }
-    }
-    __device__ void store(float* staging) {
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
-                float* p =
-                    staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + n0 + j * 8 + lane % 4 * 2;
-                *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
-                *(float2*)(p + 8 * Tile::STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
-            }
-    }
-};
-#else
-// Lane l owns pixels l / 4 + 8 i and channels l % 4 + 4 j (TRANSPOSED: groups of four, 16 apart), so that a
-// warp's vector loads touch eight, or four, neighbouring rows.
-template <class Tile>
-struct WarpProduct {
-    static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
-    float c[MI][NI];
-    int row[MI];
-    int lane, m0, n0;
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-#pragma unroll
-        for (int i = 0; i < MI; i++) {
-            row[i] = row_of(m0 + i * 8 + lane / 4);
-#pragma unroll
-            for (int j = 0; j < NI; j++) c[i][j] = 0;
-        }
-    }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-#pragma unroll 2
-        for (int k = 0; k < 8; k++) {
-            float4 a[MI];
-#pragma unroll
-            for (int i = 0; i < MI; i++) {
-                int r = row[i] + shift;
-                a[i] = load_shared4(a_tile + r * 128 + ((k ^ (r & 7)) << 4));
-            }
-            if (Tile::TRANSPOSED) {
-#pragma unroll
-                for (int q = 0; q < 4; q++)
-#pragma unroll
-                    for (int j = 0; j < NI / 4; j++) {
-                        int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
-                        float4 b = load_shared4(b_tile + r * (Tile::BN * 4) + ((v ^ (r & 7)) << 4));
-#pragma unroll
-                        for (int i = 0; i < MI; i++) {
-                            float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
-                            c[i][j * 4 + 0] += s * b.x, c[i][j * 4 + 1] += s * b.y;
-                            c[i][j * 4 + 2] += s * b.z, c[i][j * 4 + 3] += s * b.w;
-                        }
-                    }
-            } else {
-#pragma unroll
-                for (int j = 0; j < NI; j++) {
-                    int r = n0 + j * 4 + lane % 4;
-                    float4 b = load_shared4(b_tile + r * 128 + ((k ^ (r & 7)) << 4));
-#pragma unroll
-                    for (int i = 0; i < MI; i++) {
-                        c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
-                        c[i][j] += a[i].z * b.z, c[i][j] += a[i].w * b.w;
-                    }
-                }
-            }
-        }
-    }
-    __device__ void store(float* staging) {
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
-                int n = Tile::TRANSPOSED ? j / 4 * 16 + lane % 4 * 4 + j % 4 : j * 4 + lane % 4;
-                staging[(m0 + i * 8 + lane / 4) * Tile::STAGING_PITCH + n0 + n] = c[i][j];
-            }
-    }
-};
-#endif
-
-// VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
-// are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
-// residual, which may be out itself, is never read after it was written.
-struct OutputColumns {
-    floatX* out;
-    const floatX *residual, *emb;
-    int width, emb_pitch;
-    float bias[VEC];
-    __device__ OutputColumns(const Gemm& g, int n) {
-        bool second = n >= g.N1;
-        int column = second ? n - g.N1 : n;
-        width = second ? g.N - g.N1 : g.N1, emb_pitch = g.emb_pitch;
-        out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
-        if (residual) residual += column;
-        emb = g.emb ? g.emb + n : nullptr;
-#pragma unroll
-        for (int e = 0; e < VEC; e++) bias[e] = 0;
-        if (g.bias) add_vector(bias, g.bias + n);
-    }
-    // To the sums: the bias and the embedding of an image.
-    __device__ void add(float (&value)[VEC], int image) const {
-        if (emb) add_vector(value, emb + (size_t)image * emb_pitch);
-#pragma unroll
-        for (int e = 0; e < VEC; e++) value[e] += bias[e];
-    }
-    __device__ uint4 load(int m) const { return *(const uint4*)(residual + (size_t)m * width); }
-    __device__ void store(float (&value)[VEC], uint4 added, int m) const {
-        if (residual) {
-            float x[VEC];
-            unpack(x, added);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) value[e] += x[e];
-        }
-        *(uint4*)(out + (size_t)m * width) = pack(value);
-    }
-};
-
-// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
-// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
-// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
-// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
-// (3x3: with border) and BN x BK weights a tap come from device memory or L2 once; the output is written
-// once, in 16-byte vectors.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
-                  THREADS = Tile::THREADS;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
-    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
-    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
-    int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-
-    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
-    int first = (int)((long long)blockIdx.y * chunks / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
-
-    if (TAPS > 1) {
-        Patch::Origin origin = g.patch.origin(tile);
-        for (int r = tid; r < a_rows; r += THREADS) pixel_of_row[r] = g.patch.pixel(origin, g.patch.place(r));
-        __syncthreads();
-    }
-    auto load_a = [&](int buffer, int chunk, int begin, int end) {
-        bool second = TAPS == 1 && chunk >= chunks1;
-        const floatX* x = second ? g.x2 : g.x;
-        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
-        uint32_t to = a_ring + buffer * a_bytes;
-#pragma unroll
-        for (int i = begin; i < end; i++) {
-            int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
-            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
-            int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
-            copy_async(to + r * 128 + ((v ^ (r & 7)) << 4), valid ? x + (size_t)m * channels + c : x, valid);
-        }
-    };
-    // The tile of w's rows and vectors: n and c, or TRANSPOSED c and n. Called once a step, in order.
-    constexpr int ROW = Tile::TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-    int b_row = tid / ROW, b_vector = tid % ROW, b_chunk = first, b_tap = 0, b_stage = 0;
-    const size_t stride = (size_t)TAPS * (Tile::TRANSPOSED ? g.N : g.C + g.C2);
-    const floatX* b_from =
-        g.w + b_vector * VEC + (Tile::TRANSPOSED ? b_row * stride + n0 : (n0 + b_row) * stride);
-    const uint32_t b_to = b_ring + b_row * (ROW * 16) + ((b_vector ^ (b_row & 7)) << 4);
-    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
-    auto load_b = [&] {
-        bool second = TAPS == 1 && b_chunk >= chunks1;
-        int channels = second ? g.C2 : g.C, c0 = (second ? b_chunk - chunks1 : b_chunk) * BK, rows;
-        const floatX* from = b_from;
-        if (Tile::TRANSPOSED) {
-            rows = n0 + b_vector * VEC < g.N ? channels - c0 - b_row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - b_tap) * g.N;
-        } else {
-            rows = c0 + b_vector * VEC < channels ? g.N - n0 - b_row : 0;
-            from += b_tap * g.C + (second ? g.C : 0) + c0;
-        }
-#pragma unroll
-        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
-            if (BN * 8 % THREADS != 0 && i * THREADS + tid >= BN * 8) break;
-            bool valid = i * ROWS < rows;
-            copy_async(b_to + b_stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
-            from += ROWS * stride;
-        }
-        if (++b_stage == STAGES) b_stage = 0;
-        if (++b_tap == TAPS) b_tap = 0, b_chunk++;
-    };
-
-    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
-    if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
-        if (s < steps) load_b();
-        copy_commit();
-    }
-    int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
-    for (int s = 0; s < steps; s++) {
-        copy_wait<STAGES - 2>();
-        __syncthreads();  // step s has arrived for every thread, and every thread is done with step s - 1
-        int next = s + STAGES - 1;
-        if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
-            constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
-            int begin = tap * PART;
-#pragma unroll
-            for (int i = 0; i < PART; i++)
-                if (begin + i < Tile::A_VECTORS)
-                    load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
-        }
-        if (next < steps) {
-            if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
-            load_b();
-        }
-        copy_commit();
-        product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
-                         TAPS > 1 ? g.patch.tap(tap) : 0);
-        if (++tap == TAPS) tap = 0, chunk++;
-        if (++stage == STAGES) stage = 0;
-    }
-
-    copy_wait<0>();
-    __syncthreads();  // the rings become the staging area
-    float* staging = (float*)(shared + Tile::TABLE_BYTES);
-    product.store(staging);
-    __syncthreads();
-    // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
-    // image.
-    constexpr int PASS = THREADS / (BN / VEC), BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
-    int column = tid % (BN / VEC) * VEC, n = n0 + column;
-    if (n >= g.N) return;
-    bool finishes = g.splits == 1;
-    OutputColumns columns(g, n);
-    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
-    const float* from = staging + tid / (BN / VEC) * Tile::STAGING_PITCH + column;
-#pragma unroll 1
-    for (int p0 = tid / (BN / VEC); p0 < BM; p0 += BATCH * PASS) {
-        int m[BATCH];
-        uint4 residual[BATCH];
-        float added[VEC] = {0};
-        if (finishes && TAPS > 1)
-            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            int p = p0 + i * PASS;
-            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (m[i] >= g.M) m[i] = -1;
-            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
-            if (m[i] < 0) continue;
-            float value[VEC];
-#pragma unroll
-            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
-            if (finishes) {
-                if (TAPS > 1)
-#pragma unroll
-                    for (int e = 0; e < VEC; e++) value[e] += added[e];
-                else
-                    columns.add(value, g.emb ? m[i] / g.T : 0);
-                columns.store(value, residual[i], m[i]);
-            } else {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
-#pragma unroll
-                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
-            }
-        }
-    }
-}
-
-// out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
-// outputs.
-__global__ void gemm_reduce_kernel(const Gemm g) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
-    if (i >= n) return;
-    int m = (int)(i / g.N);
-    OutputColumns columns(g, (int)(i % g.N));
-    uint4 residual;
-    if (columns.residual) residual = columns.load(m);
-    float value[VEC] = {0};
-#pragma unroll 4
-    for (int s = 0; s < g.splits; s++)
-#pragma unroll
-        for (int e = 0; e < VEC; e += 4) {
-            float4 part = *(const float4*)(g.partial + s * n + i + e);
-            value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
-        }
-    columns.add(value, m / g.T);
-    columns.store(value, residual, m);
-}
-
-template <class Tile>
-static void launch_gemm_tile(Gemm g) {
-    if (Tile::TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::BM);
-    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK);
-    int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
-    int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
-}
-
-#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
-// ---- Hopper: tensor copies and warpgroup products
-
-// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows
-// of 64 channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion
-// counts down the bytes that a barrier in shared memory expects.
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-// Makes initialised barriers known to the copy engine.
-__device__ inline void barrier_publish() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Until the phase of this parity is over.
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
-        "AGAIN;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-// Where a thread stands in a ring of N barriers: the slot, and the parity of the phase to wait for. Who waits
-// for slots to become empty begins with parity 1: the first time round at once.
-template <int N>
-struct Ring {
-    int slot = 0, parity = 0;
-    __device__ int before() const { return slot ? slot - 1 : N - 1; }
-    __device__ void next() {
-        if (++slot == N) slot = 0, parity ^= 1;
-    }
-};
-__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int c, int x, int y,
-                                int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-        "%3, %4, %5}], "
-        "[%6];" ::"r"(to),
-        "l"(&map), "r"(c), "r"(x), "r"(y), "r"(b), "r"(barrier)
-        : "memory");
-}
-
-// All threads of a cluster meet.
-__device__ inline void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-// From the shared memory of block `rank` of the cluster.
-__device__ inline float4 load_cluster(uint32_t address, int rank) {
-    float4 v;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, "
-        "%2, %3}, [there];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(address), "r"(rank)
-        : "memory");
-    return v;
-}
-
-// What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
-// bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the
-// next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a start may be any row: a
-// tap of a 3x3 convolution is a shift of the start address.
-__device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint32_t next = 16) {
-    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
-           (uint64_t)(stride >> 4) << 32 | 1ull << 62;
-}
-__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ inline void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-#define REGISTERS_8(c, i)                                                                       \
-    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
-        "+f"(c[i + 6]), "+f"(c[i + 7])
-#define REGISTERS_32(c, i) \
-    REGISTERS_8(c, i), REGISTERS_8(c, i + 8), REGISTERS_8(c, i + 16), REGISTERS_8(c, i + 24)
-#define NAMES_10(t) \
-    "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
-#define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
-#define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
-#define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
-// c (64, N) += a (64, 16) b (16, N); c[4 j + e] of thread t: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
-// 8 j + t % 4 * 2 + e % 2.
-template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
-__device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
-    static_assert(N == 64 || N == 128 || N == 192, "");
-    if constexpr (N == 64)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_30
-                     ",%30,%31}, %32, %33, 1, 1, 1, %34, %35;"
-                     : REGISTERS_32(c, 0)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
-    if constexpr (N == 128)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_60
-                     ",%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
-                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
-    if constexpr (N == 192)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES_90
-                     ",%90,%91,%92,%93,%94,%95}, %96, %97, 1, 1, 1, %98, %99;"
-                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
-}
-
-// The map of x (B, H, W, C) for boxes of 64 channels, `width` columns, `height` lines and `images`.
-static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int width, int height,
-                              int images) {
-    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
-        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
-                                                    cudaEnableDefault, &found));
-        ASSERT(found == cudaDriverEntryPointSuccess);
-    }
-    CUtensorMap map;
-    cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
-    cuuint64_t sizes[4] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B},
-               strides[3] = {row, row * W, row * W * H};
-    cuuint32_t box[4] = {64, (cuuint32_t)width, (cuuint32_t)height, (cuuint32_t)images},
-               steps[4] = {1, 1, 1, 1};
-    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, box, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    ASSERT(status == CUDA_SUCCESS);
-    return map;
-}
-
-// ---- Hopper: forward and input gradient
-
-struct HopperGemm {
-    CUtensorMap x, x2, w, out, out2;
-    CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
-    const floatX *bias, *emb;     // (N), (B, emb_pitch)[:, :N]; null: none
-    int emb_pitch;
-    float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
-    Normed norm;
-    int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
-    int beside1;                    // beside2 those from here on
-    bool has_beside;
-    int B, H, W, T, tiles_x, tiles_y, tiles;
-    int share;  // the chunks of one of a cluster's blocks
-};
-
-// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS,
-// for images no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
-template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int BLOCKS_, int STAGES_, int RESIDENT_>
-struct HopperTile {
-    static constexpr int TAPS = TAPS_, BLOCKS = BLOCKS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_ && TAPS > 1;
-    static constexpr int THREADS = BLOCKS * 128 + 32;                          // one more warp: the producer
-    static constexpr int PITCH = TAPS == 1 ? 8 : PAIRS ? 10 : 8 * BLOCKS + 2;  // rows from line to line
-    static constexpr int PATCH_ROWS = TAPS == 1 ? 128 * BLOCKS : PAIRS ? 200 * BLOCKS : 18 * PITCH;
-    static constexpr int PATCH_BYTES = (PATCH_ROWS * 128 + 1023) / 1024 * 1024;  // and enough for the outputs
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2, W_BYTES = 8192;
-    static constexpr int SHARED_BYTES = PATCHES * PATCH_BYTES + STAGES * W_BYTES + 256;
-};
-
-__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, int x, int y, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(c), "r"(x), "r"(y), "r"(b), "r"(from)
-        : "memory");
-}
-// Before the copy engine or the tensor cores read what this thread stored to shared memory.
-__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void barrier_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
-// tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what
-// is added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
-// multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks
-// take one and the same tile, and a share of its chunks each. Per tile: its patch and 64 channels' weights
-// come from L2 once.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int STAGES = Tile::STAGES, PATCHES = Tile::PATCHES, TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
-    constexpr bool PAIRS = Tile::PAIRS;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    const uint32_t patches = shared_address(hopper_shared), w_ring = patches + PATCHES * Tile::PATCH_BYTES,
-                   barriers = w_ring + STAGES * Tile::W_BYTES;
-    auto patch_full = [&](int i) { return barriers + 8 * i; };
-    auto patch_empty = [&](int i) { return barriers + 8 * (PATCHES + i); };
-    auto w_full = [&](int i) { return barriers + 8 * (2 * PATCHES + i); };
-    auto w_empty = [&](int i) { return barriers + 8 * (2 * PATCHES + STAGES + i); };
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int o = blockIdx.y * 64, splits = BLOCKS == 1 ? gridDim.x : 1, rank = BLOCKS == 1 ? blockIdx.x : 0;
-    const int first = rank * g.share, last = min(first + g.share, g.chunks);
-    struct Place {  // of a tile's first pixel
-        int b, y, x;
-    };
-    auto place = [&](int tile) {
-        if (TAPS == 1) return Place{0, 0, tile * 128 * BLOCKS};
-        if (PAIRS) return Place{tile * 2 * BLOCKS, 0, 0};
-        return Place{tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * 16,
-                     tile % g.tiles_x * 8 * BLOCKS};
-    };
-    // A chunk's tensor, its first channel there and in the concatenation.
-    auto second = [&](int chunk) { return chunk >= g.chunks1; };
-    auto channel = [&](int chunk) { return (second(chunk) ? chunk - g.chunks1 : chunk) * 64; };
-    auto joined = [&](int chunk) { return channel(chunk) + (second(chunk) ? g.C : 0); };
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < PATCHES; i++)
-            barrier_init(patch_full(i), 1), barrier_init(patch_empty(i), BLOCKS);
-        for (int i = 0; i < STAGES; i++) barrier_init(w_full(i), 1), barrier_init(w_empty(i), BLOCKS);
-        barrier_publish();
-    }
-    __syncthreads();
-
-    if (warp == BLOCKS * 4) {  // the producer
-        Ring<PATCHES> patch = {0, 1};
-        Ring<STAGES> stage = {0, 1};
-        for (int tile = blockIdx.z; lane == 0 && tile < g.tiles; tile += gridDim.z) {
-            const Place at = place(tile);
-            auto load_patch = [&](int chunk) {
-                uint32_t to = patches + patch.slot * Tile::PATCH_BYTES, full = patch_full(patch.slot);
-                barrier_wait(patch_empty(patch.slot), patch.parity);
-                if (chunk < last) {
-                    barrier_expect(full, Tile::PATCH_ROWS * 128);
-                    copy_box(to, second(chunk) ? g.x2 : g.x, full, channel(chunk),
-                             TAPS == 1 ? at.x : at.x - 1, TAPS == 1 ? 0 : at.y - 1, at.b);
-                } else if (g.has_beside && rank == 0) {  // where the outputs will be put together
-                    bool other = g.beside1 < g.N && o >= g.beside1;
-                    barrier_expect(full, BLOCKS * 16384);
-                    for (int k = 0; k < BLOCKS; k++)
-                        copy_box(to + k * 16384, other ? g.beside2 : g.beside, full,
-                                 other ? o - g.beside1 : o,
-                                 TAPS == 1 ? at.x + 128 * k
-                                 : PAIRS   ? 0
-                                           : at.x + 8 * k,
-                                 at.y, PAIRS ? at.b + 2 * k : at.b);
-                } else {
-                    barrier_arrive(full);
-                }
-                patch.next();
-            };
-            load_patch(first);
-            for (int chunk = first; chunk < last; chunk++)
-                for (int tap = 0; tap < TAPS; tap++, stage.next()) {
-                    if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
-                        load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
-                    uint32_t to = w_ring + stage.slot * Tile::W_BYTES, full = w_full(stage.slot);
-                    barrier_wait(w_empty(stage.slot), stage.parity);
-                    barrier_expect(full, Tile::W_BYTES);
-                    if (Tile::TRANSPOSED)
-                        copy_box(to, g.w, full, o, TAPS - 1 - tap, joined(chunk), 0);
-                    else
-                        copy_box(to, g.w, full, joined(chunk), tap, o, 0);
-                    if (TAPS == 1) load_patch(chunk + 1);
-                }
-        }
-        __syncwarp();
-        if (splits > 1) cluster_barrier(), cluster_barrier();
-        return;
-    }
-
-    const int group = warp / 4;
-    const bool leads = threadIdx.x % 128 == 0;
-    Ring<PATCHES> patch;
-    Ring<STAGES> stage;
-    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
-        const Place at = place(tile);
-        float c[64];
-#pragma unroll
-        for (int e = 0; e < 64; e++) c[e] = 0;
-        for (int chunk = first; chunk < last; chunk++, patch.next()) {
-            barrier_wait(patch_full(patch.slot), patch.parity);
-            uint32_t pixels = patches + patch.slot * Tile::PATCH_BYTES;
-            for (int tap = 0; tap < TAPS; tap++, stage.next()) {
-                barrier_wait(w_full(stage.slot), stage.parity);
-                uint32_t w = w_ring + stage.slot * Tile::W_BYTES,
-                         shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
-                wgmma_begin();
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                    if (PAIRS) {
-                        uint32_t from = shifted + group * 200 * 128 + k * 32;
-                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, 1280));
-                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(from + 100 * 128, 1280));
-                    } else {
-                        uint32_t from = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
-                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, Tile::PITCH * 128));
-                    }
-                }
-                wgmma_commit();
-                wgmma_wait<1>();  // the step before is done
-                if (leads && (tap > 0 || chunk > first)) {
-                    barrier_arrive(w_empty(stage.before()));
-                    if (tap == 0) barrier_arrive(patch_empty(patch.before()));
-                }
-            }
-        }
-        wgmma_wait<0>();
-        if (leads) barrier_arrive(w_empty(stage.before())), barrier_arrive(patch_empty(patch.before()));
-        if (splits > 1) {  // the first of the cluster adds the others' sums to its own, rank by rank
-            constexpr int ADDERS = BLOCKS * 128;
-            static_assert(ADDERS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
-            float4* mine = (float4*)hopper_shared + threadIdx.x;
-            if (rank > 0) {
-                barrier_threads(1, ADDERS);  // the patches have been read
-#pragma unroll
-                for (int e = 0; e < 64; e += 4)
-                    mine[e / 4 * ADDERS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
-            }
-            cluster_barrier();
-            if (rank == 0)
-                for (int r = 1; r < splits; r++)
-#pragma unroll
-                    for (int e = 0; e < 64; e += 4) {
-                        float4 part = load_cluster(patches + (e / 4 * ADDERS + threadIdx.x) * 16, r);
-                        c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
-                    }
-            cluster_barrier();  // nobody leaves while another reads its shared memory
-            if (rank > 0) return;
-        }
-
-        // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
-        // memory.
-        const int row = o + warp % 4 * 16 + lane / 4;  // this thread's channels: row, row + 8
-        const int block_x = TAPS == 1 ? at.x + 128 * group : PAIRS ? 0 : at.x + 8 * group;
-        constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
-        const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
-        const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? at.b + 2 * group : at.b;
-        uint32_t to = patches + patch.slot * Tile::PATCH_BYTES + group * 16384;
-        int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = to + line * 128 + ((vector ^ (line & 7)) << 4);
-        const bool gradient = Tile::TRANSPOSED && g.norm.mean;
-        float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
-        float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
-#pragma unroll
-        for (int i = 0; i < IMAGES; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
-                if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
-                if (!gradient) continue;
-                int of = b * g.norm.G + n / (g.N / g.norm.G);
-                mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
-                shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
-            }
-        barrier_wait(patch_full(patch.slot), patch.parity);
-#pragma unroll
-        for (int j = 0; j < 16; j += 2) {
-            const int i = j * IMAGES / 16;
-            uint32_t r[4];
-            if (g.has_beside) load_matrices_transposed(r, rows + j * 1024);
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const int h = e / 2 % 2;
-                float& value = c[4 * j + e];
-                float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
-                if (!Tile::TRANSPOSED) value += added[i][h];
-                if (gradient) {
-                    if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
-                    sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
-                } else if (g.has_beside) {
-                    value += beside;
-                }
-            }
-#pragma unroll
-            for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
-            store_matrices_transposed(rows + j * 1024, r);
-        }
-        fence_shared();
-        barrier_threads(1 + group, 128);
-        if (leads) {
-            bool second = g.N1 < g.N && o >= g.N1;
-            store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, at.y,
-                      TAPS == 1 ? 0 : block_b);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-        if (g.sums) {
-            auto total = [](float x) {  // over the four lanes that share a row
-                x += __shfl_xor_sync(~0u, x, 1);
-                return x + __shfl_xor_sync(~0u, x, 2);
-            };
-            if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
-#pragma unroll
-                for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
-                if (IMAGES == 2 && images == 1)
-                    sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
-            }
-            if (!Tile::TRANSPOSED) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
-#pragma unroll
-                for (int e = 0; e < 64; e++) {
-                    float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
-                    other[e * IMAGES / 64][e / 2 % 2] += d * d;
-                }
-            }
-            int pixel = TAPS == 1 ? block_x
-                                  : block_b * g.T + (PAIRS ? 0 : (at.y / 16 * (g.W / 8) + block_x / 8) * 128);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
-                if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) {
-                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                    if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
-                    if (gradient)
-                        other[i][h] *=
-                            g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
-                    g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
-                }
-            }
-        }
-        if (leads) {  // the copy engine has read the outputs
-            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-            barrier_arrive(patch_empty(patch.slot));
-        }
-        patch.next();
-    }
-#endif
-}
-
-// B images of H x W; 1x1: all pixels are one line.
-struct HopperShape {
-    int B, H, W;
-};
-template <class Tile>
-static void launch_hopper_tile(const Gemm& g, HopperShape s) {
-    constexpr int TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
-    constexpr bool PAIRS = Tile::PAIRS;
-    HopperGemm h;
-    int width = TAPS == 1 ? 128 * BLOCKS : Tile::PITCH, height = TAPS == 1 ? 1 : PAIRS ? 10 : 18;
-    int images = PAIRS ? 2 * BLOCKS : 1;
-    auto pixels = [&](const floatX* x, int C) {
-        return tensor_map(x, C, s.W, s.H, s.B, width, height, images);
-    };
-    auto outputs = [&](const floatX* x, int C) {
-        return tensor_map(x, C, s.W, s.H, s.B, TAPS == 1 ? 128 : 8,
-                          TAPS == 1 ? 1
-                          : PAIRS   ? 8
-                                    : 16,
-                          PAIRS ? 2 : 1);
-    };
-    int K = g.C + g.C2;
-    h.x = pixels(g.x, g.C);
-    if (g.C2) h.x2 = pixels(g.x2, g.C2);
-    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, 1, 64, 1)
-                           : tensor_map(g.w, K, TAPS, g.N, 1, 1, 64, 1);
-    h.out = outputs(g.out, g.N1);
-    if (g.N1 < g.N) h.out2 = outputs(g.out2, g.N - g.N1);
-    const floatX *beside = g.norm.mean ? g.norm.x : g.residual,
-                 *beside2 = g.norm.mean ? g.norm.x2 : g.residual2;
-    h.has_beside = beside, h.beside1 = g.norm.mean ? g.norm.C : g.N1;
-    if (beside) h.beside = outputs(beside, h.beside1);
-    if (beside && h.beside1 < g.N) h.beside2 = outputs(beside2, g.N - h.beside1);
-    h.bias = g.bias, h.emb = g.emb, h.emb_pitch = g.emb_pitch, h.norm = g.norm,
-    h.sums = g.norm.mean ? g.norm.sums : g.moments;
-    h.C = g.C, h.N = g.N, h.N1 = g.N1;
-    h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
-    h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
-    h.tiles_x = ceil_div(s.W, 8 * BLOCKS), h.tiles_y = ceil_div(s.H, 16);
-    int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
-                : PAIRS   ? ceil_div(s.B, images)
-                          : s.B * h.tiles_x * h.tiles_y;
-    // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
-    // below were measured on an H100.
-    int columns = ceil_div(g.N, 64), splits = 1;
-    while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
-           h.chunks * TAPS >= 18 * splits)
-        splits *= 2;
-    h.tiles = tiles, h.share = ceil_div(h.chunks, splits);
-    splits = ceil_div(h.chunks, h.share);  // none without a chunk
-    // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
-    // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
-    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns), rounds = ceil_div(tiles, slots);
-    int blocks = TAPS == 1 || tiles >= 0.8f * rounds * slots ? std::min(tiles, slots) : tiles;
-    ASSERT(splits == 1 || blocks == tiles);
-    launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
-                    Tile::SHARED_BYTES, splits, h);
-}
-// Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
-// wanted of g.
-template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(Gemm* g) {
-    HopperShape s = {g->patch.B, g->patch.H, g->patch.W};
-    bool small = TAPS > 1 && s.H <= 8 && s.W <= 8;
-    if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
-    if (TAPS == 1 && g->emb) return false;
-    // A warpgroup's 128 pixels are a part of an image, or two images of 64.
-    bool whole_parts =
-        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (s.H % 16 == 0 && s.W % 8 == 0));
-    bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
-    Gemm asked = *g;
-    if (!whole_parts) asked.moments = nullptr;
-    if (!whole_parts || !norm_fits) asked.norm = Normed();
-    if (asked.moments) g->moments = nullptr;
-    if (asked.norm.mean) g->norm = Normed();
-    if constexpr (TAPS == 1) {
-        s = {1, 1, g->M};
-        // many tiles: more of them on a multiprocessor; few: more loads under way in each
-        bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
-        if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked, s);
-        else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
-    } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked, s);
-    } else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g->N, 64) >=
-               3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked, s);
-    } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked, s);
-    }
-    return true;
-}
-#endif  // HOPPER
-
-#ifdef TESTING
-static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the estimate below
-#endif
-
-// The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
-// its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
-template <int TAPS, bool TRANSPOSED>
-static void launch_portable(Gemm g) {
-    if constexpr (!TRANSPOSED)
-        if (g.N <= 16) {  // an image
-            g.splits = 1;
-            launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
-            return;
-        }
-    // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
-    static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
-    static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
-    constexpr int COLUMNS =
-        sizeof(floatX) == 2 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), best = 0, splits = 1;
-    float least = 1e30f;
-    for (int t = 0; t < 3; t++) {
-        int pixel_tiles =
-            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, BM[t]).tiles : ceil_div(g.M, BM[t]);
-        int tiles = pixel_tiles * ceil_div(g.N, BN[t]);
-        for (int s = 1; s <= chunks && s <= 8; s++) {
-            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > Borrowed::left()) break;
-            float step = 2.0f * BM[t] * BN[t] * BK / 3.2e6f / RATE[t];  // at 3.2 TFLOP/s
-            if (sizeof(floatX) == 4) step *= 10;
-            int load = ceil_div((size_t)tiles * s, gpu_multiprocessors);
-            float time =
-                load * (step * TAPS * ceil_div(chunks, s) * (load == 1 ? 1.8f : 1.0f) + FIXED[t]) + 2.0f;
-            if (s > 1) time += 2.0f + 8.0f * s * g.M * g.N / 3e6f;
-            if (time < least) least = time, best = t, splits = s;
-        }
-    }
-#ifdef TESTING
-    if (forced_tile >= 0) best = forced_tile;
-    if (forced_splits > 0) splits = forced_splits > chunks ? chunks : forced_splits;
-#endif
-    Borrowed borrowed;
-    g.splits = splits;
-    if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
-    if (best == 0)
-        launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
-    if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
-    if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
-}
-
-static void channel_moments(float2* moments, const floatX* x, int B, int T, int C);
-static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T);
-
-template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(Gemm g) {
-    ASSERT(g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE + g.N % CHANNEL_MULTIPLE +
-               g.N1 % CHANNEL_MULTIPLE ==
-           0);
-    bool done = false;
-#ifdef HOPPER
-#ifdef TESTING
-    if (forced_tile < 0)
-#endif
-        done = launch_hopper<TAPS, TRANSPOSED>(&g);
-#endif
-    if (!done) launch_portable<TAPS, TRANSPOSED>(g);
-    if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
-    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm, g.M / g.T, g.T);
-}
-
-// ---- weight gradient
-
-struct WeightGradient {
-    float* dw;             // (O, taps, C + C2): added to, where partial is null
-    float* partial;        // (splits, O, taps, C + C2): overwritten
-    const floatX* dout;    // (M, O)
-    const floatX *x, *x2;  // (M, C), (M, C2)
-    float* dbias;          // (O): added to; null: not wanted here
-    floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
-    int image_pitch;
-    float* bias_parts;  // (splits + groups, group_images, O)
-    int M, O, C, C2;
-    int splits, tiles;                 // of the pixels
-    int partials;                      // partial sums of dw: one a split, or a cluster of splits
-    int B, group_images, group_tiles;  // 3x3: images that share tiles are a group; 1x1: all is one
-    Patch patch;                       // 3x3 only
-    // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
-    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
-};
-
-// 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
-template <int TAPS_, int PIXELS_, int WARPS_O_, int WARPS_N_, int STAGES_, int BLOCKS_>
-struct WeightTile {
-    static constexpr int TAPS = TAPS_, PIXELS = PIXELS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
-    static constexpr int WARPS_O = WARPS_O_, WARPS_N = WARPS_N_, THREADS = WARPS_O * WARPS_N * 32;
-    static constexpr int ROW = 64 / VEC,
-                         ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
-    static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
-    static constexpr int STAGE_BYTES = (PIXELS + X_ROWS) * ROW_BYTES;
-    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : ((X_ROWS + PIXELS) * 4 + 127) / 128 * 128;
-    static constexpr int WARPS = THREADS / 32, BIAS_BYTES = THREADS * VEC * (int)sizeof(float);
-    static constexpr int SHARED_BYTES = TABLE_BYTES + BIAS_BYTES + STAGES * STAGE_BYTES;
-};
-
-// Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
-// its warp's pixels in a place of its own; on leaving a group of images the block writes part split + group:
-// the pair (split, group) never goes down, so no two pairs have the same sum.
-template <class Tile>
-struct BiasSums {
-    float* area;  // BIAS_BYTES of shared memory
-    int group;
-    __device__ float4* own() const { return (float4*)area + threadIdx.x; }
-    __device__ void clear() {
-#pragma unroll
-        for (int e = 0; e < VEC / 4; e++) own()[e * Tile::THREADS] = make_float4(0, 0, 0, 0);
-    }
-    // Called by the whole block.
-    __device__ void flush(const WeightGradient& g, int o0) {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        float4 sum[VEC / 4];
-#pragma unroll
-        for (int e = 0; e < VEC / 4; e++) {
-            sum[e] = own()[e * Tile::THREADS];
-#pragma unroll
-            for (int step = Tile::ROW; step < 32; step *= 2) {
-                sum[e].x += __shfl_xor_sync(~0u, sum[e].x, step),
-                    sum[e].y += __shfl_xor_sync(~0u, sum[e].y, step);
-                sum[e].z += __shfl_xor_sync(~0u, sum[e].z, step),
-                    sum[e].w += __shfl_xor_sync(~0u, sum[e].w, step);
-            }
-        }
-        __syncthreads();
-        if (lane < Tile::ROW)
-#pragma unroll
-            for (int e = 0; e < VEC / 4; e++) *(float4*)(area + warp * 64 + lane * VEC + 4 * e) = sum[e];
-        __syncthreads();
-        int warps = Tile::WARPS / g.group_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
-        if (image < g.group_images && o0 + o < g.O) {
-            float total = 0;
-            for (int w = image * warps; w < (image + 1) * warps; w++) total += area[w * 64 + o];
-            g.bias_parts[((size_t)(blockIdx.y + group) * g.group_images + image) * g.O + o0 + o] = total;
-        }
-        __syncthreads();
-    }
-    __device__ void add(const unsigned char* d_tile) {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, v = lane % Tile::ROW;
-        float sum[VEC] = {0};
-#pragma unroll
-        for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
-            int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
-            add_vector(sum, (const floatX*)(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4)));
-        }
-#pragma unroll
-        for (int e = 0; e < VEC / 4; e++) {
-            float4 old = own()[e * Tile::THREADS];
-            own()[e * Tile::THREADS] = make_float4(old.x + sum[4 * e], old.y + sum[4 * e + 1],
-                                                   old.z + sum[4 * e + 2], old.w + sum[4 * e + 3]);
-        }
-    }
-};
-
-#ifndef PRECISION_FP32
-// The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
-// with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
-template <class Tile>
-struct WeightProduct {
-    static constexpr int MI = 4 / Tile::WARPS_O, NI = Tile::TAPS * 8 / Tile::WARPS_N;
-    static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
-    static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
-                  "warps share the work evenly");
-    float c[MI][NI][4];
-    int lane, o0, n0;
-    // Eight input channels of fragment j; its tap is j.
-    __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
-    __device__ WeightProduct() {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
-    }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
-#pragma unroll 1
-        for (int k = 0; k < Tile::PIXELS; k += 32) {
-            uint32_t a[2][MI][4], a_line = d_tile + (k + lane / 16 * 8 + lane % 8) * 128;
-            a_line += ((o0 / 8 + lane / 8 % 2) ^ (lane & 7)) << 4;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-                    load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
-            int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
-                uint32_t b[4];
-                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
-                load_matrices_transposed(b, x_tile + r * 128 + ((v ^ (r & 7)) << 4));
-#pragma unroll
-                for (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
-#pragma unroll
-                for (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
-            }
-        }
-    }
-    // put(o, tap, c, two sums of neighbouring c)
-    template <class Put>
-    __device__ void store(Put put) {
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
-                int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
-                    tap = Tile::TAPS > 1 ? j : 0;
-                put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
-                put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
-            }
-    }
-};
-#else
-// 3x3: a thread owns 8 output channels, 2 input channels and all taps. Along eight pixels of a line a 3 x 3
-// window of x slides in registers, so that a pixel costs three new loads of x and two of dout for 144 FMAs.
-// 1x1: 8 output channels by 4 input channels.
-template <class Tile>
-struct WeightProduct {
-    static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
-    float c[8][Tile::TAPS][NC];
-    int o0, c0;
-    __device__ WeightProduct() {
-        static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
-        o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
-#pragma unroll
-        for (int o = 0; o < 8; o++)
-#pragma unroll
-            for (int t = 0; t < Tile::TAPS; t++)
-#pragma unroll
-                for (int e = 0; e < NC; e++) c[o][t][e] = 0;
-    }
-    __device__ static uint32_t at(uint32_t tile, int row, int channel) {
-        return tile + row * 256 + (((channel / 4) ^ (row & 7)) << 4) + channel % 4 * 4;
-    }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
-        if constexpr (Tile::TAPS > 1) {
-#pragma unroll 1
-            for (int k = 0; k < Tile::PIXELS; k += 8) {
-                int row = row_of_pixel[k];
-                float2 x[3][3];
-#pragma unroll
-                for (int t = 0; t < 9; t++)
-                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared2(at(x_tile, row + patch.tap(t), c0));
-#pragma unroll
-                for (int p = 0; p < 8; p++) {
-#pragma unroll
-                    for (int y = 0; y < 3; y++)
-                        x[y][(p + 2) % 3] = load_shared2(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
-                    float4 d[2] = {load_shared4(at(d_tile, k + p, o0)),
-                                   load_shared4(at(d_tile, k + p, o0 + 4))};
-                    const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-#pragma unroll
-                    for (int o = 0; o < 8; o++)
-#pragma unroll
-                        for (int t = 0; t < 9; t++) {
-                            c[o][t][0] += dout[o] * x[t / 3][(p + t) % 3].x;
-                            c[o][t][1] += dout[o] * x[t / 3][(p + t) % 3].y;
-                        }
-                }
-            }
-        } else {
-#pragma unroll 4
-            for (int k = 0; k < Tile::PIXELS; k++) {
-                float4 x = load_shared4(at(x_tile, k, c0));
-                float4 d[2] = {load_shared4(at(d_tile, k, o0)), load_shared4(at(d_tile, k, o0 + 4))};
-                const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-#pragma unroll
-                for (int o = 0; o < 8; o++) {
-                    c[o][0][0] += dout[o] * x.x, c[o][0][1] += dout[o] * x.y;
-                    c[o][0][2] += dout[o] * x.z, c[o][0][3] += dout[o] * x.w;
-                }
-            }
-        }
-    }
-    template <class Put>
-    __device__ void store(Put put) {
-#pragma unroll
-        for (int o = 0; o < 8; o++)
-#pragma unroll
-            for (int t = 0; t < Tile::TAPS; t++)
-#pragma unroll
-                for (int e = 0; e < NC; e += 2)
-                    put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
-    }
-};
-#endif
-
-// dw (O, taps, C + C2) = einsum('mo,mtc->otc', dout, neighbourhoods of cat([x, x2], 1)), over M pixels.
-// Block (tile, split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits divide the pixels'
-// tiles evenly. Per block: its split's pixels' 64 channels of dout and of x (3x3: with border) come in once,
-// for all taps. The first of the blocks that share dout's channels also writes their column sums.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    weight_gradient_kernel(const WeightGradient g) {
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
-    constexpr int THREADS = Tile::THREADS;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int *place_of_row = (int*)shared, *row_of_pixel = place_of_row + Tile::X_ROWS;
-    unsigned char* ring_bytes = shared + Tile::TABLE_BYTES + Tile::BIAS_BYTES;
-    uint32_t ring = shared_address(ring_bytes);
-    int tid = threadIdx.x;
-    int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
-    bool second = c_tile >= tiles1;
-    const floatX* x = second ? g.x2 : g.x;
-    int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-    int o0 = blockIdx.x / c_tiles * 64;
-    int first = (int)((long long)blockIdx.y * g.tiles / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * g.tiles / g.splits);
-    bool sums_bias = g.bias_parts && c_tile == 0;
-    BiasSums<Tile> bias = {(float*)(shared + Tile::TABLE_BYTES), first / g.group_tiles};
-    if (sums_bias) bias.clear();
-
-    if (TAPS > 1) {
-        for (int r = tid; r < Tile::X_ROWS; r += THREADS) place_of_row[r] = g.patch.place(r);
-        for (int p = tid; p < PIXELS; p += THREADS) row_of_pixel[p] = g.patch.row(p);
-        __syncthreads();
-    }
-    auto load = [&](int tile) {
-        uint32_t d_tile = ring + (tile - first) % STAGES * Tile::STAGE_BYTES,
-                 x_tile = d_tile + PIXELS * Tile::ROW_BYTES;
-        Patch::Origin origin = {0, 0, 0};
-        if (TAPS > 1) origin = g.patch.origin(tile);
-#pragma unroll
-        for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
-            int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
-            int m = tile * PIXELS + p;
-            if (TAPS > 1) m = g.patch.pixel(origin, place_of_row[row_of_pixel[p] + g.patch.tap(4)]);
-            bool valid = m >= 0 && m < g.M && o < g.O;
-            copy_async(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4),
-                       valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
-        }
-#pragma unroll
-        for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
-            int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
-            if (TAPS > 1 && r >= g.patch.rows()) break;
-            int m = TAPS > 1 ? g.patch.pixel(origin, place_of_row[r]) : tile * PIXELS + r;
-            bool valid = m >= 0 && m < g.M && c < channels;
-            copy_async(x_tile + r * Tile::ROW_BYTES + ((v ^ (r & 7)) << 4),
-                       valid ? x + (size_t)m * channels + c : x, valid);
-        }
-    };
-    WeightProduct<Tile> product;
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (first + s < last) load(first + s);
-        copy_commit();
-    }
-    for (int tile = first; tile < last; tile++) {
-        copy_wait<STAGES - 2>();
-        __syncthreads();  // this tile has arrived, and every thread is done with the one before
-        if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
-        copy_commit();
-        int stage = (tile - first) % STAGES * Tile::STAGE_BYTES;
-        uint32_t d_tile = ring + stage;
-        if (sums_bias) {
-            if (tile / g.group_tiles != bias.group) {
-                bias.flush(g, o0);
-                bias.clear();
-                bias.group = tile / g.group_tiles;
-            }
-            bias.add(ring_bytes + stage);
-        }
-        product.multiply(d_tile, d_tile + PIXELS * Tile::ROW_BYTES, row_of_pixel, g.patch);
-    }
-    copy_wait<0>();
-    if (sums_bias) bias.flush(g, o0);
-    int K = g.C + g.C2;
-    float* to = g.partial ? g.partial + (size_t)blockIdx.y * g.O * TAPS * K : g.dw;
-    product.store([&](int o, int tap, int c, float2 value) {
-        if (o0 + o >= g.O || c0 + c >= channels) return;
-        float2* p = (float2*)(to + ((size_t)(o0 + o) * TAPS + tap) * K + (second ? g.C : 0) + c0 + c);
-        *p = g.partial ? value : make_float2(p->x + value.x, p->y + value.y);
-    });
-}
-
-// per_image and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8). Each image has
-// `lanes` of the 32 threads a channel, which take its parts in turn; with fewer than 32 images that is more
-// than one.
-__device__ void reduce_bias(const WeightGradient& g, int block) {
-    __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, lanes = 1;
-    while (lanes * 2 * g.B <= 32) lanes *= 2;
-    float total = 0;
-    for (int b0 = 0; b0 < g.B; b0 += 32 / lanes) {
-        int b = b0 + y / lanes, group = b / g.group_images, image = b % g.group_images;
-        float sum = 0;
-        if (b < g.B && o < g.O) {
-            int s0 = g.split_of(group * g.group_tiles), s1 = g.split_of((group + 1) * g.group_tiles - 1) + 1;
-#pragma unroll 8
-            for (int s = s0 + y % lanes; s < s1; s += lanes)
-                sum += g.bias_parts[((size_t)(s + group) * g.group_images + image) * g.O + o];
-        }
-        sums[y][threadIdx.x % 8] = sum;
-        __syncthreads();
-        if (y % lanes == 0 && b < g.B && o < g.O) {
-            for (int i = 1; i < lanes; i++) sum += sums[y + i][threadIdx.x % 8];
-            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
-            total += sum;
-        }
-        __syncthreads();
-    }
-    sums[y][threadIdx.x % 8] = y % lanes == 0 ? total : 0.0f;
-    __syncthreads();
-    if (y != 0 || o >= g.O) return;
-    for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
-    g.dbias[o] += total;
-}
-
-// dw += the sum over splits of partial (splits, n), in a fixed order: a thread adds every eighth split, then
-// the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
-// gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
-    if (blockIdx.x >= (unsigned)weight_blocks) {
-        reduce_bias(g, blockIdx.x - weight_blocks);
-        return;
-    }
-    __shared__ float4 sums[REDUCE_GROUPS][32];
-    int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
-    float4 sum = make_float4(0, 0, 0, 0), old = sum;
-    if (group == 0 && i < n) old = *(const float4*)(g.dw + i);
-    if (i < n)
-        for (int first = group; first < g.partials; first += 8 * REDUCE_GROUPS) {
-            float4 part[8];  // so many loads under way
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
-                int s = first + k * REDUCE_GROUPS;
-                part[k] = s < g.partials ? *(const float4*)(g.partial + s * n + i) : make_float4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                sum.x += part[k].x, sum.y += part[k].y, sum.z += part[k].z, sum.w += part[k].w;
-        }
-    sums[group][lane] = sum;
-    __syncthreads();
-    if (group != 0 || i >= n) return;
-    for (int other = 1; other < REDUCE_GROUPS; other++) {
-        float4 part = sums[other][lane];
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    *(float4*)(g.dw + i) = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
-}
-
-static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
-                          int O);
-
-// Borrows the partial sums of dbias, `rows` of (O). Those of thousands of images are better taken apart.
-static void take_bias_parts(WeightGradient* g, size_t rows) {
-    if (g->dbias && rows * g->O * sizeof(float) > Borrowed::left() / 2) {
-        bias_backward(g->dbias, g->per_image, g->image_pitch, g->dout, g->B, g->M / g->B, g->O);
-        g->dbias = nullptr;
-    }
-    g->bias_parts = g->dbias ? take<float>(&lane->workspace, rows * g->O) : nullptr;
-}
-
-#ifdef HOPPER
-// ---- Hopper: weight gradient
-
-// What a block multiplies: each of GROUPS warpgroups has 64 output channels by 64 input channels at a line's
-// three taps; the groups are the three lines of taps; or one line a block, where reading the pixels three
-// times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int GROUPS_>
-struct HopperWeightTile {
-    static constexpr int GROUPS = GROUPS_, THREADS = GROUPS * 128 + 32, RESIDENT = GROUPS == 1 ? 2 : 1;
-    static constexpr int PITCH = 10, LINES = 7 + GROUPS;  // of x a step, in shared memory
-    static constexpr int D_BYTES = 8192, X_BYTES = PITCH * LINES * 128;
-    static constexpr int STAGE_BYTES = D_BYTES + (X_BYTES + 1023) / 1024 * 1024;
-    static constexpr int STAGES = (216 << 10) / RESIDENT / STAGE_BYTES;
-    // Behind the last stage, besides barriers and ones, room that nobody reads: compute-sanitizer takes the
-    // 6144 bytes of x of a product, lines apart in truth, for one piece that begins at the first.
-    static constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 384 + 4096;
-    static constexpr int SUMS_PITCH = 64 + 8;  // floats a row of the finished sums
-    static constexpr int SUMS_BYTES = GROUPS * 3 * 64 * SUMS_PITCH * (int)sizeof(float);
-    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
-};
-
-// *p += v, without waiting for it.
-__device__ inline void add_global(float* p, float4 v) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
-                 : "memory");
-}
-// c (64, 8) += a (64, 16), transposed, times b (16, 8), eight n of eight k each, 16 bytes a row; the same for
-// both halves of k.
-__device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "l"(a), "l"((uint64_t)((b & 0x3ffff) >> 4)));
-}
-
-// per_image and dbias += from bias_parts of channels [o0 + rank * channels, + channels), by 128 threads; at
-// most eight splits.
-__device__ inline void finish_bias(const WeightGradient& g, float* totals, int o0, int channels, int rank,
-                                   int thread) {
-    int o = o0 + rank * channels + thread % channels, lanes = 128 / channels;
-    float total = 0;
-    for (int b0 = thread / channels; b0 < g.B && o < g.O; b0 += 4 * lanes) {
-        float sum[4];  // of images b0, b0 + lanes, ...: four loads under way
-        int split[4], last[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            unsigned b = min(b0 + k * lanes, g.B - 1);  // split_of in 32 bits
-            split[k] = ((b * g.group_tiles + 1) * g.splits - 1) / (unsigned)g.tiles;
-            last[k] = ((b + 1) * g.group_tiles * g.splits - 1) / (unsigned)g.tiles;
-            sum[k] = __ldcg(g.bias_parts + (size_t)(split[k] + b) * g.O + o);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            int b = b0 + k * lanes;
-            if (b >= g.B) break;
-            while (split[k] < last[k]) sum[k] += __ldcg(g.bias_parts + (size_t)(++split[k] + b) * g.O + o);
-            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum[k];
-            total += sum[k];
-        }
-    }
-    totals[thread] = total;
-    barrier_threads(2, 128);
-    if (thread >= channels || o >= g.O) return;
-    for (int i = 1; i < lanes; i++) total += totals[thread + i * channels];
-    g.dbias[o] += total;
-}
-
-// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
-// dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
-// which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
-// once. The splits of a cluster then add up their sums through each other's shared memory, in the order of
-// their ranks, each a part of the tile, so that one part in `cluster` of the partial sums goes to device
-// memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
-// channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_weight_gradient_kernel(const __grid_constant__ WeightGradient g,
-                                  const __grid_constant__ CUtensorMap dout_map,
-                                  const __grid_constant__ CUtensorMap x_map, int cluster) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int GROUPS = Tile::GROUPS, STAGES = Tile::STAGES;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    const uint32_t ring = shared_address(hopper_shared), full = ring + STAGES * Tile::STAGE_BYTES,
-                   empty = full + 8 * STAGES, ones = empty + 8 * STAGES;
-    int group = threadIdx.x / 128, lane = threadIdx.x % 32, split = blockIdx.x, rank = split % cluster;
-    int c_tiles = ceil_div(g.C, 64), tile = blockIdx.y, dy = group;
-    if (GROUPS == 1) dy = tile % 3, tile /= 3;
-    int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-    int first = (int)((long long)split * g.tiles / g.splits);
-    int last = (int)((long long)(split + 1) * g.tiles / g.splits);
-
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, GROUPS);
-        barrier_publish();
-    }
-    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
-    if (threadIdx.x < 60)
-        ((uint32_t*)(hopper_shared + (ones - ring)))[threadIdx.x] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (group == GROUPS) {
-        if (lane == 0) {
-            Patch::Origin from = g.patch.origin(first);
-            Ring<STAGES> stage = {0, 1};
-            for (int t = first; t < last; t++, stage.next()) {
-                uint32_t to = ring + stage.slot * Tile::STAGE_BYTES, barrier = full + 8 * stage.slot;
-                barrier_wait(empty + 8 * stage.slot, stage.parity);
-                barrier_expect(barrier, Tile::D_BYTES + Tile::X_BYTES);
-                copy_box(to + Tile::D_BYTES, x_map, barrier, c0, from.x, from.y + (GROUPS == 1 ? dy : 0),
-                         from.b);
-                copy_box(to, dout_map, barrier, o0, from.x + 1, from.y + 1, from.b);
-                // The next tile; divisions would take this one thread longer than the product.
-                if ((from.x += 8) >= g.patch.W - 1) from.x = -1, from.y += 8;
-                if (from.y >= g.patch.H - 1) from.y = -1, from.b++;
-            }
-        }
-        __syncwarp();
-        if (cluster > 1) cluster_barrier(), cluster_barrier();
-        return;
-    }
-
-    int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + o0;  // of the sums: an output channel, and that + 8
-    float c[96];
-#pragma unroll
-    for (int i = 0; i < 96; i++) c[i] = 0;
-    Ring<STAGES> stage;
-    auto release = [&] {  // the stage before
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage.before());
-    };
-    auto multiply = [&](auto sums_bias) {
-        constexpr bool BIAS = decltype(sums_bias)::value;
-        // The ends of a run of steps: with the bias, of those that share the eight columns' images.
-        for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / g.group_tiles, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * g.group_tiles) : last;
-            int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
-            uint32_t one = ones + 112 - (first_image - images) * 16;
-            float sums[4] = {0, 0, 0, 0};
-            for (int t = begin; t < end; t++, stage.next()) {
-                uint32_t d = ring + stage.slot * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
-                if (GROUPS > 1) x += group * Tile::PITCH * 128;
-                barrier_wait(full + 8 * stage.slot, stage.parity);
-                wgmma_begin();
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    uint64_t a = shared_matrix(d + k * 2048, 1024);
-                    uint32_t lines = x + k * 2 * Tile::PITCH * 128;
-                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, Tile::PITCH * 128, 128));  // a tap: a row on
-                    if (BIAS) wgmma_narrow(sums, a, one);
-                }
-                wgmma_commit();
-                wgmma_wait<1>();  // the step before is over
-                if (t > begin) release();
-                if (BIAS && --left == 0) left = g.group_tiles, one -= 16;
-            }
-            wgmma_wait<0>();
-            release();
-            if (BIAS)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    int o = row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
-                    if (o < g.O && image >= first_image && image <= (end - 1) / g.group_tiles)
-                        g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
-                }
-        }
-    };
-    bool sums_bias = g.bias_parts && c0 == 0 && dy == 0;
-    if (sums_bias)
-        multiply(std::true_type());
-    else
-        multiply(std::false_type());
-
-    // The sums go where the ring was, as rows of 64 columns, (dy, dx, output channel), 8 banks apart.
-    barrier_threads(1, GROUPS * 128);  // the ring has been read
-    float* own = (float*)hopper_shared + lane % 4 * 2 +
-                 (group * 3 * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) * Tile::SUMS_PITCH;
-#pragma unroll
-    for (int v = 0; v < 24; v++) {
-        float* p = own + v / 8 * 64 * Tile::SUMS_PITCH + v % 8 * 8;
-        *(float2*)p = make_float2(c[4 * v], c[4 * v + 1]);
-        *(float2*)(p + 8 * Tile::SUMS_PITCH) = make_float2(c[4 * v + 2], c[4 * v + 3]);
-    }
-    if (cluster > 1)
-        cluster_barrier();
-    else
-        barrier_threads(1, GROUPS * 128);
-    float* to = g.partial ? g.partial + (size_t)(split / cluster) * g.O * 9 * g.C : g.dw;
-    int rows = GROUPS * 3 * 64 / cluster;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < rows * 16; i += GROUPS * 128) {
-        int row = rank * rows + i / 16, o = o0 + row % 64, column = c0 + i % 16 * 4;
-        int tap = (GROUPS == 1 ? dy * 3 : 0) + row / 64;
-        uint32_t at = (row * Tile::SUMS_PITCH + i % 16 * 4) * sizeof(float);
-        float4 sum;
-        if (cluster == 1) {
-            sum = *(float4*)(hopper_shared + at);
-        } else {
-            float4 parts[8];
-#pragma unroll
-            for (int r = 0; r < 8; r++)
-                if (r < cluster) parts[r] = load_cluster(ring + at, r);
-            sum = parts[0];
-#pragma unroll
-            for (int r = 1; r < 8; r++)
-                if (r < cluster)
-                    sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
-        }
-        if (o >= g.O || column >= g.C) continue;
-        float* p = to + ((size_t)o * 9 + tap) * g.C + column;
-        if (g.partial)
-            *(float4*)p = sum;
-        else
-            add_global(p, sum);
-    }
-    // Without other clusters all parts are here: ranks share the channels, threads the images.
-    if (sums_bias && !g.partial)
-        finish_bias(g, (float*)(hopper_shared + Tile::SUMS_BYTES), o0, 64 / cluster, rank, threadIdx.x % 128);
-    if (cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
-#endif
-}
-
-struct HopperWeightPlan {
-    int tiles, splits, cluster;
-    float us;  // estimated
-};
-// The splits and clusters with the least estimated time. The figures, microseconds and bytes a microsecond,
-// were fitted to 900 timings on an H100; the choices cost 1% more than the best ones.
-template <class Tile>
-static HopperWeightPlan plan_hopper_weight(const WeightGradient& g, size_t bytes) {
-    int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
-    size_t n = (size_t)g.O * 9 * g.C;
-    HopperWeightPlan best = {tiles, 1, 1, 1e30f};
-    // Every block loads its own pixels from L2; all of them come from device memory once.
-    float load =
-        std::max((float)tiles * g.tiles * Tile::STAGE_BYTES / 8.1e6f, (float)g.M * (g.O + g.C) * 2 / 2.7e6f);
-    float step = Tile::GROUPS == 3 ? 0.73f : 0.27f;
-    for (int cluster = 1; cluster <= 8; cluster *= 2) {
-        // Larger clusters leave some multiprocessors without work: theirs are not a multiple of the cluster.
-        int slots = gpu_multiprocessors * Tile::RESIDENT * (cluster > 2 ? 10 : 11) / 11;
-        for (int splits = cluster; splits <= g.tiles && (splits == 1 || splits * tiles <= slots);
-             splits += cluster) {
-            int partials = splits / cluster;
-            bool partial = partials > 1;
-            if (partial && partials * n * sizeof(float) > bytes) break;
-            float product = ceil_div((size_t)splits * tiles, slots) * ceil_div(g.tiles, splits) * step;
-            if (Tile::RESIDENT > 1 && splits * tiles > gpu_multiprocessors) product *= 1.87f;
-            float us =
-                std::max(product, load) + 0.12f * std::min(product, load) + (Tile::GROUPS == 3 ? 4.5f : 3.5f);
-            if (cluster > 1) us += cluster < 8 ? 2.3f : 3.0f;
-            if (partial) us += 3.9f + n / 136e3f + 8.0f * partials * n / 8.9e6f;
-            if (us < best.us) best = {tiles, splits, cluster, us};
-        }
-    }
-    return best;
-}
-
-template <class Tile>
-static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
-    size_t n = (size_t)g.O * 9 * g.C;
-    g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
-    g.partial = g.partials > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
-    auto box = [&](const floatX* x, int channels, int width, int height) {
-        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
-    };
-    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
-                    Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
-                    box(g.x, g.C, 10, Tile::LINES), plan.cluster);
-    if (!g.partial) return;
-    int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
-}
-
-// launch_weight_gradient on Hopper, for 3x3.
-static void launch_hopper_weight_gradient(WeightGradient g) {
-    Borrowed borrowed;
-    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.B = g.patch.B, g.group_images = 1;
-    g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    take_bias_parts(&g, (size_t)2 * gpu_multiprocessors + g.B);
-    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, Borrowed::left()),
-                     line = plan_hopper_weight<HopperWeightTile<1>>(g, Borrowed::left());
-    if (line.us < all.us)
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line);
-    else
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all);
-}
-#endif  // HOPPER
-
-template <int TAPS>
-static void launch_weight_gradient(WeightGradient g) {
-    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
-#ifdef HOPPER
-    if (TAPS > 1) return launch_hopper_weight_gradient(g);
-#endif
-    Borrowed borrowed;
-    constexpr bool HALF = sizeof(floatX) == 2;
-    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
-                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
-    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
-    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
-    g.B = TAPS > 1 ? g.patch.B : 1, g.group_images = TAPS > 1 ? g.patch.images : 1;
-    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
-    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
-    int most = std::max(1, std::min(g.tiles, 2 * gpu_multiprocessors / (TAPS > 1 ? 2 : 1) / tiles));
-
-    take_bias_parts(&g, (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images);
-
-    // More splits shorten a block's walk over the pixels and lengthen the reduction.
-    size_t n = (size_t)g.O * TAPS * (g.C + g.C2);
-    most = std::max(1, std::min(most, (int)(Borrowed::left() / (n * sizeof(float)))));
-    float least = 1e30f, tile_us = (HALF ? 4.0f : 12.0f) * (TAPS > 1 ? 1.0f : 0.12f);  // measured on an H100
-    for (int s = 1; s <= most; s++) {
-        float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
-        if (time < least) least = time, g.splits = s;
-    }
-    g.partials = g.splits;
-    g.partial = g.splits > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
-    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
-    int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
-    if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
-}
-
-// ---- bias gradient
-
-// parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
-// to 8 vectors of channels of its chunk; dout is read once.
-__global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
-    __shared__ float sums[32][8 * VEC + 1];
-    int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
-    int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
-    float sum[VEC] = {0};
-    for (int t = chunk * chunk_rows + group; t < end; t += 32) {
-        const floatX* row = dout + ((size_t)b * T + t) * O + o;
-        if (o < O) add_vector(sum, row);
-    }
-#pragma unroll
-    for (int e = 0; e < VEC; e++) sums[group][v * VEC + e] = sum[e];
-    __syncthreads();
-    int channel = threadIdx.x;
-    if (channel >= 8 * VEC || blockIdx.x * 8 * VEC + channel >= (unsigned)O) return;
-    float total = 0;
-    for (int i = 0; i < 32; i++) total += sums[i][channel];
-    parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
-}
-
-// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns
-// channels [32 b, 32 b + 32); eight threads a channel take every eighth image.
-__global__ void bias_finish_kernel(float* dbias, floatX* per_image, int pitch, const float* parts, int B,
-                                   int chunks, int O) {
-    __shared__ float sums[REDUCE_GROUPS][32];
-    int o = blockIdx.x * 32 + threadIdx.x;
-    float total = 0;
-    if (o < O)
-        for (int b = threadIdx.y; b < B; b += REDUCE_GROUPS) {
-            float sum = 0;
-#pragma unroll 8
-            for (int i = 0; i < chunks; i++) sum += parts[((size_t)b * chunks + i) * O + o];
-            if (per_image) per_image[(size_t)b * pitch + o] = (floatX)sum;
-            total += sum;
-        }
-    sums[threadIdx.y][threadIdx.x] = total;
-    __syncthreads();
-    if (threadIdx.y != 0 || o >= O) return;
-    for (int group = 1; group < REDUCE_GROUPS; group++) total += sums[group][threadIdx.x];
-    dbias[o] += total;
-}
-
-static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
-                          int O) {
-    int slabs = ceil_div(O, 8 * VEC), chunks = ceil_div(4 * gpu_multiprocessors, B * slabs);
-    chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
-    int rows = ceil_div(T, chunks);
-    chunks = ceil_div(T, rows);
-    Borrowed borrowed;
-    size_t most = std::max((size_t)1, Borrowed::left() / ((size_t)chunks * O * sizeof(float)));
-    int images = (int)std::min((size_t)B, most);  // as many at a time as fit
-    float* parts = take<float>(&lane->workspace, (size_t)images * chunks * O);
-    for (int b = 0; b < B; b += images) {
-        int count = std::min(images, B - b);
-        launch(bias_parts_kernel, dim3(slabs, chunks, count), 256, 0, parts, dout + (size_t)b * T * O, T, O,
-               rows);
-        // Without per-image sums every part may go to any of the eight threads.
-        launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias,
-               per_image ? per_image + (size_t)b * pitch : nullptr, pitch, parts,
-               per_image ? count : count * chunks, per_image ? chunks : 1, O);
-    }
-}
-
-// ---- launchers; maths and shapes stand above the CPU functions of the same names
-
-static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
-                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O,
-                           float2* moments = nullptr, int T = 1) {
-    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
-    Gemm g = {};
-    g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias, g.moments = moments;
-    g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = T;
-    launch_gemm<1, false>(g);
-}
-
-static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, const floatX* w, int M, int C,
-                                  int C2, int O, bool accumulate, const Normed& norm, int T) {
-    PROFILE("1x1 dX", convolution_work(M, 1, C + C2, O));
-    Gemm g = {};
-    g.out = dx, g.out2 = dx2, g.x = dout, g.w = w;
-    if (accumulate) g.residual = dx, g.residual2 = dx2;
-    g.M = M, g.N = C + C2, g.N1 = C, g.C = O, g.T = T, g.norm = norm;
-    launch_gemm<1, true>(g);
-}
-
-static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, const floatX* x,
-                                   const floatX* x2, int M, int C, int C2, int O) {
-    PROFILE("1x1 dW", convolution_work(M, 1, C + C2, O, sizeof(float)));
-    WeightGradient g = {};
-    g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
-    launch_weight_gradient<1>(g);
-}
-
-static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
-                            const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
-                            bool accumulate, const Normed& norm = Normed(), int T = 1) {
-    backend_aside([&] { linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O); });
-    if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate, norm, T);
-}
-
 static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
                             const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
-                            int C, int O, float2* moments = nullptr) {
-    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
-    Gemm g = {};
-    g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb, g.emb_pitch = emb_pitch;
-    g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W, g.moments = moments;
-    g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_gemm<9, false>(g);
-}
-
-static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
-                                   int C, int O, const Normed& norm) {
-    PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
-    Gemm g = {};
-    g.out = dx, g.x = dout, g.w = w;
-    g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W, g.norm = norm;
-    g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_gemm<9, true>(g);
-}
-
-static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int emb_pitch, const floatX* dout,
-                                    const floatX* x, int B, int H, int W, int C, int O) {
-    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
-    WeightGradient g = {};
-    g.dw = dw;
-    g.dbias = dbias, g.per_image = demb, g.image_pitch = emb_pitch;
-    g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
-    g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_weight_gradient<9>(g);
-}
-
+                            int C, int O, float2* moments = nullptr);
+// dx (B, H, W, C) = the same convolution of dout with flipped taps (null: not wanted); dw += ; dbias += ;
+// demb (B, emb_pitch)[:, :O] = the sums of dout over each image (null: not wanted).
 static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
                              const floatX* dout, const floatX* x, const floatX* w, int B, int H, int W, int C,
-                             int O, const Normed& norm = Normed()) {
-    backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, emb_pitch, dout, x, B, H, W, C, O); });
-    if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O, norm);
-}
-#endif  // __CUDACC__
-
-// ---- group norm + SiLU ------------------------------------------------------------------------------------
+                             int O, const Normed& norm = Normed());
 
 // out (B, T, C + C2) = F.silu(F.group_norm(cat([x, x2], 1), G, w, bias, eps=1e-5)), or without the SiLU. x
 // (B, T, C) and x2 (B, T, C2) are read where they lie; a group may straddle them. mean, rstd (B, G). Wu and
 // He, "Group Normalization" (2018), equations 1 to 6.
-static const float NORM_EPS = 1e-5f;
-
-#ifdef CPU_LAYERS
-// A work item: some whole groups of one image, as one or two runs of channels, one a tensor.
-struct NormRun {
-    const float* x;  // the run's first channel at the image's first pixel
-    int stride;      // channels of its tensor
-    int c0, n;       // its first channel within the concatenation, and how many
-};
-struct NormItem {
-    NormRun runs[2];
-    int b, g0, g1, group;  // group: channels in one
-};
-enum { NORM_CHANNELS = 64 };  // channels an item aims at
-
-static Pieces norm_pieces(int C, int C2, int G) {
-    return cut(G, std::max(1, NORM_CHANNELS / ((C + C2) / G)));
-}
-
-static NormItem norm_item(const Pieces& groups, int b, int piece, const float* x, const float* x2, int T,
-                          int C, int C2, int G) {
-    NormItem item;
-    item.b = b, item.g0 = groups.begin(piece), item.g1 = groups.end(piece), item.group = (C + C2) / G;
-    int c0 = item.g0 * item.group, c1 = item.g1 * item.group;
-    item.runs[0] = {x + (size_t)b * T * C + c0, C, c0, std::max(0, std::min(c1, C) - c0)};
-    int first = std::max(c0, C);
-    item.runs[1] = {C2 ? x2 + (size_t)b * T * C2 + (first - C) : nullptr, C2, first, std::max(0, c1 - first)};
-    return item;
-}
-
-// Sums over the image's pixels: accumulate(sum, row, c0, n, t) adds pixel t's channels [c0, c0 + n) to the
-// SUMS rows of sum, short float sums that are then added up in double. sums (SUMS, channels of the item).
-template <int SUMS, typename Accumulate>
-static void norm_reduce(double* sums, const NormItem& item, int T, Accumulate accumulate) {
-    int channels = (item.g1 - item.g0) * item.group;
-    for (const NormRun& run : item.runs)
-        for (int start = 0; start < run.n; start += NORM_CHANNELS) {
-            int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
-            double total[SUMS][NORM_CHANNELS] = {};
-            for (int t0 = 0; t0 < T; t0 += 64) {
-                float sum[SUMS][NORM_CHANNELS] = {};
-                for (int t = t0; t < std::min(t0 + 64, T); t++)
-                    accumulate(sum, run.x + (size_t)t * run.stride + start, c0, n, t);
-                for (int i = 0; i < SUMS; i++)
-                    for (int c = 0; c < n; c++) total[i][c] += sum[i][c];
-            }
-            for (int i = 0; i < SUMS; i++)
-                for (int c = 0; c < n; c++) sums[i * channels + c0 + c - item.g0 * item.group] = total[i][c];
-        }
-}
-
-// The affine map of each channel of the item: y = x * scale + shift.
-static void norm_affine(float* scale, float* shift, const NormItem& item, const float* mean,
-                        const float* rstd, const float* w, const float* bias, int G) {
-    for (int g = item.g0; g < item.g1; g++)
-        for (int c = g * item.group; c < (g + 1) * item.group; c++) {
-            int i = c - item.g0 * item.group;
-            scale[i] = rstd[item.b * G + g] * w[c];
-            shift[i] = bias[c] - mean[item.b * G + g] * scale[i];
-        }
-}
-
-// out from stored statistics; backward calls it to make again what forward did not keep.
-static void groupnorm_apply_item_cpu(float* out, const NormItem& item, const float* mean, const float* rstd,
-                                     const float* w, const float* bias, int T, int channels, int G, bool silu,
-                                     float* scale, float* shift) {
-    norm_affine(scale, shift, item, mean, rstd, w, bias, G);
-    int base = item.g0 * item.group;
-    for (const NormRun& run : item.runs)
-        for (int t = 0; run.n && t < T; t++) {
-            const float* row = run.x + (size_t)t * run.stride;
-            float* target = out + ((size_t)item.b * T + t) * channels + run.c0;
-            const float *s = scale + run.c0 - base, *h = shift + run.c0 - base;
-            if (silu)
-#pragma omp simd
-                for (int c = 0; c < run.n; c++) {
-                    float y = row[c] * s[c] + h[c];
-                    target[c] = y * sigmoid_cpu(y);
-                }
-            else
-#pragma omp simd
-                for (int c = 0; c < run.n; c++) target[c] = row[c] * s[c] + h[c];
-        }
-}
-
-static void groupnorm_forward_cpu(float* out, float* mean, float* rstd, const float* x, const float* x2,
-                                  const float2*, const float2*, const float* w, const float* bias, int B,
-                                  int T, int C, int C2, int G, bool silu) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    Pieces groups = norm_pieces(C, C2, G);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int piece = 0; piece < groups.count; piece++) {
-            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
-            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
-            float* room = thread_floats();
-            float *center = room, *scale = room + channels, *shift = room + 2 * channels;
-            double* sums = (double*)(room + 4 * channels);
-            norm_reduce<1>(sums, item, T, [](float sum[][NORM_CHANNELS], const float* row, int, int n, int) {
-#pragma omp simd
-                for (int c = 0; c < n; c++) sum[0][c] += row[c];
-            });
-            for (int g = item.g0; g < item.g1; g++) {
-                double total = 0;
-                for (int c = g * item.group; c < (g + 1) * item.group; c++) total += sums[c - base];
-                mean[b * G + g] = (float)(total / ((double)item.group * T));
-                for (int c = g * item.group; c < (g + 1) * item.group; c++)
-                    center[c - base] = mean[b * G + g];
-            }
-            norm_reduce<1>(sums, item, T,
-                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int) {
-                               const float* middle = center + c0 - base;
-#pragma omp simd
-                               for (int c = 0; c < n; c++)
-                                   sum[0][c] += (row[c] - middle[c]) * (row[c] - middle[c]);
-                           });
-            for (int g = item.g0; g < item.g1; g++) {
-                double squares = 0;
-                for (int c = g * item.group; c < (g + 1) * item.group; c++) squares += sums[c - base];
-                rstd[b * G + g] = (float)(1.0 / sqrt(squares / ((double)item.group * T) + NORM_EPS));
-            }
-            groupnorm_apply_item_cpu(out, item, mean, rstd, w, bias, T, C + C2, G, silu, scale, shift);
-        }
-}
-
-static void groupnorm_apply_cpu(float* out, const float* mean, const float* rstd, const float* x,
-                                const float* x2, const float* w, const float* bias, int B, int T, int C,
-                                int C2, int G, bool silu) {
-    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    Pieces groups = norm_pieces(C, C2, G);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int piece = 0; piece < groups.count; piece++) {
-            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
-            int channels = (item.g1 - item.g0) * item.group;
-            float* room = thread_floats();
-            groupnorm_apply_item_cpu(out, item, mean, rstd, w, bias, T, C + C2, G, silu, room,
-                                     room + channels);
-        }
-}
-
+static void channel_moments(float2* moments, const floatX* x, int B, int T, int C);
+static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
+                              const float2* moments, const float2* moments2, const float* w,
+                              const float* bias, int B, int T, int C, int C2, int G, bool silu);
+static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
+                            const floatX* x2, const float* w, const float* bias, int B, int T, int C, int C2,
+                            int G, bool silu);
 // With dy the gradient at the norm's output before the SiLU and x^ = (x - mean) rstd, over the N elements of
 // a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // dx (B, T, C), dx2 (B, T, C2): overwritten, or added to with `accumulate`; dresidual (B, T, C), where not
 // null, is the gradient of a branch around the norm and is added to dx (only with C2 = 0). sums: scratch, (B,
 // C + C2). With C2 = 0 and nothing to add to, dx may be dout or x itself.
-static void groupnorm_backward_cpu(float* dx, float* dx2, float* dw, float* dbias, float2* sums,
-                                   const float* dout, const float* dresidual, const float* mean,
-                                   const float* rstd, const float* x, const float* x2, const float* w,
-                                   const float* bias, int B, int T, int C, int C2, int G, bool silu,
-                                   bool accumulate) {
-    PROFILE("group norm backward",
-            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
-    Pieces groups = norm_pieces(C, C2, G);
-    int K = C + C2;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int piece = 0; piece < groups.count; piece++) {
-            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
-            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
-            float* room = thread_floats();
-            float *scale = room, *shift = room + channels, *slope = room + 2 * channels,
-                  *offset = room + 3 * channels;
-            double* totals = (double*)(room + 4 * channels);
-            norm_affine(scale, shift, item, mean, rstd, w, bias, G);
-            for (int g = item.g0; g < item.g1; g++)
-                for (int c = g * item.group; c < (g + 1) * item.group; c++)  // x^ = x slope + offset
-                    slope[c - base] = rstd[b * G + g], offset[c - base] = -mean[b * G + g] * rstd[b * G + g];
-            // dy of pixel t's channels [c0, c0 + n)
-            auto dy_row = [=](float* dy, const float* row, int c0, int n, int t) {
-                const float *upstream = dout + ((size_t)b * T + t) * K + c0, *s = scale + c0 - base,
-                            *h = shift + c0 - base;
-                if (silu)
-#pragma omp simd
-                    for (int c = 0; c < n; c++) dy[c] = upstream[c] * silu_gradient_cpu(row[c] * s[c] + h[c]);
-                else
-#pragma omp simd
-                    for (int c = 0; c < n; c++) dy[c] = upstream[c];
-            };
-            norm_reduce<2>(totals, item, T,
-                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int t) {
-                               float dy[NORM_CHANNELS];
-                               const float *s = slope + c0 - base, *h = offset + c0 - base;
-                               dy_row(dy, row, c0, n, t);
-#pragma omp simd
-                               for (int c = 0; c < n; c++)
-                                   sum[0][c] += dy[c], sum[1][c] += dy[c] * (row[c] * s[c] + h[c]);
-                           });
-            float2* sum = sums + (size_t)b * K;
-            for (int c = 0; c < channels; c++)
-                sum[base + c] = {(float)totals[c], (float)totals[channels + c]};
-            // dx = scale dy - (x alpha + beta), from the group's two sums
-            float *alpha = slope, *beta = offset;
-            for (int g = item.g0; g < item.g1; g++) {
-                double a = 0, q = 0;
-                for (int c = g * item.group; c < (g + 1) * item.group; c++)
-                    a += (double)w[c] * sum[c].x, q += (double)w[c] * sum[c].y;
-                double n = (double)item.group * T, r = rstd[b * G + g], m = mean[b * G + g];
-                for (int c = g * item.group; c < (g + 1) * item.group; c++) {
-                    alpha[c - base] = (float)(r * r * q / n);
-                    beta[c - base] = (float)(r * (a - r * m * q) / n);
-                }
-            }
-            for (int r = 0; r < 2; r++)
-                for (int start = 0; start < item.runs[r].n; start += NORM_CHANNELS) {
-                    const NormRun& run = item.runs[r];
-                    int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
-                    const float *s = scale + c0 - base, *a = alpha + c0 - base, *h = beta + c0 - base;
-                    for (int t = 0; t < T; t++) {
-                        float dy[NORM_CHANNELS];
-                        const float* row = run.x + (size_t)t * run.stride + start;
-                        size_t at = ((size_t)b * T + t) * run.stride + c0 - (r ? C : 0);
-                        float* target = (r ? dx2 : dx) + at;
-                        dy_row(dy, row, c0, n, t);
-#pragma omp simd
-                        for (int c = 0; c < n; c++) dy[c] = s[c] * dy[c] - (row[c] * a[c] + h[c]);
-                        if (dresidual)
-#pragma omp simd
-                            for (int c = 0; c < n; c++) dy[c] += dresidual[at + c];
-                        if (accumulate)
-#pragma omp simd
-                            for (int c = 0; c < n; c++) target[c] += dy[c];
-                        else
-                            memcpy(target, dy, n * sizeof(float));
-                    }
-                }
-        }
-#pragma omp parallel for
-    for (int c = 0; c < K; c++) {
-        double scale_gradient = 0, shift_gradient = 0;
-        for (int b = 0; b < B; b++)
-            shift_gradient += sums[(size_t)b * K + c].x, scale_gradient += sums[(size_t)b * K + c].y;
-        dw[c] += (float)scale_gradient, dbias[c] += (float)shift_gradient;
-    }
-}
-#endif
-#ifdef __CUDACC__
-// Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
-// in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
-// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle x and x2:
-//   moments (B, parts, C): a tensor's mean over the part, and its sum of squares about that mean;
-//   sums (B, parts, C + C2): of the gradient dy before the SiLU, and of dy x^.
-// The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
-// groupnorm_gradient do. No 16 bytes straddle x and x2: channels come in multiples of 32.
-enum {
-    NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
-    NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
-    NORM_PART_DEPTH = NORM_PART / NORM_PART_STEP,  // so many times
-    // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
-    NORM_THREADS = 512,  // 256: 3% slower
-    NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 by turns: forward 20% slower
-    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower on an H100
-    NORM_DEPTH = 4,      // vectors that a thread of the forward pass awaits; 2: 1% slower
-};
-static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
-
-__device__ static inline void norm_parameters(float (&value)[VEC], const float* from) {
-#pragma unroll
-    for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
-}
-
-// put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
-template <typename Put>
-__device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
-    __shared__ float2 room[NORM_PART_THREADS / 32][8 * VEC];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < VEC; i++) {
-        for (int step = 8; step < 32; step *= 2)
-            a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
-        if (lane < 8) room[warp][lane * VEC + i] = make_float2(a[i], q[i]);
-    }
-    __syncthreads();
-    if (threadIdx.x >= 8 * VEC) return;
-    float2 total = make_float2(0, 0);
-    for (auto& of_warp : room) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
-    put(blockIdx.y * 8 * VEC + threadIdx.x, total);
-}
-
-// A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
-__device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
-    int r = threadIdx.x / 8;
-#pragma unroll
-    for (int i = 0; i < NORM_PART_DEPTH; i++)
-        if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
-}
-
-// moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
-// 8 vectors of channels, image); x is read once. Squares are summed about the part's first pixel: over n
-// values of which the pivot is one, that is at most n + 1 times the sum about the mean: little cancels.
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    channel_moments_kernel(float2* moments, const floatX* x, int T, int C) {
-    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
-    int c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    const floatX* first = x + ((size_t)blockIdx.z * T + t0) * C;
-    float sum[VEC] = {}, squares[VEC] = {};
-    if (c < C) {
-        uint4 in[NORM_PART_DEPTH];
-        norm_part_load(in, first + r * C + c, C, n);
-        float pivot[VEC], d[VEC];
-        unpack(pivot, *(const uint4*)(first + c));
-#pragma unroll
-        for (int i = 0; i < NORM_PART_DEPTH; i++) {
-            if (r + i * NORM_PART_STEP >= n) break;
-            unpack(d, in[i]);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
-        }
-    }
-    norm_part_sums(sum, squares, [&](int c, float2 total) {
-        if (c >= C) return;
-        float shift = total.x / n;
-        moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
-            make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
-    });
-}
-static void channel_moments(float2* moments, const floatX* x, int B, int T, int C) {
-    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * B * T * C});
-    launch(channel_moments_kernel, dim3(norm_parts(T), ceil_div(C, 8 * VEC), B), NORM_PART_THREADS, 0,
-           moments, x, T, C);
-}
-
-// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
-// the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
-struct NormGrid {
-    int channels, slabs, ranks;  // of a slab
-};
-static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
-    NormGrid s;
-    const int line = 128 / sizeof(floatX);
-    s.slabs = ceil_div(K * sizeof(floatX), NORM_SLAB), s.channels = ceil_div(K, s.slabs * line) * line;
-    int most = ceil_div((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
-    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (B * s.slabs);
-    s.ranks = std::max(1, std::min(s.ranks, most));
-    return s;
-}
-
-// each(i, g) for i < VEC: channel c + i belongs to group g.
-template <typename Each>
-__device__ static inline void norm_each_channel(int c, int group, Each each) {
-    int g = c / group, within = c - g * group;
-#pragma unroll
-    for (int i = 0; i < VEC; i++) {
-        each(i, g);
-        if (++within == group) within = 0, g++;
-    }
-}
-
-// Where a block of such a pass stands, and its thread: every stride-th pixel of image b from t on, and one
-// vector of channels, so that what belongs to a channel stays in registers.
-struct NormPlace {
-    int b, t, stride, c, c0;  // c0: channel c, counted from the first of the block's groups
-    int rank, slab;           // the block's; its first channel
-    int group, g0, groups;    // channels in a group; the block's first group, and how many there are
-    bool second;              // the channels lie in x2
-    size_t at, at_joined;     // the thread's first element in its tensor, and in one of C + C2 channels
-    int step, step_joined;    // from one of its pixels to the next
-    __device__ NormPlace(const NormGrid& s, int block, int T, int C, int C2, int G) {
-        int K = C + C2;
-        rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
-        int vectors = min(s.channels, K - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
-        c = slab + threadIdx.x % vectors * VEC;
-        group = K / G, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
-        c0 = c - g0 * group, second = c >= C, t = rank * R + r, stride = R * s.ranks;
-        size_t pixel = (size_t)b * T + t;
-        at = second ? pixel * C2 + c - C : pixel * C + c, at_joined = pixel * K + c;
-        step = stride * (second ? C2 : C), step_joined = stride * K;
-        if (r >= R) t = T;  // a thread too many
-    }
-};
-
-// In thread i < p.groups the sum over group g0 + i of item(part, channel, the group's first channel), in an
-// order that the shapes alone decide: a power of 2 of neighbouring threads shares a group. meanwhile() is
-// called when the items have come in.
-template <typename Item, typename Meanwhile>
-__device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, Item item,
-                                               Meanwhile meanwhile) {
-    __shared__ float2 room[NORM_THREADS];
-    int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
-    int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
-    int part = lane / p.group, c = lane % p.group, part_step = lanes / p.group, c_step = lanes % p.group;
-    float2 sum = make_float2(0, 0);
-    if (i < p.groups)
-#pragma unroll 4
-        for (; part < parts; part += part_step) {
-            float2 more = item(part, c0 + c, c0);
-            sum.x += more.x, sum.y += more.y;
-            if ((c += c_step) >= p.group) c -= p.group, part++;
-        }
-    meanwhile();
-    for (int step = width / 2; step; step /= 2)
-        sum.x += __shfl_xor_sync(~0u, sum.x, step), sum.y += __shfl_xor_sync(~0u, sum.y, step);
-    if (threadIdx.x % width == 0) room[threadIdx.x / width] = sum;
-    __syncthreads();
-    sum = make_float2(0, 0);
-    if ((int)threadIdx.x < p.groups)
-        for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++)
-            sum.x += room[i].x, sum.y += room[i].y;
-    return sum;
-}
-
-// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Device memory: x and x2 in, out out, once each; before that
-// each block reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by
-// Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
-__global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                             const float2* moments, const float2* moments2, const float* w, const float* bias,
-                             int T, int C, int C2, int G, bool silu, NormGrid s) {
-    __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
-    NormPlace p(s, blockIdx.x, T, C, C2, G);
-    const floatX* source = (p.second ? x2 : x) + p.at;
-    floatX* target = out + p.at_joined;
-    uint4 in[NORM_DEPTH];
-    auto load_first = [&] {
-#pragma unroll
-        for (int i = 0; i < NORM_DEPTH; i++)
-            if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
-    };
-    mean += p.b * G + p.g0, rstd += p.b * G + p.g0;
-    if (!moments) {
-        load_first();
-        if ((int)threadIdx.x < p.groups)
-            statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
-    } else {
-        int parts = norm_parts(T);
-        auto moment = [&](int part, int c) {
-            size_t row = (size_t)p.b * parts + part;
-            return c < C ? moments[row * C + c] : moments2[row * C2 + c - C];
-        };
-        auto item = [&](int part, int c, int c0) {
-            float2 m = moment(part, c);
-            float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
-            return make_float2(n * d, m.y + n * d * d);
-        };
-        float2 sum = norm_group_sum(p, parts, item, load_first);
-        if ((int)threadIdx.x < p.groups) {
-            int c0 = (p.g0 + threadIdx.x) * p.group;
-            float n = (float)p.group * T, d = sum.x / n, middle = moment(0, c0).x + d;
-            float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
-            statistics[threadIdx.x] = make_float2(middle, r);
-            // Of the slabs that share a group, one writes: their sums may differ in order.
-            if (p.rank == 0 && c0 >= p.slab) mean[threadIdx.x] = middle, rstd[threadIdx.x] = r;
-        }
-    }
-    __syncthreads();
-    float scale[VEC], shift[VEC];
-    norm_parameters(scale, w + p.c), norm_parameters(shift, bias + p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {
-        scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
-    });
-    for (int t = p.t; t < T; t += NORM_DEPTH * p.stride)
-#pragma unroll
-        for (int i = 0; i < NORM_DEPTH; i++) {
-            if (t + i * p.stride >= T) break;
-            float y[VEC];
-            unpack(y, in[i]);
-            if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
-#pragma unroll
-            for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
-            if (silu)
-#pragma unroll
-                for (int e = 0; e < VEC; e++) y[e] *= sigmoid(y[e]);
-            *(uint4*)target = pack(y), target += p.step_joined;
-        }
-}
-static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                              const float2* moments, const float2* moments2, const float* w,
-                              const float* bias, int B, int T, int C, int C2, int G, bool silu) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    NormGrid s = norm_grid(B, T, C + C2, 0);
-    launch(groupnorm_forward_kernel, s.ranks * s.slabs * B, NORM_THREADS, 0, out, mean, rstd, x, x2, moments,
-           moments2, w, bias, T, C, C2, G, silu, s);
-}
-static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
-                            const floatX* x2, const float* w, const float* bias, int B, int T, int C, int C2,
-                            int G, bool silu) {
-    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    groupnorm_forward(out, (float*)mean, (float*)rstd, x, x2, nullptr, nullptr, w, bias, B, T, C, C2, G,
-                      silu);
-}
-
-// The gradient before the SiLU, dy = dnormed * silu'(x scale + shift), and its sums. Blocks as in
-// channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    groupnorm_gradient_kernel(float2* sums, floatX* dy, const floatX* dnormed, const floatX* x,
-                              const floatX* x2, const float* mean, const float* rstd, const float* w,
-                              const float* bias, int T, int C, int C2, int G, bool silu) {
-    int K = C + C2, group = K / G, r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
-    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
-    const floatX* source = c < C ? x + pixel * C + c : x2 + pixel * C2 + c - C;
-    mean += blockIdx.z * G, rstd += blockIdx.z * G;
-    float sum[VEC] = {}, sum_normed[VEC] = {};
-    if (c < K) {
-        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
-        float middle[VEC], scale[VEC], shift[VEC];
-        norm_parameters(scale, w + c), norm_parameters(shift, bias + c);
-        norm_each_channel(c, group, [&](int i, int g) {
-            middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
-        });
-#pragma unroll
-        for (int i = 0; i < NORM_PART_DEPTH; i++) {
-            if (r + i * NORM_PART_STEP >= n) break;
-            float value[VEC], d[VEC];
-            unpack(value, in[i]), unpack(d, upstream[i]);
-            if (silu)
-#pragma unroll
-                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
-            if (silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
-        }
-    }
-    norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
-        if (c < K)
-            sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
-                make_float2(total.x, total.y * rstd[c / group]);
-    });
-}
-static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T) {
-    int K = norm.C + norm.C2;
-    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * B * T * K});
-    launch(groupnorm_gradient_kernel, dim3(norm_parts(T), ceil_div(K, 8 * VEC), B), NORM_PART_THREADS, 0,
-           norm.sums, dy, dnormed, norm.x, norm.x2, norm.mean, norm.rstd, norm.w, norm.bias, T, norm.C,
-           norm.C2, norm.G, norm.silu);
-}
-
-// dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
-__device__ static inline void norm_weights(float* dw, float* dbias, const float2* sums, int rows, int K) {
-    enum { WARPS = NORM_THREADS / 32 };
-    __shared__ float2 room[WARPS][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
-    float2 total = make_float2(0, 0);
-#pragma unroll 8
-    for (int i = warp; i < rows; i += WARPS) {
-        float2 more = sums[(size_t)i * K + c];
-        total.x += more.x, total.y += more.y;
-    }
-    room[warp][lane] = total;
-    __syncthreads();
-    if (warp > 0) return;
-    for (int i = 1; i < WARPS; i++) total.x += room[i][lane].x, total.y += room[i][lane].y;
-    dbias[c] += total.x, dw[c] += total.y;
-}
-
-// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
-// memory: x, dy and dresidual in, dx out (in and out where it accumulates), once each; before that each block
-// reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
-template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
-__global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
-                              const floatX* dy, const floatX* dresidual, const float* mean, const float* rstd,
-                              const floatX* x, const floatX* x2, const float* w, int B, int T, int C, int C2,
-                              int G, NormGrid s, int weight_blocks) {
-    __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
-    int K = C + C2, parts = norm_parts(T);
-    if ((int)blockIdx.x < weight_blocks) {
-        norm_weights(dw, dbias, sums, B * parts, K);
-        return;
-    }
-    NormPlace p(s, blockIdx.x - weight_blocks, T, C, C2, G);
-    const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dy + p.at_joined;
-    const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
-    floatX* target = (p.second ? dx2 : dx) + p.at;
-    uint4 in, upstream, residual, old;
-    auto load = [&](const floatX* before) {
-        in = *(const uint4*)source, source += p.step;
-        upstream = *(const uint4*)gradient, gradient += p.step_joined;
-        if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
-        if (ACCUMULATE) old = *(const uint4*)before;
-    };
-    mean += p.b * G + p.g0, rstd += p.b * G + p.g0, sums += (size_t)p.b * parts * K;
-    auto item = [&](int part, int c, int) {
-        float2 sum = sums[(size_t)part * K + c];
-        float weight = w[c];
-        return make_float2(weight * sum.x, weight * sum.y);
-    };
-    float2 sum = norm_group_sum(p, parts, item, [&] {
-        if (p.t < T) load(target);
-    });
-    if ((int)threadIdx.x < p.groups) {
-        float n = (float)p.group * T, r = rstd[threadIdx.x], slope = r * r * sum.y / n;
-        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - mean[threadIdx.x] * slope);
-    }
-    __syncthreads();
-    float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-    norm_parameters(scale, w + p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {
-        float3 of_group = coefficients[g];
-        scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
-    });
-    for (int t = p.t; t < T; t += p.stride) {
-        float value[VEC], d[VEC], more[VEC];
-        unpack(value, in), unpack(d, upstream);
-#pragma unroll
-        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - (value[e] * alpha[e] + beta[e]);
-        auto add = [&](uint4 bits) {
-            unpack(more, bits);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) d[e] += more[e];
-        };
-        if (RESIDUAL) add(residual);
-        if (ACCUMULATE) add(old);
-        *(uint4*)target = pack(d), target += p.step;
-        if (t + p.stride < T) load(target);
-    }
-}
-static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
+static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, float2* sums,
                                const floatX* dy, const floatX* dresidual, const float* mean,
                                const float* rstd, const floatX* x, const floatX* x2, const float* w,
-                               const float*, int B, int T, int C, int C2, int G, bool, bool accumulate) {
-    PROFILE("group norm backward",
-            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
-    int weight_blocks = (C + C2) / 32;
-    NormGrid s = norm_grid(B, T, C + C2, weight_blocks);
-    auto pass = groupnorm_backward_kernel<false, false>;
-    if (dresidual)
-        pass = accumulate ? groupnorm_backward_kernel<true, true> : groupnorm_backward_kernel<true, false>;
-    if (!dresidual && accumulate) pass = groupnorm_backward_kernel<false, true>;
-    launch(pass, weight_blocks + s.ranks * s.slabs * B, NORM_THREADS, 0, dx, dx2, dw, dbias, sums, dy,
-           dresidual, mean, rstd, x, x2, w, B, T, C, C2, G, s, weight_blocks);
-}
-#else
-#define groupnorm_forward groupnorm_forward_cpu
-#define groupnorm_apply groupnorm_apply_cpu
-#define groupnorm_backward groupnorm_backward_cpu
-static void channel_moments(float2*, const float*, int, int, int) {}
-#endif
-
-// ---- attention --------------------------------------------------------------------------------------------
+                               const float* bias, int B, int T, int C, int C2, int G, bool silu,
+                               bool accumulate);
 
 // out (B, T, C) = F.scaled_dot_product_attention(q, k, v) in heads of d = C / heads channels; qkv (B, T, 3C)
 // holds all of q, then k, then v, heads inside each. lse (B, heads, T): log of the softmax's denominator, all
 // that backward needs to make the probabilities again. Vaswani et al., "Attention Is All You Need" (2017),
 // equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
-#ifdef CPU_LAYERS
-static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
-              "two rows of scores fit a thread's room");
-
-// Rows of the score matrix that a thread holds at a time.
-static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
-
-static void attention_forward_cpu(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads, R = attention_rows(T);
-    float scale = 1.0f / sqrtf((float)d);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int head = 0; head < heads; head++) {
-            const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-            float* scores = thread_floats();  // (rows, T)
-            for (int t0 = 0; t0 < T; t0 += R) {
-                int rows = std::min(R, T - t0);
-                matmul(scores, q + (size_t)t0 * 3 * C, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
-                for (int i = 0; i < rows; i++) {
-                    float* s = scores + (size_t)i * T;
-                    float top = -FLT_MAX, sum = 0;
-                    for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
-#pragma omp simd reduction(+ : sum)
-                    for (int j = 0; j < T; j++) sum += s[j] = exp_cpu(scale * (s[j] - top));
-                    float inverse = 1.0f / sum;
-#pragma omp simd
-                    for (int j = 0; j < T; j++) s[j] *= inverse;
-                    lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
-                }
-                matmul(out + ((size_t)b * T + t0) * C + head * d, scores, v, rows, d, T, C, T, 3 * C, false,
-                       false, false);
-            }
-        }
-}
-
+static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads);
 // dqkv (B, T, 3C) overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
-static void attention_backward_cpu(float* dqkv, const float* dout, const float* out, const float* lse,
-                                   const float* qkv, int B, int T, int C, int heads) {
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads, R = attention_rows(T);
-    float scale = 1.0f / sqrtf((float)d);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int head = 0; head < heads; head++) {
-            size_t at = (size_t)b * T * 3 * C + head * d;
-            const float *q = qkv + at, *k = q + C, *v = q + 2 * C;
-            float *dq = dqkv + at, *dk = dq + C, *dv = dq + 2 * C;
-            float *p = thread_floats(), *ds = p + (size_t)R * T;  // (rows, T) each
-            for (int t0 = 0; t0 < T; t0 += R) {
-                int rows = std::min(R, T - t0);
-                const float *q_rows = q + (size_t)t0 * 3 * C,
-                            *dout_rows = dout + ((size_t)b * T + t0) * C + head * d;
-                const float* out_rows = out + ((size_t)b * T + t0) * C + head * d;
-                matmul(p, q_rows, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
-                matmul(ds, dout_rows, v, rows, T, d, T, C, 3 * C, false, true, false);
-                for (int i = 0; i < rows; i++) {
-                    float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
-                    for (int j = 0; j < d; j++)
-                        D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
-                    float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
-#pragma omp simd
-                    for (int j = 0; j < T; j++) {
-                        p_row[j] = exp_cpu(scale * p_row[j] - normaliser);
-                        ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
-                    }
-                }
-                matmul(dq + (size_t)t0 * 3 * C, ds, k, rows, d, T, 3 * C, T, 3 * C, false, false, false);
-                matmul(dk, ds, q_rows, T, d, rows, 3 * C, T, 3 * C, true, false, t0 > 0);
-                matmul(dv, p, dout_rows, T, d, rows, 3 * C, T, C, true, false, t0 > 0);
-            }
-        }
-}
-#endif
-#ifdef __CUDACC__
-// A block owns 64 rows (queries, or in backward keys) of one head of one image and walks over the other side
-// in tiles of `COLUMNS`, so that T x T is never stored and any T works. Heads are padded with zeros to D
-// channels.
-enum { ATTENTION_ROWS = 64, ATTENTION_THREADS = 128 };
-// Of backward with heads of up to 32, on an H100 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3
-// blocks 43.
-enum { ATTENTION_COLUMNS = 64, ATTENTION_BLOCKS = 4 };
-
-#ifndef PRECISION_FP32
-
-typedef __nv_bfloat16 bf16;
-
-// Four 8x8 matrices of shared memory as fragments of mma.sync; `source`: this lane's row of 16 bytes.
-// Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
-template <int D>
-struct AttentionRow {
-    bf16 at[D + 8];
-};
-template <int ROWS, int D>
-__device__ static void attention_load(AttentionRow<D>* tile, const bf16* source, size_t stride, int t0, int T,
-                                      int d) {
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += ATTENTION_THREADS) {
-        int row = i / (D / 8), c = i % (D / 8) * 8;
-        bool inside = t0 + row < T && c < d;
-        copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
-                   inside);
-    }
-}
-
-// scores (16, COLUMNS) = the warp's rows of a (64, D) times b^T, b (COLUMNS, D)
-template <int D, int COLUMNS>
-__device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
-                                        const AttentionRow<D>* b) {
-    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++)
-        for (int i = 0; i < 4; i++) scores[n][i] = 0;
-#pragma unroll
-    for (int k = 0; k < D; k += 16) {
-        uint32_t left[4], right[4];
-        load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
-#pragma unroll
-        for (int n = 0; n < COLUMNS; n += 16) {
-            load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
-            mma(scores[n / 8], left, right[0], right[1]);
-            mma(scores[n / 8 + 1], left, right[2], right[3]);
-        }
-    }
-}
-// sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
-template <int D, int COLUMNS>
-__device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMNS / 8][4],
-                                       const AttentionRow<D>* b) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < COLUMNS; k += 16) {
-        const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
-        uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
-                            pack_bf16(p1[2], p1[3])};
-#pragma unroll
-        for (int n = 0; n < D; n += 16) {
-            uint32_t right[4];
-            load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
-            mma(sum[n / 8], left, right[0], right[1]);
-            mma(sum[n / 8 + 1], left, right[2], right[3]);
-        }
-    }
-}
-// The warp's rows of sum (64, D), by way of its rows of `room`, to target, in pieces of 16 bytes.
-template <int D>
-__device__ static void attention_store(bf16* target, size_t stride, int t0, int T, int d,
-                                       AttentionRow<D>* room, const float sum[D / 8][4], float factor0,
-                                       float factor1) {
-    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        int c = n * 8 + lane % 4 * 2;
-        *(uint32_t*)&room[row0 + lane / 4].at[c] = pack_bf16(sum[n][0] * factor0, sum[n][1] * factor0);
-        *(uint32_t*)&room[row0 + lane / 4 + 8].at[c] = pack_bf16(sum[n][2] * factor1, sum[n][3] * factor1);
-    }
-    __syncwarp();
-    for (int i = lane; i < 16 * (D / 8); i += 32) {
-        int row = row0 + i / (D / 8), c = i % (D / 8) * 8;
-        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&room[row].at[c];
-    }
-}
-
-template <int D>
-struct AttentionForwardShared {
-    AttentionRow<D> q[ATTENTION_ROWS], k[2][64], v[2][64];  // [stage]
-};
-
-// F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
-// Block (64 queries, head, image). Device memory: q in and out out once, k and v once for each 64 queries.
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
-                                                     : D > 32 ? 3
-                                                              : 6)  // 6: T = 256 at B = 32 is one wave
-    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
-    extern __shared__ uint4 attention_shared[];
-    AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
-    int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
-    const bf16 *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<64, D>(s.q, q, 3 * C, t0, T, d);
-    attention_load<64, D>(s.k[0], k, 3 * C, 0, T, d);
-    attention_load<64, D>(s.v[0], v, 3 * C, 0, T, d);
-    copy_commit();
-    // A lane holds columns of two rows, lane / 4 and 8 below it. e^x is 2^(x / ln 2): one instruction.
-    float sum[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, unit = scale * 1.44269504f;
-    for (int j = 0; j * 64 < T; j++) {
-        int stage = j % 2;
-        if ((j + 1) * 64 < T) {
-            attention_load<64, D>(s.k[!stage], k, 3 * C, (j + 1) * 64, T, d);
-            attention_load<64, D>(s.v[!stage], v, 3 * C, (j + 1) * 64, T, d);
-        }
-        copy_commit();
-        copy_wait<1>();
-        __syncthreads();
-        float p[8][4];
-        attention_scores<D, 64>(p, s.q, s.k[stage]);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float highest = top[half], part = 0;  // of the scores, unscaled
-#pragma unroll
-            for (int n = 0; n < 8; n++)
-                for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    if ((j + 1) * 64 > T && j * 64 + n * 8 + lane % 4 * 2 + i % 2 >= T) p[n][i] = -INFINITY;
-                    highest = fmaxf(highest, p[n][i]);
-                }
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-            float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
-#pragma unroll
-            for (int n = 0; n < 8; n++)
-                for (int i = 2 * half; i < 2 * half + 2; i++)
-                    part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
-            total[half] = total[half] * keep + part, top[half] = highest;
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
-        }
-        attention_weigh<D, 64>(sum, p, s.v[stage]);
-        __syncthreads();  // the stage is free
-    }
-    for (int half = 0; half < 2; half++) {
-        total[half] += __shfl_xor_sync(~0u, total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, total[half], 2);
-        int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
-        if (lane % 4 == 0 && t < T)
-            lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
-    }
-    attention_store<D>(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
-}
-
-// dots (ROWS): each row's D_i = sum_j dout_ij out_ij; normalisers (ROWS): lse in units of ln 2, +inf past T,
-// so that the probabilities there are 0.
-template <int ROWS, int D>
-__device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
-                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
-    const int lanes = ATTENTION_THREADS / ROWS;  // threads a row
-    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * 8;
-    float sum = 0;
-    for (int c = c0; c < D; c += lanes * 8) {
-        float a[8], b[8];
-        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
-        for (int i = 0; i < 8; i++) sum += a[i] * b[i];
-    }
-    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (c0) return;
-    dots[row] = sum, normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
-}
-
-template <int D, int COLUMNS>
-struct AttentionBackwardShared {
-    AttentionRow<D> row1[64], row2[64];                        // q, dout of the queries; or k, v of the keys
-    AttentionRow<D> column1[2][COLUMNS], column2[2][COLUMNS];  // [stage] the other two
-    AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
-    float dots[64], normalisers[64];
-};
-
-// A block's 64 queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
-template <int D, int COLUMNS, bool KEYS>
-__device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* out,
-                                               const float* lse, const bf16* qkv, int t0, int T, int C, int d,
-                                               float scale) {
-    extern __shared__ uint4 attention_shared[];
-    AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
-    const bf16 *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
-    int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<64, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<64, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<64, D>(s.out, out, C, t0, T, d);
-    auto load = [&](int j) {
-        int stage = j % 2;
-        if (j < tiles) {
-            attention_load<COLUMNS, D>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
-            attention_load<COLUMNS, D>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T,
-                                       d);
-            if (KEYS) attention_load<COLUMNS, D>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
-        }
-        copy_commit();
-    };
-    load(0);
-    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
-    for (int j = 0; j < tiles; j++) {
-        int stage = j % 2;
-        load(j + 1);
-        copy_wait<1>();
-        __syncthreads();
-        if (KEYS)
-            attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
-                                       j * COLUMNS, T);
-        else if (j == 0)
-            attention_dots<64, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
-        __syncthreads();
-        float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
-        attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
-        attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int query =
-                    KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-                p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
-                ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
-            }
-        attention_weigh<D, COLUMNS>(sum1, ds, s.column1[stage]);
-        if (KEYS) attention_weigh<D, COLUMNS>(sum2, p, s.column2[stage]);
-        __syncthreads();  // the stage is free
-    }
-    attention_store<D>(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
-    if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
-}
-
-// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks (64
-// queries or 64 keys, head, image): the first half of the grid's x makes dq, the other dk and dv; both make
-// P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
-template <int D, int COLUMNS>
-__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
-                                                     : D > 32 ? 3
-                                                              : ATTENTION_BLOCKS)
-    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                              const bf16* qkv, int T, int C, int d, float scale) {
-    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
-    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
-    lse += ((size_t)b * gridDim.y + head) * T;
-    if (blockIdx.x < tiles)
-        attention_backward_rows<D, COLUMNS, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
-                                                  d, scale);
-    else
-        attention_backward_rows<D, COLUMNS, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
-                                                   d, scale);
-}
-
-template <int D>
-static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
-    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
-           sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-template <int D>
-static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                                      const bf16* qkv, int B, int T, int C, int heads) {
-    const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
-    launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B),
-           ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
-           C / heads, 1 / sqrtf((float)(C / heads)));
-}
-
-#else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
-
-// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up
-// in device memory: one fp32 sum of all 262,144 loses 3e-5.
-enum { ATTENTION_TILE = 16, ATTENTION_SPAN = 4096 };
-
-template <int D>
-__device__ static void attention_load(float (*tile)[D], const float* source, size_t stride, int t0, int T,
-                                      int d) {
-    for (int i = threadIdx.x; i < ATTENTION_TILE * D; i += ATTENTION_ROWS) {
-        int row = i / D, c = i % D;
-        tile[row][c] = t0 + row < T && c < d ? source[(t0 + row) * stride + c] : 0.0f;
-    }
-}
-template <int D>
-__device__ static void attention_load_row(float row[D], const float* source, bool inside, int d) {
-#pragma unroll
-    for (int c = 0; c < D; c++) row[c] = inside && c < d ? source[c] : 0.0f;
-}
-template <int D>
-__device__ static float attention_dot(const float a[D], const float* b) {
-    float sum[4] = {};
-#pragma unroll
-    for (int c = 0; c < D; c++) sum[c % 4] += a[c] * b[c];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-// Block (64 queries, head, image); maths and traffic as in bf16.
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_ROWS)
-    attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
-    __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
-    int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
-    const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    float row[D], sum[D] = {}, top = -INFINITY, total = 0, all = 0, top_before = -INFINITY;
-    float* target = out + ((size_t)b * T + t) * C + head * d;
-    attention_load_row<D>(row, q + (size_t)t * 3 * C, t < T, d);
-    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
-        __syncthreads();
-        attention_load<D>(k_tile, k, 3 * C, j0, T, d);
-        attention_load<D>(v_tile, v, 3 * C, j0, T, d);
-        __syncthreads();
-        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
-            float score = scale * attention_dot<D>(row, k_tile[j]), highest = fmaxf(top, score);
-            float keep = expf(top - highest), p = expf(score - highest);
-            total = total * keep + p, top = highest;
-#pragma unroll
-            for (int c = 0; c < D; c++) sum[c] = sum[c] * keep + p * v_tile[j][c];
-        }
-        int done = j0 + ATTENTION_TILE;
-        if (done % ATTENTION_SPAN && done < T) continue;
-        float keep = expf(top_before - top);  // of the spans before; the first: 0
-        all = all * keep + total, total = 0, top_before = top;
-#pragma unroll
-        for (int c = 0; c < D; c++) {
-            if (t < T && c < d)
-                target[c] = ((done > ATTENTION_SPAN ? target[c] * keep : 0) + sum[c]) / (done < T ? 1 : all);
-            sum[c] = 0;
-        }
-    }
-    if (t < T) lse[((size_t)b * gridDim.y + head) * T + t] = top + logf(all);
-}
-
-// A thread's query (KEYS false: dq) or key (dk, dv).
-template <int D, bool KEYS>
-__device__ static void attention_backward_row(float* dqkv, const float* dout, const float* out,
-                                              const float* lse, const float* qkv, int t, int T, int C, int d,
-                                              float scale) {
-    __shared__ float tile1[ATTENTION_TILE][D], tile2[ATTENTION_TILE][D], tile_dots[ATTENTION_TILE];
-    const float *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
-    float row1[D], row2[D], sum1[D] = {}, sum2[D] = {}, own_dot = 0;
-    attention_load_row<D>(row1, (KEYS ? k : q) + (size_t)t * 3 * C, t < T, d);
-    attention_load_row<D>(row2, KEYS ? v + (size_t)t * 3 * C : dout + (size_t)t * C, t < T, d);
-    if (!KEYS && t < T)
-        for (int c = 0; c < d; c++) own_dot += dout[(size_t)t * C + c] * out[(size_t)t * C + c];
-    float* target = dqkv + (size_t)t * 3 * C;
-    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
-        __syncthreads();
-        attention_load<D>(tile1, KEYS ? q : k, 3 * C, j0, T, d);
-        attention_load<D>(tile2, KEYS ? dout : v, KEYS ? C : 3 * C, j0, T, d);
-        __syncthreads();
-        if (KEYS) {
-            int j = threadIdx.x;
-            float dot = 0;
-            if (j < ATTENTION_TILE && j0 + j < T)
-                for (int c = 0; c < d; c++) dot += tile2[j][c] * out[(size_t)(j0 + j) * C + c];
-            if (j < ATTENTION_TILE) tile_dots[j] = dot;
-            __syncthreads();
-        }
-        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
-            float normaliser = KEYS ? lse[j0 + j] : t < T ? lse[t] : INFINITY;
-            float p = expf(scale * attention_dot<D>(row1, tile1[j]) - normaliser);
-            float ds = scale * p * (attention_dot<D>(row2, tile2[j]) - (KEYS ? tile_dots[j] : own_dot));
-#pragma unroll
-            for (int c = 0; c < D; c++) {
-                sum1[c] += ds * tile1[j][c];
-                if (KEYS) sum2[c] += p * tile2[j][c];
-            }
-        }
-        int done = j0 + ATTENTION_TILE;
-        if (done % ATTENTION_SPAN && done < T) continue;
-#pragma unroll
-        for (int c = 0; c < D; c++) {
-            float &first = target[(KEYS ? C : 0) + c], &second = target[2 * C + c];
-            if (t < T && c < d) {
-                first = (done > ATTENTION_SPAN ? first : 0) + sum1[c];
-                if (KEYS) second = (done > ATTENTION_SPAN ? second : 0) + sum2[c];
-            }
-            sum1[c] = sum2[c] = 0;
-        }
-    }
-}
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_ROWS)
-    attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
-                              const float* qkv, int T, int C, int d, float scale) {
-    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
-    int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
-    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
-    lse += ((size_t)b * gridDim.y + head) * T;
-    if (blockIdx.x < tiles)
-        attention_backward_row<D, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
-    else
-        attention_backward_row<D, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
-}
-
-template <int D>
-static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
-                                     int heads) {
-    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
-           lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-template <int D>
-static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
-                                      const float* qkv, int B, int T, int C, int heads) {
-    launch(attention_backward_kernel<D>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
-           dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-
-#endif
-
-static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads) {
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads;
-    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
-    if (d <= 32)
-        attention_forward_launch<32>(out, lse, qkv, B, T, C, heads);
-    else if (d <= 64)
-        attention_forward_launch<64>(out, lse, qkv, B, T, C, heads);
-    else
-        attention_forward_launch<128>(out, lse, qkv, B, T, C, heads);
-}
 static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
-                               const floatX* qkv, int B, int T, int C, int heads) {
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads;
-    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
-    if (d <= 32)
-        attention_backward_launch<32>(dqkv, dout, out, lse, qkv, B, T, C, heads);
-    else if (d <= 64)
-        attention_backward_launch<64>(dqkv, dout, out, lse, qkv, B, T, C, heads);
-    else
-        attention_backward_launch<128>(dqkv, dout, out, lse, qkv, B, T, C, heads);
-}
-#else
-#define attention_forward attention_forward_cpu
-#define attention_backward attention_backward_cpu
-#endif
-
-// ---- up- and down-sampling --------------------------------------------------------------------------------
+                               const floatX* qkv, int B, int T, int C, int heads);
 
 // upsample:   out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), x (B, H, W, C).
 // downsample: out (B, H/2, W/2, C) = F.avg_pool2d(x, 2).
 // Each one's backward is the other, up to a factor of 4: `upsample` repeats `factor` times a pixel, `sum2x2`
 // adds up.
-#ifdef CPU_LAYERS
-static void repeat2x2_cpu(float* out, const float* x, int B, int H, int W, int C, float factor,
-                          bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-#pragma omp parallel for
-    for (int row = 0; row < B * 2 * H; row++)
-        for (int column = 0; column < 2 * W; column++) {
-            const float* source = x + ((size_t)(row / 2) * W + column / 2) * C;
-            float* target = out + ((size_t)row * 2 * W + column) * C;
-#pragma omp simd
-            for (int c = 0; c < C; c++) target[c] = (accumulate ? target[c] : 0.0f) + factor * source[c];
-        }
-}
-static void sum2x2_cpu(float* out, const float* x, int B, int H, int W, int C, float factor,
-                       bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-#pragma omp parallel for
-    for (int row = 0; row < B * H; row++)
-        for (int column = 0; column < W; column++) {
-            const float *top = x + ((size_t)row * 2 * 2 * W + 2 * column) * C,
-                        *bottom = top + (size_t)2 * W * C;
-            float* target = out + ((size_t)row * W + column) * C;
-#pragma omp simd
-            for (int c = 0; c < C; c++)
-                target[c] = (accumulate ? target[c] : 0.0f) +
-                            factor * ((top[c] + top[C + c]) + (bottom[c] + bottom[C + c]));
-        }
-}
-static void upsample_forward_cpu(float* out, const float* x, int B, int H, int W, int C) {
-    repeat2x2_cpu(out, x, B, H, W, C, 1.0f, false);
-}
-static void upsample_backward_cpu(float* dx, const float* dout, int B, int H, int W, int C, bool accumulate) {
-    sum2x2_cpu(dx, dout, B, H, W, C, 1.0f, accumulate);
-}
-static void downsample_forward_cpu(float* out, const float* x, int B, int H, int W, int C) {
-    sum2x2_cpu(out, x, B, H / 2, W / 2, C, 0.25f, false);
-}
-static void downsample_backward_cpu(float* dx, const float* dout, int B, int H, int W, int C,
-                                    bool accumulate) {
-    repeat2x2_cpu(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
-}
-#endif
-#ifdef __CUDACC__
-// out (B, 2H, 2W, C) [+]= factor x (B, H, W, C), each pixel four times. A block a row of x; a thread 16
-// bytes. Device memory: x in and out out once (out in too where it accumulates).
-__global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
-    int vectors = C / VEC, row = W * vectors;  // 16-byte pieces of a pixel, of a row
-    for (int i = threadIdx.x; i < row; i += blockDim.x) {
-        float source[VEC], value[4][VEC];
-        unpack(source, ((const uint4*)x)[(size_t)blockIdx.x * row + i]);
-        uint4* first = (uint4*)out + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (accumulate) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
-            for (int n = 0; n < VEC; n++)
-                value[j][n] = (accumulate ? value[j][n] : 0.0f) + factor * source[n];
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) first[j / 2 * 2 * row + j % 2 * vectors] = pack(value[j]);
-    }
-}
-// out (B, H, W, C) [+]= factor times the sum of the 2x2 pixels of x (B, 2H, 2W, C). A block a row of out.
-__global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
-    int vectors = C / VEC, row = W * vectors;
-    for (int i = threadIdx.x; i < row; i += blockDim.x) {
-        float value[4][VEC], before[VEC] = {};
-        const uint4* first =
-            (const uint4*)x + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
-        uint4* target = (uint4*)out + (size_t)blockIdx.x * row + i;
-#pragma unroll
-        for (int j = 0; j < 4; j++) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
-        if (accumulate) unpack(before, *target);
-        for (int n = 0; n < VEC; n++)
-            before[n] += factor * ((value[0][n] + value[1][n]) + (value[2][n] + value[3][n]));
-        *target = pack(before);
-    }
-}
-static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
-                      bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-    launch(repeat2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
-}
-static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-    launch(sum2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
-}
-static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
-    repeat2x2(out, x, B, H, W, C, 1.0f, false);
-}
-static void upsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
-    sum2x2(dx, dout, B, H, W, C, 1.0f, accumulate);
-}
-static void downsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
-    sum2x2(out, x, B, H / 2, W / 2, C, 0.25f, false);
-}
-static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
-    repeat2x2(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
-}
-#else
-#define upsample_forward upsample_forward_cpu
-#define upsample_backward upsample_backward_cpu
-#define downsample_forward downsample_forward_cpu
-#define downsample_backward downsample_backward_cpu
-#endif
-
-// ---- loss -------------------------------------------------------------------------------------------------
+static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C);
+static void upsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate);
+static void downsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C);
+static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate);
 
 // The squared error of B samples of n elements, a batch or a part of it, and its gradient: target (B, n); out
 // (B, n, padded); dout (B, n, padded, or null) = 2 w_b (out - target) / total, where the whole batch has total
 // elements and w_b = weights[t_b] is what the sample's timestep counts for (weights null: 1). losses (B,
 // loss_parts(n)): the sum of squares of each chunk of each sample, not weighted. With weights of 1 their sum
 // over total is F.mse_loss(out, target).
-enum { LOSS_CHUNK = 4096 };
-HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
-#ifdef CPU_LAYERS
-static void mse_cpu(float* losses, float* dout, const float* out, const float* target, const int* timesteps,
-                    const float* weights, int B, int n, size_t total) {
-    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
-    int parts = loss_parts(n);
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int part = 0; part < parts; part++) {
-            float scale = (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
-            size_t first = (size_t)b * n, end = first + std::min((part + 1) * LOSS_CHUNK, n);
-            double sum = 0;
-            for (size_t i = first + part * LOSS_CHUNK; i < end; i++) {
-                float difference = out[padded_at(i)] - target[i];
-                sum += (double)difference * difference;
-                if (dout) set_padded(dout, i, scale * difference);
-            }
-            losses[b * parts + part] = (float)sum;
-        }
-}
-#endif
-#ifdef __CUDACC__
-// losses (B, parts) the sums of squares, dout (B, n, or null) = scale w_b (out - target). A block a part.
-__global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target,
-                           const int* timesteps, const float* weights, int n, int parts, float scale) {
-    int b = blockIdx.x / parts, part = blockIdx.x % parts;
-    size_t first = (size_t)b * n, end = first + min((part + 1) * LOSS_CHUNK, n);
-    if (weights) scale *= weights[timesteps[b]];
-    float sum = 0;
-#pragma unroll 4
-    for (size_t i = first + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x) {
-        float difference = (float)out[padded_at(i)] - target[i];
-        sum += difference * difference;
-        if (dout) set_padded(dout, i, scale * difference);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) losses[blockIdx.x] = sum;
-}
 static void mse(float* losses, floatX* dout, const floatX* out, const float* target, const int* timesteps,
-                const float* weights, int B, int n, size_t total) {
-    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
-    launch(mse_kernel, B * loss_parts(n), 1024, 0, losses, dout, out, target, timesteps, weights, n,
-           loss_parts(n), (float)(2.0 / (double)total));
-}
-#else
-#define mse mse_cpu
+                const float* weights, int B, int n, size_t total);
+
+#ifdef __CUDACC__
+static void round_weights(floatX* to, const float* from, size_t n);
 #endif
 
+}  // namespace DEVICE
+using namespace DEVICE;
+
+static const float NORM_EPS = 1e-5f;
+enum { LOSS_CHUNK = 4096 };
+HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
+
 // ===========================================================================================================
-// 4  BLOCKS
+//  4  BLOCKS
 // ===========================================================================================================
 
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
@@ -5207,44 +794,8 @@ struct Plan {
     bool training;
 };
 
-// What an update of the weights depends on, besides the gradient.
-struct AdamW {
-    float lr, weight_decay, beta1, beta2, eps;
-    float correction1, correction2;  // 1 - beta^n
-    float ema_weight[MAX_EMAS];      // share of the new weights in each running mean
-    float clip;                      // factor of the gradient
-};
-
-// What --skip_outliers goes by; the section `state` of a checkpoint.
-enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
-struct History {
-    int32_t skipped;  // steps that updated nothing
-    int32_t seen;     // steps that were entered below: the n-th in place n mod WINDOW
-    float losses[WINDOW], norms[WINDOW];
-};
-
-// What changes from step to step. It lives on the device, so that a step takes no arguments from the host.
-struct StepState {
-    int64_t step;      // optimiser steps done, those that were skipped among them
-    AdamW update;      // of the step under way
-    int finite;        // its loss and gradient norm are
-    int accepted;      // and no outliers: the weights may be updated
-    float loss, norm;  // these are they, the norm before clipping
-    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
-    float quartile_sums[4] = {};
-    int quartile_counts[4] = {};
-    History history;
-};
-enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it divides every offset
-enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
-enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
-
-// Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
-// a sampler adds later is the seed's.
-struct PictureNoise {
-    uint32_t seed, other;
-    float weight, other_weight;
-};
+struct StepState;     // of the step under way: see OPTIMISER
+struct PictureNoise;  // where a picture begins: see DIFFUSION
 
 // Section 5 and up own the memory; a block sees it through these.
 struct Model {
@@ -5531,7 +1082,7 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
 }
 
 // ===========================================================================================================
-// 5  PLAN AND UNET WALK
+//  5  PLAN AND WALK
 // ===========================================================================================================
 
 // ---- plan -------------------------------------------------------------------------------------------------
@@ -5796,55 +1347,405 @@ static double training_flops(const Plan& plan) {
     return flops;
 }
 
-static std::string human_bytes(double bytes) {
-    return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
-           : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
-                          : text("%.1f kB", bytes / 1e3);
+// ---- walk -------------------------------------------------------------------------------------------------
+
+static void enter(Model* m, const Block& block, const Buffer& scratch) {
+    m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
+    profile.block = block.name;
 }
 
-static void print_plan(const Plan& plan) {
-    printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
-           "skip", "parameters", "kept");
-    for (size_t i = 0; i < plan.blocks.size(); i++) {
-        Block b = plan.blocks[i];
-        size_t parameters = 0, kept = 0;
-        for (const Buffer* buffer : buffers_of(&b))
-            if (buffer->first <= (int)i && buffer->last > (int)i) kept += buffer->bytes;
-        for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
-        std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
-                    skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
-               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
-               human_bytes((double)kept).c_str());
+// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
+// be less than the plan's batch.
+static void unet_forward(Model* m, int B, int first = 0) {
+    for (const Block& block : m->plan.blocks) {
+        floatX* out = activation(m, block.out);
+        enter(m, block, block.scratch_forward);
+        switch (block.kind) {
+            case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
+            case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
+            case BLOCK_RES: res_forward(m, block, B); break;
+            case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
+            case BLOCK_DOWN:
+            case BLOCK_UP:
+                (block.kind == BLOCK_UP ? upsample_forward : downsample_forward)(out, input_of(m, block), B,
+                                                                                 block.H, block.H, block.C);
+                channel_moments(moments_of(m, block), out, B, block.out_H * block.out_H, block.O);
+                break;
+            case BLOCK_OUT: out_forward(m, block, B); break;
+        }
     }
+    profile.block = "step";
 }
 
-// ---- memory -----------------------------------------------------------------------------------------------
-
-// What the layers need besides scratch.
-static size_t workspace_bytes() {
-    size_t bytes = 0;
-#ifdef CPU_LAYERS
-    bytes += cpu_workspace_bytes();
-#endif
-#ifdef __CUDACC__
-    bytes += 2 * GPU_WORKSPACE_BYTES;
-#endif
-    return bytes;
+static floatX* unet_output(const Model* m) { return output_of(m, (int)m->plan.blocks.size() - 1); }
+static floatX* unet_output_gradient(const Model* m) {
+    return output_gradient_of(m, (int)m->plan.blocks.size() - 1);
 }
-static bool allocate_workspace() {
-#ifdef CPU_LAYERS
-    if (!cpu_workspace && posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes())) return false;
-#endif
-#ifdef __CUDACC__
-    for (Lane* made : {&main_lane, &side_lane}) {
-        if (!made->workspace.base)
-            made->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
-        if (!made->workspace.base) return false;
+
+// The last block's output gradient -> every weight gradient (added to).
+static void unet_backward(Model* m, int B) {
+    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
+        const Block& block = m->plan.blocks[i];
+        const floatX* dout = output_gradient_of(m, i);
+        floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
+        floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
+        enter(m, block, block.scratch_backward);
+        switch (block.kind) {
+            case BLOCK_EMBED: embed_backward(m, block, B); break;
+            case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
+            case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
+            case BLOCK_ATTENTION: attention_block_backward(m, block, B, dout, dx); break;
+            case BLOCK_DOWN:
+                downsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate);
+                break;
+            case BLOCK_UP: upsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate); break;
+            case BLOCK_OUT: out_backward(m, block, B, dout, dx); break;
+        }
+        backend_join();
     }
-#endif
-    return true;
+    profile.block = "step";
 }
+
+// ===========================================================================================================
+//  6  DIFFUSION AND SAMPLERS
+// ===========================================================================================================
+
+// ---- schedules --------------------------------------------------------------------------------------------
+
+// The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
+// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17. Zero
+// terminal SNR: sqrt(abar) shifted so that its last is 0 and scaled so that its first stays, algorithm 1 of
+// Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
+static std::vector<double> make_abar(const Config& c) {
+    int T = c.diffusion_steps, schedule = c.noise_schedule;
+    std::vector<double> abar(T);
+    double product = 1;
+    auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
+    for (int t = 0; t < T; t++) {
+        double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;  // below 1: see check_config
+        double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
+                                                  : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
+        abar[t] = product *= 1 - beta;
+    }
+    double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
+    for (int t = 0; t < T && c.zero_terminal_snr; t++)
+        abar[t] = pow((sqrt(abar[t]) - last) * first / (first - last), 2);
+    return abar;
+}
+
+// What the loss of each timestep counts for. Hang et al., "Efficient Diffusion Training via Min-SNR Weighting
+// Strategy" (2023): the error in x0 counts min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps
+// is SNR times that in x0, in v SNR + 1 times, and counts so much less. gamma = 0: all alike.
+static std::vector<float> make_loss_weights(const std::vector<double>& abar, int predict, double gamma) {
+    std::vector<float> weights;
+    for (double a : abar) {
+        double snr = a / (1 - a), weight = 1;
+        if (gamma > 0 && predict == PREDICT_X0) weight = std::min(snr, gamma);
+        if (gamma > 0 && predict == PREDICT_V) weight = std::min(snr, gamma) / (snr + 1);
+        if (gamma > 0 && predict == PREDICT_EPS && snr > gamma) weight = gamma / snr;
+        weights.push_back((float)weight);
+    }
+    return weights;
+}
+
+// The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
+static std::vector<int> space_timesteps(int T, int count) {
+    std::vector<int> taken;
+    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, position = 0;
+    for (int i = 0; i < count; i++, position += stride) taken.push_back((int)nearbyint(position));
+    return taken;
+}
+
+// ---- noising ----------------------------------------------------------------------------------------------
+
+// What the network is to predict of x0 and eps, where x_t = signal x0 + noise eps.
+HOST_DEVICE static inline float target_of(int predict, float x0, float eps, float signal, float noise) {
+    return predict == PREDICT_EPS ? eps : predict == PREDICT_V ? signal * eps - noise * x0 : x0;
+}
+
+// x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
+// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. x_t, target (B,
+// H, W, 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t).
+// Image b's noise is that of sample first + b. The step is the state's (null: 0). Offset noise: eps has
+// `offset` times one more normal, the same for all pixels of a channel, so that the network learns to move a
+// picture's mean.
+namespace DEVICE {
+static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
+                      const float* signal, const float* noise, int B, int H, int W, int predict,
+                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state);
+}
+
+// ---- samplers ---------------------------------------------------------------------------------------------
+
+// A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
+// the picture, the noisy picture x and what an earlier call saved,
+//   x0 = threshold(from_x x + from_out out)
+//   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
+// with the old x and saved on the right.
+struct SamplerStep {
+    int timestep;  // what the network is told
+    int threshold;
+    float from_x, from_out, to_x0, to_x, to_saved, sigma;
+    float save_x0, save_x;  // 1 and 0, so that x0 itself is saved, but where Heun's step has a second call
+};
+
+static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
+
+static int sampler_steps(const Config& c) {
+    if (c.sample_steps) return c.sample_steps;
+    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
+    return std::min(usual, c.diffusion_steps);
+}
+
+// The calls from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
+// timestep to timestep of the shortened chain and at last to abar = 1, which is x0 itself:
+//   DDIM   equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
+//          (equation 16). With eta = 1 it is DDPM's step, equation 7 of Ho et al. with the posterior
+//          variance.
+//   DPM-Solver++(2M)  algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the one
+//          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. Three steps are of first order, which
+//          is DDIM: the first lacks one before, the last ends where lambda is infinite, and the last but one
+//          is so much longer in lambda than its predecessor that extrapolation would overshoot.
+//   Heun   algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise level
+//          sqrt(1 - abar) / alpha: a DDIM step, then the same again with the mean of the slopes at both ends.
+//          The first call saves what does not depend on the second. The last step is DDIM's, and so is one
+//          from a level above HEUN_MOST_NOISE, such as the infinite one of zero terminal SNR: the levels at
+//          the ends are so far apart that the mean of the slopes would magnify the difference of the
+//          predictions.
+static const double HEUN_MOST_NOISE = 1000;
+static std::vector<SamplerStep> make_sampler(const Config& c) {
+    std::vector<double> abar = make_abar(c);
+    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
+    double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
+    auto call_at = [&](int timestep) {
+        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
+        SamplerStep s = SamplerStep();
+        s.timestep = timestep, s.threshold = c.threshold, s.save_x0 = 1;
+        switch (c.predict) {
+            case PREDICT_EPS: s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha); break;
+            case PREDICT_V: s.from_x = (float)alpha, s.from_out = (float)-noise; break;
+            case PREDICT_X0: s.from_x = 0, s.from_out = 1; break;
+        }
+        return s;
+    };
+    auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
+    std::vector<SamplerStep> calls;
+    for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
+        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
+        double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
+        double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
+        double to_x0 = sqrt(next) - keep * sqrt(a);
+        SamplerStep s = call_at(timesteps[i]);
+        s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
+        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
+            double before = abar[timesteps[i + 1]];
+            double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
+            s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);
+        }
+        if (c.sampler == SAMPLER_HEUN && i > 0 && sqrt(1 - a) <= HEUN_MOST_NOISE * sqrt(a)) {
+            s.save_x0 = (float)(to_x0 / 2), s.save_x = (float)((sqrt(next / a) + keep) / 2);
+            calls.push_back(s);
+            s = call_at(timesteps[i - 1]);
+            double half = (1 - sqrt((1 / a - 1) / (1 / next - 1))) / 2;
+            s.to_x0 = (float)(-half * sqrt(next)), s.to_x = (float)half, s.to_saved = 1;
+        }
+        calls.push_back(s);
+    }
+    return calls;
+}
+
+// The picture that a call predicts, kept within [-1, 1]; limit: of dynamic thresholding.
+HOST_DEVICE static inline float predicted_x0(const SamplerStep& s, float x, float out) {
+    return s.from_x * x + s.from_out * out;
+}
+HOST_DEVICE static inline float thresholded_x0(const SamplerStep& s, float x, float out, float limit) {
+    float x0 = predicted_x0(s, x, out);
+    if (s.threshold == THRESHOLD_NONE) return x0;
+    if (s.threshold == THRESHOLD_CLAMP) limit = 1;
+    return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
+}
+
+// Of dynamic thresholding: the 99.5th percentile of a picture's |x0|, at least 1 (Saharia et al.,
+// "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, number
+// percentile_rank of n in rising order. Floats above 0 are in the order of their bits, so that the value is
+// found exactly, eight bits at a time: count what agrees in the bits found so far by the next eight.
+static int percentile_rank(int n) { return (int)((995L * (n - 1) + 999) / 1000); }
+HOST_DEVICE static inline uint32_t magnitude_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits & 0x7FFFFFFF;
+}
+HOST_DEVICE static inline float limit_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value > 1 ? value : 1;
+}
+
+// Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
+// a sampler adds later is the seed's.
+struct PictureNoise {
+    uint32_t seed, other;
+    float weight, other_weight;
+};
+
+// sampler_start: x (B, H, W, 3) becomes noise, and input, its copy for the network.
+// sampler_limits: limits (B) for the call s.
+// sampler_step: x, its copy and saved (B, H, W, 3) updated in place from out (B, H, W, 3), the network's
+// answer; call counts the network's calls from 1.
+// A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
+namespace DEVICE {
+static void sampler_start(float* x, floatX* input, const PictureNoise* begins, int B, int H, int W);
+static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
+                           int W);
+static void sampler_step(float* x, float* saved, floatX* input, const floatX* out, const float* limits,
+                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call);
+}  // namespace DEVICE
+
+// ===========================================================================================================
+//  7  OPTIMISER
+// ===========================================================================================================
+
+// What an update of the weights depends on, besides the gradient.
+struct AdamW {
+    float lr, weight_decay, beta1, beta2, eps;
+    float correction1, correction2;  // 1 - beta^n
+    float ema_weight[MAX_EMAS];      // share of the new weights in each running mean
+    float clip;                      // factor of the gradient
+};
+
+// What --skip_outliers goes by; the section `state` of a checkpoint.
+enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
+struct History {
+    int32_t skipped;  // steps that updated nothing
+    int32_t seen;     // steps that were entered below: the n-th in place n mod WINDOW
+    float losses[WINDOW], norms[WINDOW];
+};
+
+// What changes from step to step. It lives on the device, so that a step takes no arguments from the host.
+struct StepState {
+    int64_t step;      // optimiser steps done, those that were skipped among them
+    AdamW update;      // of the step under way
+    int finite;        // its loss and gradient norm are
+    int accepted;      // and no outliers: the weights may be updated
+    float loss, norm;  // these are they, the norm before clipping
+    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
+    float quartile_sums[4] = {};
+    int quartile_counts[4] = {};
+    History history;
+};
+enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it divides every offset
+enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
+enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
+
+// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, in order.
+namespace DEVICE {
+static void squared_norm(float* parts, const float* x, size_t n);
+}
+
+// The running means of the weights, (n) each; null where there are fewer than MAX_EMAS.
+struct Emas {
+    float* of[MAX_EMAS];
+    int count() const {
+        int k = 0;
+        while (k < MAX_EMAS && of[k]) k++;
+        return k;
+    }
+};
+
+// Bytes that an update moves.
+static double adamw_bytes(Emas emas, size_t n) {
+    return (7.0 * sizeof(float) + 8.0 * emas.count() + (sizeof(floatX) == 2 ? 2 : 0)) * n;
+}
+
+// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
+// of the gradient times `clip`; then the EMAs. All (n); decays (n / DECAY_CHUNK rounded up); working: the
+// layers' copy of the weights where floatX is no float, otherwise null. The state says how, and a step that
+// is not accepted changes nothing.
+namespace DEVICE {
+static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
+                  const uint8_t* decays, size_t n, const StepState* state);
+}
+
+// What the optimiser's settings are: the part of Config that a kernel can be handed.
+struct Hyper {
+    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
+    int lr_schedule, warmup_steps, lr_steps;
+    float ema_rate[MAX_EMAS];
+};
+static Hyper hyper_of(const Config& c) {
+    Hyper hyper = {c.lr,        c.final_lr_fraction, c.weight_decay, c.beta1,        c.beta2,    c.adam_eps,
+                   c.grad_clip, c.skip_outliers,     c.lr_schedule,  c.warmup_steps, c.lr_steps, {}};
+    std::copy(c.ema_rate, c.ema_rate + MAX_EMAS, hyper.ema_rate);
+    return hyper;
+}
+
+// The learning rate of step s, counted from 0; Settings: Config or Hyper.
+template <typename Settings>
+HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
+    double rate = c.lr;
+    if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
+    if (c.lr_schedule == LR_CONSTANT) return rate;
+    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
+           done = (double)(s - c.warmup_steps) / span, last = c.final_lr_fraction;
+    if (done > 1) done = 1;
+    return rate *
+           (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
+}
+
+// The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
+template <typename Settings>
+HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s, int64_t updates) {
+    double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
+    AdamW a = {(float)learning_rate(c, s),
+               c.weight_decay,
+               c.beta1,
+               c.beta2,
+               c.adam_eps,
+               (float)(1 - pow((double)c.beta1, n)),
+               (float)(1 - pow((double)c.beta2, n)),
+               {},
+               1.0f};
+    for (int k = 0; k < MAX_EMAS; k++) {
+        double rate = c.ema_rate[k];
+        a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
+    }
+    return a;
+}
+
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window.
+HOST_DEVICE static inline bool is_outlier(float value, const float* window, int count, float z) {
+    double mean = 0, squares = 0;
+    for (int i = 0; i < count; i++) mean += window[i];
+    mean /= count;
+    for (int i = 0; i < count; i++) squares += (window[i] - mean) * (window[i] - mean);
+    return value - mean > z * sqrt(squares / (count - 1));
+}
+
+// What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
+// (as torch.nn.utils.clip_grad_norm_). Only a finite step counts; a skipped one does, so that the data move
+// on.
+HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
+    History* h = &state->history;
+    int count = h->seen < WINDOW ? h->seen : WINDOW;
+    bool outlier = c.skip_outliers > 0 && count >= WINDOW_LEAST &&
+                   (is_outlier(loss, h->losses, count, c.skip_outliers) ||
+                    is_outlier(norm, h->norms, count, c.skip_outliers));
+    state->loss = loss, state->norm = norm;
+    state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
+    state->accepted = state->finite && !outlier;
+    state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
+    if (state->accepted)
+        h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
+    else if (state->finite)
+        h->skipped++;
+    if (state->finite) state->step++;
+}
+
+// ===========================================================================================================
+//  8  TRAINING
+// ===========================================================================================================
+
+// ---- memory of a run --------------------------------------------------------------------------------------
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
@@ -5982,65 +1883,6 @@ static void initialise_weights(Model* m, uint32_t seed) {
     start_from_master(m);
 }
 
-// ---- walk -------------------------------------------------------------------------------------------------
-
-static void enter(Model* m, const Block& block, const Buffer& scratch) {
-    m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
-    profile.block = block.name;
-}
-
-// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
-// be less than the plan's batch.
-static void unet_forward(Model* m, int B, int first = 0) {
-    for (const Block& block : m->plan.blocks) {
-        floatX* out = activation(m, block.out);
-        enter(m, block, block.scratch_forward);
-        switch (block.kind) {
-            case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
-            case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
-            case BLOCK_RES: res_forward(m, block, B); break;
-            case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
-            case BLOCK_DOWN:
-            case BLOCK_UP:
-                (block.kind == BLOCK_UP ? upsample_forward : downsample_forward)(out, input_of(m, block), B,
-                                                                                 block.H, block.H, block.C);
-                channel_moments(moments_of(m, block), out, B, block.out_H * block.out_H, block.O);
-                break;
-            case BLOCK_OUT: out_forward(m, block, B); break;
-        }
-    }
-    profile.block = "step";
-}
-
-static floatX* unet_output(const Model* m) { return output_of(m, (int)m->plan.blocks.size() - 1); }
-static floatX* unet_output_gradient(const Model* m) {
-    return output_gradient_of(m, (int)m->plan.blocks.size() - 1);
-}
-
-// The last block's output gradient -> every weight gradient (added to).
-static void unet_backward(Model* m, int B) {
-    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
-        const Block& block = m->plan.blocks[i];
-        const floatX* dout = output_gradient_of(m, i);
-        floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
-        floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
-        enter(m, block, block.scratch_backward);
-        switch (block.kind) {
-            case BLOCK_EMBED: embed_backward(m, block, B); break;
-            case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
-            case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
-            case BLOCK_ATTENTION: attention_block_backward(m, block, B, dout, dx); break;
-            case BLOCK_DOWN:
-                downsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate);
-                break;
-            case BLOCK_UP: upsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate); break;
-            case BLOCK_OUT: out_backward(m, block, B, dout, dx); break;
-        }
-        backend_join();
-    }
-    profile.block = "step";
-}
-
 // Mean of the squared error of the first B samples against their targets, without weights.
 static double loss_of(const Model* m, int B) {
     int n = IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size;
@@ -6049,658 +1891,6 @@ static double loss_of(const Model* m, int B) {
     double sum = 0;
     for (float part : losses) sum += part;
     return sum / ((double)B * n);
-}
-
-// ===========================================================================================================
-// 6  DIFFUSION
-// ===========================================================================================================
-
-// ---- schedules --------------------------------------------------------------------------------------------
-
-// The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
-// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17. Zero
-// terminal SNR: sqrt(abar) shifted so that its last is 0 and scaled so that its first stays, algorithm 1 of
-// Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
-static std::vector<double> make_abar(const Config& c) {
-    int T = c.diffusion_steps, schedule = c.noise_schedule;
-    std::vector<double> abar(T);
-    double product = 1;
-    auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
-    for (int t = 0; t < T; t++) {
-        double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;  // below 1: see check_config
-        double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
-                                                  : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
-        abar[t] = product *= 1 - beta;
-    }
-    double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
-    for (int t = 0; t < T && c.zero_terminal_snr; t++)
-        abar[t] = pow((sqrt(abar[t]) - last) * first / (first - last), 2);
-    return abar;
-}
-
-// What the loss of each timestep counts for. Hang et al., "Efficient Diffusion Training via Min-SNR Weighting
-// Strategy" (2023): the error in x0 counts min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps
-// is SNR times that in x0, in v SNR + 1 times, and counts so much less. gamma = 0: all alike.
-static std::vector<float> make_loss_weights(const std::vector<double>& abar, int predict, double gamma) {
-    std::vector<float> weights;
-    for (double a : abar) {
-        double snr = a / (1 - a), weight = 1;
-        if (gamma > 0 && predict == PREDICT_X0) weight = std::min(snr, gamma);
-        if (gamma > 0 && predict == PREDICT_V) weight = std::min(snr, gamma) / (snr + 1);
-        if (gamma > 0 && predict == PREDICT_EPS && snr > gamma) weight = gamma / snr;
-        weights.push_back((float)weight);
-    }
-    return weights;
-}
-
-// The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
-static std::vector<int> space_timesteps(int T, int count) {
-    std::vector<int> taken;
-    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, position = 0;
-    for (int i = 0; i < count; i++, position += stride) taken.push_back((int)nearbyint(position));
-    return taken;
-}
-
-// ---- noising ----------------------------------------------------------------------------------------------
-
-// What the network is to predict of x0 and eps, where x_t = signal x0 + noise eps.
-HOST_DEVICE static inline float target_of(int predict, float x0, float eps, float signal, float noise) {
-    return predict == PREDICT_EPS ? eps : predict == PREDICT_V ? signal * eps - noise * x0 : x0;
-}
-
-// x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
-// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. x_t, target (B,
-// H, W, 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t).
-// Image b's noise is that of sample first + b. The step is the state's (null: 0). Offset noise: eps has
-// `offset` times one more normal, the same for all pixels of a channel, so that the network learns to move a
-// picture's mean.
-#ifdef CPU_LAYERS
-static void add_noise_cpu(float* x_t, float* target, const float* images, const int* timesteps,
-                          const float* signal, const float* noise, int B, int H, int W, int predict,
-                          uint32_t seed, Stream stream, uint32_t first, float offset,
-                          const StepState* state) {
-    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
-    int elements = IMAGE_CHANNELS * H * W;
-    uint32_t step = state ? (uint32_t)state->step : 0;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float eps[4], shift[4] = {}, a = signal[timesteps[b]], s = noise[timesteps[b]];
-            random_normals(eps, seed, stream, quad, first + b, step);
-            if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, first + b, step);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                float x0 = images[(size_t)b * elements + e], n = eps[e % 4] + offset * shift[e / (H * W)];
-                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                set_padded(x_t, at, a * x0 + s * n);
-                target[at] = target_of(predict, x0, n, a, s);
-            }
-        }
-}
-#endif
-#ifdef __CUDACC__
-// The four normals of a quad of elements: the host's integers, the transform in float (2e-6 from the host's).
-__device__ static inline void random_normals_device(float normal[4], uint32_t seed, uint32_t stream,
-                                                    uint32_t quad, uint32_t sample, uint32_t step) {
-    Philox p = philox(seed, stream, quad, sample, step);
-#pragma unroll
-    for (int pair = 0; pair < 4; pair += 2) {
-        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
-        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
-        sincospif(twice_u2, &sine, &cosine);
-        normal[pair] = r * cosine, normal[pair + 1] = r * sine;
-    }
-}
-
-// The normals of elements e to e + 4, in the order (C, H, W) of the noise; e need not start a quad.
-__device__ static inline void random_normals_at(float normal[4], uint32_t seed, uint32_t stream, int e,
-                                                uint32_t sample, uint32_t step) {
-    float two[8];
-    random_normals_device(two, seed, stream, e / 4, sample, step);
-    if (e % 4) random_normals_device(two + 4, seed, stream, e / 4 + 1, sample, step);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        normal[i] = two[i];
-#pragma unroll
-        for (int shift = 1; shift < 4; shift++)
-            if (e % 4 == shift) normal[i] = two[i + shift];
-    }
-}
-
-// Each of the following has a thread 4 pixels of image b, all channels: reads of planes and writes of pixels
-// both cover whole lines. Blocks (pixels, image). n: how many pixels the thread has.
-struct PixelQuad {
-    int b, first, n;
-    __device__ PixelQuad(int pixels) {
-        b = blockIdx.y, first = 4 * (blockIdx.x * blockDim.x + threadIdx.x), n = min(4, pixels - first);
-    }
-    __device__ size_t pixel(int i, int c, int pixels) const {  // in (B, H, W, 3)
-        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
-    }
-};
-enum { QUAD_THREADS = 64 };
-static dim3 quad_blocks(int B, int pixels) { return dim3(ceil_div(pixels, 4 * QUAD_THREADS), B); }
-
-// x_t = signal x0 + noise eps; target = eps, signal eps - noise x0, or x0. Device memory: images in, x_t,
-// target out.
-__global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ target,
-                                 const float* __restrict__ images, const int* timesteps, const float* signal,
-                                 const float* noise, int pixels, int predict, uint32_t seed, uint32_t stream,
-                                 uint32_t first, float offset, const StepState* state) {
-    PixelQuad q(pixels);
-    uint32_t step = state ? (uint32_t)state->step : 0;
-    if (q.n <= 0) return;
-    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]], shift[4] = {};
-    if (offset > 0) random_normals_device(shift, seed, STREAM_OFFSET, 0, first + q.b, step);
-#pragma unroll
-    for (int c = 0; c < IMAGE_CHANNELS; c++) {
-        float eps[4];
-        int e = c * pixels + q.first;
-        random_normals_at(eps, seed, stream, e, first + q.b, step);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= q.n) break;
-            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i], n = eps[i] + offset * shift[c];
-            size_t at = q.pixel(i, c, pixels);
-            set_padded(x_t, at, a * x0 + s * n);
-            target[at] = target_of(predict, x0, n, a, s);
-        }
-    }
-}
-static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
-                      const float* signal, const float* noise, int B, int H, int W, int predict,
-                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
-    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
-    launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
-           noise, H * W, predict, seed, stream, first, offset, state);
-}
-#else
-#define add_noise add_noise_cpu
-#endif
-
-// ---- samplers ---------------------------------------------------------------------------------------------
-
-// A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
-// the picture, the noisy picture x and what an earlier call saved,
-//   x0 = threshold(from_x x + from_out out)
-//   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right.
-struct SamplerStep {
-    int timestep;  // what the network is told
-    int threshold;
-    float from_x, from_out, to_x0, to_x, to_saved, sigma;
-    float save_x0, save_x;  // 1 and 0, so that x0 itself is saved, but where Heun's step has a second call
-};
-
-static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-
-static int sampler_steps(const Config& c) {
-    if (c.sample_steps) return c.sample_steps;
-    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
-    return std::min(usual, c.diffusion_steps);
-}
-
-// The calls from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
-// timestep to timestep of the shortened chain and at last to abar = 1, which is x0 itself:
-//   DDIM   equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
-//          (equation 16). With eta = 1 it is DDPM's step, equation 7 of Ho et al. with the posterior
-//          variance.
-//   DPM-Solver++(2M)  algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the one
-//          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. Three steps are of first order, which
-//          is DDIM: the first lacks one before, the last ends where lambda is infinite, and the last but one
-//          is so much longer in lambda than its predecessor that extrapolation would overshoot.
-//   Heun   algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise level
-//          sqrt(1 - abar) / alpha: a DDIM step, then the same again with the mean of the slopes at both ends.
-//          The first call saves what does not depend on the second. The last step is DDIM's, and so is one
-//          from a level above HEUN_MOST_NOISE, such as the infinite one of zero terminal SNR: the levels at
-//          the ends are so far apart that the mean of the slopes would magnify the difference of the
-//          predictions.
-static const double HEUN_MOST_NOISE = 1000;
-static std::vector<SamplerStep> make_sampler(const Config& c) {
-    std::vector<double> abar = make_abar(c);
-    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
-    double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
-    auto call_at = [&](int timestep) {
-        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-        SamplerStep s = SamplerStep();
-        s.timestep = timestep, s.threshold = c.threshold, s.save_x0 = 1;
-        switch (c.predict) {
-            case PREDICT_EPS: s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha); break;
-            case PREDICT_V: s.from_x = (float)alpha, s.from_out = (float)-noise; break;
-            case PREDICT_X0: s.from_x = 0, s.from_out = 1; break;
-        }
-        return s;
-    };
-    auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
-    std::vector<SamplerStep> calls;
-    for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
-        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
-        double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
-        double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
-        double to_x0 = sqrt(next) - keep * sqrt(a);
-        SamplerStep s = call_at(timesteps[i]);
-        s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
-        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
-            double before = abar[timesteps[i + 1]];
-            double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
-            s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);
-        }
-        if (c.sampler == SAMPLER_HEUN && i > 0 && sqrt(1 - a) <= HEUN_MOST_NOISE * sqrt(a)) {
-            s.save_x0 = (float)(to_x0 / 2), s.save_x = (float)((sqrt(next / a) + keep) / 2);
-            calls.push_back(s);
-            s = call_at(timesteps[i - 1]);
-            double half = (1 - sqrt((1 / a - 1) / (1 / next - 1))) / 2;
-            s.to_x0 = (float)(-half * sqrt(next)), s.to_x = (float)half, s.to_saved = 1;
-        }
-        calls.push_back(s);
-    }
-    return calls;
-}
-
-// The picture that a call predicts, kept within [-1, 1]; limit: of dynamic thresholding.
-HOST_DEVICE static inline float predicted_x0(const SamplerStep& s, float x, float out) {
-    return s.from_x * x + s.from_out * out;
-}
-HOST_DEVICE static inline float thresholded_x0(const SamplerStep& s, float x, float out, float limit) {
-    float x0 = predicted_x0(s, x, out);
-    if (s.threshold == THRESHOLD_NONE) return x0;
-    if (s.threshold == THRESHOLD_CLAMP) limit = 1;
-    return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
-}
-
-// Of dynamic thresholding: the 99.5th percentile of a picture's |x0|, at least 1 (Saharia et al.,
-// "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, number
-// percentile_rank of n in rising order. Floats above 0 are in the order of their bits, so that the value is
-// found exactly, eight bits at a time: count what agrees in the bits found so far by the next eight.
-static int percentile_rank(int n) { return (int)((995L * (n - 1) + 999) / 1000); }
-HOST_DEVICE static inline uint32_t magnitude_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits & 0x7FFFFFFF;
-}
-HOST_DEVICE static inline float limit_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value > 1 ? value : 1;
-}
-
-// sampler_start: x (B, H, W, 3) becomes noise, and input, its copy for the network.
-// sampler_limits: limits (B) for the call s.
-// sampler_step: x, its copy and saved (B, H, W, 3) updated in place from out (B, H, W, 3), the network's
-// answer; call counts the network's calls from 1.
-// A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
-#ifdef CPU_LAYERS
-static void sampler_start_cpu(float* x, float* input, const PictureNoise* begins, int B, int H, int W) {
-    int elements = IMAGE_CHANNELS * H * W;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float normal[4], other[4] = {};
-            PictureNoise from = begins[b];
-            random_normals(normal, from.seed, STREAM_SAMPLER, quad, 0, 0);
-            if (from.other_weight != 0) random_normals(other, from.other, STREAM_SAMPLER, quad, 0, 0);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                x[at] = from.weight * normal[e % 4] + from.other_weight * other[e % 4];
-                set_padded(input, at, x[at]);
-            }
-        }
-}
-
-static void sampler_limits_cpu(float* limits, const float* x, const float* out, SamplerStep s, int B, int H,
-                               int W) {
-    int elements = IMAGE_CHANNELS * H * W;
-#pragma omp parallel for
-    for (int b = 0; b < B; b++) {
-        uint32_t found = 0;
-        int rank = percentile_rank(elements);  // among what agrees with the bits found
-        for (int shift = 24; shift >= 0; shift -= 8) {
-            int counts[256] = {}, digit = 0;
-            for (size_t i = (size_t)b * elements; i < (size_t)(b + 1) * elements; i++) {
-                uint32_t bits = magnitude_bits(predicted_x0(s, x[i], out[padded_at(i)]));
-                if ((bits ^ found) >> shift < 256) counts[bits >> shift & 255]++;
-            }
-            while (rank >= counts[digit]) rank -= counts[digit++];
-            found |= (uint32_t)digit << shift;
-        }
-        limits[b] = limit_of_bits(found);
-    }
-}
-
-static void sampler_step_cpu(float* x, float* saved, float* input, const float* out, const float* limits,
-                             const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
-    int elements = IMAGE_CHANNELS * H * W;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float normal[4] = {0};
-            if (s.sigma > 0) random_normals(normal, begins[b].seed, STREAM_SAMPLER, quad, 0, call);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                float x0 = thresholded_x0(s, x[at], out[padded_at(at)], limits[b]), before = x[at];
-                x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[e % 4];
-                set_padded(input, at, x[at]);
-                saved[at] = s.save_x0 * x0 + s.save_x * before;
-            }
-        }
-}
-#endif
-#ifdef __CUDACC__
-// A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
-__global__ void sampler_start_kernel(float* x, floatX* input, const PictureNoise* begins, int pixels) {
-    PixelQuad q(pixels);
-    if (q.n <= 0) return;
-    PictureNoise from = begins[q.b];
-    for (int c = 0; c < IMAGE_CHANNELS; c++) {
-        float normal[4], other[4] = {};
-        random_normals_at(normal, from.seed, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
-        if (from.other_weight != 0)
-            random_normals_at(other, from.other, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= q.n) break;
-            size_t at = q.pixel(i, c, pixels);
-            x[at] = from.weight * normal[i] + from.other_weight * other[i];
-            set_padded(input, at, x[at]);
-        }
-    }
-}
-static void sampler_start(float* x, floatX* input, const PictureNoise* begins, int B, int H, int W) {
-    launch(sampler_start_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, begins, H * W);
-}
-
-// A block a picture: |x0|'s value number `rank` in rising order, eight bits a round. Its counts are integers,
-// so that it does not matter in which order they are added up.
-__global__ void sampler_limits_kernel(float* limits, const float* x, const floatX* out, SamplerStep s,
-                                      int elements, int rank) {
-    __shared__ int counts[256], rank_left;
-    __shared__ uint32_t found;
-    x += (size_t)blockIdx.x * elements, out += padded_at((size_t)blockIdx.x * elements);
-    int digit = threadIdx.x;
-    if (digit == 0) found = 0, rank_left = rank;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (digit < 256) counts[digit] = 0;
-        __syncthreads();
-        uint32_t prefix = found;
-        int wanted = rank_left, below = 0;
-        for (int i = threadIdx.x; i < elements; i += blockDim.x) {
-            uint32_t bits = magnitude_bits(predicted_x0(s, x[i], (float)out[padded_at(i)]));
-            if ((bits ^ prefix) >> shift < 256) atomicAdd(counts + (bits >> shift & 255), 1);
-        }
-        __syncthreads();
-        for (int i = 0; i < digit && digit < 256; i++) below += counts[i];
-        if (digit < 256 && below <= wanted && wanted < below + counts[digit])  // for one thread
-            found = prefix | (uint32_t)digit << shift, rank_left = wanted - below;
-        __syncthreads();
-    }
-    if (digit == 0) limits[blockIdx.x] = limit_of_bits(found);
-}
-static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
-                           int W) {
-    int elements = IMAGE_CHANNELS * H * W;
-    launch(sampler_limits_kernel, B, 1024, 0, limits, x, out, s, elements, percentile_rank(elements));
-}
-
-// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x, in place.
-__global__ void sampler_step_kernel(float* x, float* saved, floatX* input, const floatX* out,
-                                    const float* limits, const PictureNoise* begins, SamplerStep s,
-                                    int pixels, uint32_t call) {
-    PixelQuad q(pixels);
-    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
-        float normal[4] = {};
-        if (s.sigma > 0)
-            random_normals_at(normal, begins[q.b].seed, STREAM_SAMPLER, c * pixels + q.first, 0, call);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= q.n) break;
-            size_t at = q.pixel(i, c, pixels);
-            float x0 = thresholded_x0(s, x[at], (float)out[padded_at(at)], limits[q.b]), before = x[at];
-            x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[i];
-            saved[at] = s.save_x0 * x0 + s.save_x * before;
-            set_padded(input, at, x[at]);
-        }
-    }
-}
-static void sampler_step(float* x, float* saved, floatX* input, const floatX* out, const float* limits,
-                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
-    launch(sampler_step_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, saved, input, out, limits, begins,
-           s, H * W, call);
-}
-#else
-#define sampler_start sampler_start_cpu
-#define sampler_limits sampler_limits_cpu
-#define sampler_step sampler_step_cpu
-#endif
-
-// ===========================================================================================================
-// 7  OPTIMISER
-// ===========================================================================================================
-
-// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, in order.
-#ifdef CPU_LAYERS
-static void squared_norm_cpu(float* parts, const float* x, size_t n) {
-    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
-    int chunks = (int)((n + NORM_CHUNK - 1) / NORM_CHUNK);
-#pragma omp parallel for
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        double sum = 0;
-        for (size_t i = (size_t)chunk * NORM_CHUNK; i < std::min((size_t)(chunk + 1) * NORM_CHUNK, n);) {
-            float part[16] = {0};
-            size_t end = std::min(std::min(i + 1024, (size_t)(chunk + 1) * NORM_CHUNK), n);
-            for (; i + 16 <= end; i += 16)
-                for (int lane = 0; lane < 16; lane++) part[lane] += x[i + lane] * x[i + lane];
-            for (; i < end; i++) part[0] += x[i] * x[i];
-            for (float p : part) sum += p;
-        }
-        parts[chunk] = (float)sum;
-    }
-}
-#endif
-#ifndef __CUDACC__
-#define squared_norm squared_norm_cpu
-#endif
-
-// The running means of the weights, (n) each; null where there are fewer than MAX_EMAS.
-struct Emas {
-    float* of[MAX_EMAS];
-    int count() const {
-        int k = 0;
-        while (k < MAX_EMAS && of[k]) k++;
-        return k;
-    }
-};
-
-// Bytes that an update moves.
-static double adamw_bytes(Emas emas, size_t n) {
-    return (7.0 * sizeof(float) + 8.0 * emas.count() + (sizeof(floatX) == 2 ? 2 : 0)) * n;
-}
-
-// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
-// of the gradient times `clip`; then the EMAs. All (n); decays (n / DECAY_CHUNK rounded up); working: the
-// layers' copy of the weights where floatX is no float, otherwise null. The state says how, and a step that
-// is not accepted changes nothing.
-#ifdef CPU_LAYERS
-static void adamw_cpu(float* w, Emas emas, floatX*, float* m, float* v, const float* gradient,
-                      const uint8_t* decays, size_t n, const StepState* state) {
-    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
-    AdamW a = state->update;
-    if (!state->accepted) return;
-    float step = a.lr / a.correction1, root = sqrtf(a.correction2), keep = 1.0f - a.lr * a.weight_decay;
-#pragma omp parallel for
-    for (size_t first = 0; first < n; first += DECAY_CHUNK) {
-        size_t end = std::min(first + DECAY_CHUNK, n);
-        float decay = decays[first / DECAY_CHUNK] ? keep : 1.0f;
-#pragma omp simd
-        for (size_t i = first; i < end; i++) {
-            float g = gradient[i] * a.clip;
-            m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
-            v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
-            w[i] = w[i] * decay - step * m[i] / (sqrtf(v[i]) / root + a.eps);
-        }
-        for (int k = 0; k < emas.count(); k++) {
-            float *ema = emas.of[k], weight = a.ema_weight[k];
-#pragma omp simd
-            for (size_t i = first; i < end; i++) ema[i] += weight * (w[i] - ema[i]);
-        }
-    }
-}
-#endif
-#ifdef __CUDACC__
-// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
-__global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
-    size_t first = (size_t)blockIdx.x * NORM_CHUNK, end = min(first + NORM_CHUNK, n);
-    float sum = 0;
-#pragma unroll 8
-    for (size_t i = first + 4 * threadIdx.x; i + 4 <= end; i += 4 * blockDim.x) {
-        float4 v = *(const float4*)(x + i);
-        sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
-    }
-    if (threadIdx.x < (end - first) % 4) {
-        float v = x[end - 1 - threadIdx.x];
-        sum += v * v;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
-}
-static void squared_norm(float* parts, const float* x, size_t n) {
-    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
-    launch(squared_norm_kernel, ceil_div(n, NORM_CHUNK), 512, 0, parts, x, n);
-}
-
-__device__ static inline void adamw_element(float& w, float& m, float& v, float g, const AdamW& a, float step,
-                                            float root, float decay) {
-    g *= a.clip;
-    m = a.beta1 * m + (1.0f - a.beta1) * g;
-    v = a.beta2 * v + (1.0f - a.beta2) * g * g;
-    w = w * decay - step * m / (sqrtf(v) / root + a.eps);
-}
-
-// torch.optim.AdamW, then EMAS running means of the weights and the layers' copy of them, `working`: 30 bytes
-// a parameter and 8 a mean, each once. All (n) and 16-byte aligned; working may be null. A thread 4
-// parameters.
-template <int EMAS>
-__global__ void adamw_kernel(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
-                             const uint8_t* decays, size_t n, const StepState* state) {
-    if (!state->accepted) return;
-    AdamW a = state->update;
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f;
-    if (i < n && a.weight_decay > 0 && decays[i / DECAY_CHUNK]) decay -= a.lr * a.weight_decay;
-    if (i + 4 <= n) {
-        float4 g4 = *(const float4*)(gradient + i), w4 = *(const float4*)(w + i),
-               m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i), e4[EMAS + 1];
-#pragma unroll
-        for (int k = 0; k < EMAS; k++) e4[k] = *(const float4*)(emas.of[k] + i);
-        adamw_element(w4.x, m4.x, v4.x, g4.x, a, step, root, decay);
-        adamw_element(w4.y, m4.y, v4.y, g4.y, a, step, root, decay);
-        adamw_element(w4.z, m4.z, v4.z, g4.z, a, step, root, decay);
-        adamw_element(w4.w, m4.w, v4.w, g4.w, a, step, root, decay);
-        *(float4*)(w + i) = w4, *(float4*)(m + i) = m4, *(float4*)(v + i) = v4;
-#pragma unroll
-        for (int k = 0; k < EMAS; k++) {
-            float weight = a.ema_weight[k];
-            e4[k].x += weight * (w4.x - e4[k].x), e4[k].y += weight * (w4.y - e4[k].y);
-            e4[k].z += weight * (w4.z - e4[k].z), e4[k].w += weight * (w4.w - e4[k].w);
-            *(float4*)(emas.of[k] + i) = e4[k];
-        }
-#ifdef PRECISION_FP32
-        if (working) *(float4*)(working + i) = w4;
-#else
-        if (working) *(uint2*)(working + i) = make_uint2(pack_bf16(w4.x, w4.y), pack_bf16(w4.z, w4.w));
-#endif
-        return;
-    }
-    for (; i < n; i++) {  // the last thread's
-        adamw_element(w[i], m[i], v[i], gradient[i], a, step, root, decay);
-#pragma unroll
-        for (int k = 0; k < EMAS; k++) emas.of[k][i] += a.ema_weight[k] * (w[i] - emas.of[k][i]);
-        if (working) working[i] = (floatX)w[i];
-    }
-}
-static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
-                  const uint8_t* decays, size_t n, const StepState* state) {
-    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
-    static decltype(&adamw_kernel<0>) const kernels[] = {adamw_kernel<0>, adamw_kernel<1>, adamw_kernel<2>,
-                                                         adamw_kernel<3>, adamw_kernel<MAX_EMAS>};
-    launch(kernels[emas.count()], ceil_div(n, 4 * 256), 256, 0, w, emas, working, m, v, gradient, decays, n,
-           state);
-}
-#else
-#define adamw adamw_cpu
-#endif
-
-// What the optimiser's settings are: the part of Config that a kernel can be handed.
-struct Hyper {
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
-    int lr_schedule, warmup_steps, lr_steps;
-    float ema_rate[MAX_EMAS];
-};
-static Hyper hyper_of(const Config& c) {
-    Hyper hyper = {c.lr,        c.final_lr_fraction, c.weight_decay, c.beta1,        c.beta2,    c.adam_eps,
-                   c.grad_clip, c.skip_outliers,     c.lr_schedule,  c.warmup_steps, c.lr_steps, {}};
-    std::copy(c.ema_rate, c.ema_rate + MAX_EMAS, hyper.ema_rate);
-    return hyper;
-}
-
-// The learning rate of step s, counted from 0; Settings: Config or Hyper.
-template <typename Settings>
-HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
-    double rate = c.lr;
-    if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
-    if (c.lr_schedule == LR_CONSTANT) return rate;
-    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = (double)(s - c.warmup_steps) / span, last = c.final_lr_fraction;
-    if (done > 1) done = 1;
-    return rate *
-           (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
-}
-
-// The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
-template <typename Settings>
-HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s, int64_t updates) {
-    double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
-    AdamW a = {(float)learning_rate(c, s),
-               c.weight_decay,
-               c.beta1,
-               c.beta2,
-               c.adam_eps,
-               (float)(1 - pow((double)c.beta1, n)),
-               (float)(1 - pow((double)c.beta2, n)),
-               {},
-               1.0f};
-    for (int k = 0; k < MAX_EMAS; k++) {
-        double rate = c.ema_rate[k];
-        a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
-    }
-    return a;
-}
-
-// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window.
-HOST_DEVICE static inline bool is_outlier(float value, const float* window, int count, float z) {
-    double mean = 0, squares = 0;
-    for (int i = 0; i < count; i++) mean += window[i];
-    mean /= count;
-    for (int i = 0; i < count; i++) squares += (window[i] - mean) * (window[i] - mean);
-    return value - mean > z * sqrt(squares / (count - 1));
-}
-
-// What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
-// (as torch.nn.utils.clip_grad_norm_). Only a finite step counts; a skipped one does, so that the data move
-// on.
-HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
-    History* h = &state->history;
-    int count = h->seen < WINDOW ? h->seen : WINDOW;
-    bool outlier = c.skip_outliers > 0 && count >= WINDOW_LEAST &&
-                   (is_outlier(loss, h->losses, count, c.skip_outliers) ||
-                    is_outlier(norm, h->norms, count, c.skip_outliers));
-    state->loss = loss, state->norm = norm;
-    state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
-    state->accepted = state->finite && !outlier;
-    state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
-    if (state->accepted)
-        h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
-    else if (state->finite)
-        h->skipped++;
-    if (state->finite) state->step++;
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -6748,119 +1938,856 @@ HOST_DEVICE static inline int quartile_of(int timestep, int diffusion_steps) {
 // begin_step: the state's update, and each sample's timestep and source. load_images: images (B, 3, size,
 // size). finish_step: loss, by quartile too, and gradient norm from their parts, and what they decide;
 // state[1 + slot] keeps what the host will read.
-#ifdef CPU_LAYERS
-static void begin_step_cpu(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
-    state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
-    for (int b = 0; b < source.batch; b++) choose_sample(timesteps + b, sources + b, source, b, state->step);
-}
-static void load_images_cpu(float* images, const int* sources, BatchSource source, int B) {
-    int elements = IMAGE_CHANNELS * source.size * source.size;
-#pragma omp parallel for
-    for (int b = 0; b < B; b++)
-        for (int e = 0; e < elements; e++) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
-}
-static void finish_step_cpu(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
-                            Hyper hyper) {
-    double loss = 0, norm = 0, quartiles[4] = {0};
-    int parts = loss_parts(batch.elements);
-    for (int& count : state->quartile_counts) count = 0;
-    for (int b = 0; b < batch.batch; b++) {
-        double sum = 0;
-        for (int part = 0; part < parts; part++) sum += batch.parts[b * parts + part];
-        int t = batch.timesteps[b], quartile = quartile_of(t, batch.diffusion_steps);
-        loss += batch.weights[t] * sum;
-        quartiles[quartile] += sum, state->quartile_counts[quartile]++;
-    }
-    for (int q = 0; q < 4; q++) state->quartile_sums[q] = (float)(quartiles[q] / batch.elements);
-    for (size_t i = 0; i < (parameters + NORM_CHUNK - 1) / NORM_CHUNK; i++) norm += norm_parts[i];
-    StepState* result = state + 1 + state->step % RESULT_SLOTS;
-    conclude_step(state, (float)(loss / ((double)batch.batch * batch.elements)), (float)sqrt(norm), hyper);
-    *result = *state;
-}
-static void fill_timesteps_cpu(int* timesteps, int B, int value) {
-    for (int b = 0; b < B; b++) timesteps[b] = value;
-}
-#endif
-#ifdef __CUDACC__
-// One block: a thread a sample.
-__global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
-                                  Hyper hyper) {
-    if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
-    for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
-        choose_sample(timesteps + b, sources + b, source, b, state->step);
-}
-static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
-    PROFILE("begin, images, end", {0, 0});
-    launch(begin_step_kernel, 1, 256, 0, state, timesteps, sources, source, hyper);
-}
-
-// A thread an element. Grid (elements, B).
-__global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
-    int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
-    if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
-}
-static void load_images(float* images, const int* sources, BatchSource source, int B) {
-    PROFILE("begin, images, end", {0, 5.0 * B * IMAGE_CHANNELS * source.size * source.size});
-    int elements = IMAGE_CHANNELS * source.size * source.size;
-    launch(load_images_kernel, dim3(ceil_div(elements, 256), B), 256, 0, images, sources, source, elements);
-}
-
-// One block adds up the parts, in an order that their number decides, and copies the state.
-__global__ void finish_step_kernel(StepState* state, BatchLoss batch, const float* norm_parts,
-                                   int norm_parts_count, Hyper hyper) {
-    StepState* result = state + 1 + state->step % RESULT_SLOTS;
-    enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
-    float sums[SUMS] = {};
-    int parts = loss_parts(batch.elements);
-    for (int i = threadIdx.x; i < batch.batch * parts; i += blockDim.x) {
-        int t = batch.timesteps[i / parts], quartile = quartile_of(t, batch.diffusion_steps);
-        float part = batch.parts[i];
-        sums[WEIGHTED] += batch.weights[t] * part;
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            if (q == quartile) sums[QUARTILE + q] += part, sums[COUNT + q] += i % parts == 0;
-    }
-    for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) sums[SQUARED_NORM] += norm_parts[i];
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) {
-        sums[i] = block_sum(sums[i]);
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        float loss = (float)((double)sums[WEIGHTED] / ((double)batch.batch * batch.elements));
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            state->quartile_sums[q] = sums[QUARTILE + q] / batch.elements,
-            state->quartile_counts[q] = (int)sums[COUNT + q];
-        conclude_step(state, loss, sqrtf(sums[SQUARED_NORM]), hyper);
-    }
-    __syncthreads();
-    for (size_t i = threadIdx.x; i < sizeof *state / sizeof(int); i += blockDim.x)
-        ((int*)result)[i] = ((const int*)state)[i];
-}
+namespace DEVICE {
+static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper);
+static void load_images(float* images, const int* sources, BatchSource source, int B);
 static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
-                        Hyper hyper) {
-    PROFILE("begin, images, end", {0, 0});
-    launch(finish_step_kernel, 1, 256, 0, state, batch, norm_parts, (int)ceil_div(parameters, NORM_CHUNK),
-           hyper);
+                        Hyper hyper);
+static void fill_timesteps(int* timesteps, int B, int value);
+}  // namespace DEVICE
+
+// ---- a training step --------------------------------------------------------------------------------------
+
+// The images of a .bin in memory, planar (N, 3, H, W): bytes as they are, or floats in [-1, 1].
+struct Dataset {
+    int count = 0, size = 0;  // images; height and width
+    std::vector<uint8_t> bytes;
+    std::vector<float> floats;
+};
+
+// The lowest validation loss of a run so far.
+struct Best {
+    double loss = INFINITY;
+    long step = -1, last = -1;  // last: the step of the newest one
+    void update(double new_loss, long new_step) {
+        if (new_loss < loss) loss = new_loss, step = new_step;
+        last = new_step;
+    }
+};
+
+// metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
+// attempt, as on a disk that is full for a while; the file holds whole lines only.
+struct Metrics {
+    enum { MOST_WAITING = 16 << 20 };  // bytes; records that come while so many wait are lost
+    std::string path, waiting;
+    int file = -1;
+    off_t end = 0;  // of the last whole line
+    long lost = 0;  // records
+    bool warned = false, drops = false;
+    std::string kept;
+
+    // On resume, lines of steps that are about to be done again are dropped; the others tell the best
+    // validation loss so far. Nothing is written before open().
+    void read(const std::string& name, long resumed_step, Best* best);
+    void open();
+    void add(const std::string& record);
+    void write_waiting();
+    void close();
+};
+
+static volatile sig_atomic_t stop_requested = 0;
+
+struct Trainer {
+    Model model = Model();
+    Dataset images, validation;
+    BatchSource source;
+    void* pixels = nullptr;       // the images where the device reads them, if that is a copy
+    bool pixels_on_host = false;  // which lies in the host's memory, for want of room on the device
+    int *order, *host_order;      // (slots, count): the device's and the host's, which is ahead of it
+    long epochs;                  // whose orders were sent
+    StepState* results;           // (RESULT_SLOTS), the host's
+    Recording recording;
+    int folder = -1;     // the run's, locked against other processes as long as it is open
+    long begun = 0;      // steps given to the device
+    long step = 0;       // optimiser steps done, as far as the host knows
+    float smoothed = 0;  // running mean of the loss, without those of skipped steps
+    History history = History();
+    Metrics metrics;
+    Best best;
+    // what was due at the step that is resumed; where a stop or a crash came before it, it is made up for
+    bool owes_validation = false, owes_samples = false;
+    // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> changes;
+    // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
+    double quartile_sums[4] = {0};
+    long quartile_counts[4] = {0};
+};
+
+static void upload_schedule(Model* m) {
+    std::vector<double> abar = make_abar(m->config);
+    std::vector<float> signal, noise;
+    for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
+    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
+    backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
+    backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
+    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
 }
 
-__global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
-    for (int b = threadIdx.x; b < B; b += blockDim.x) timesteps[b] = value;
+// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
+// device's memory where they fit, otherwise in host memory that the device reads.
+static void prepare_steps(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    const Dataset& data = t->images;
+    bool floats = data.bytes.empty();
+    const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
+#ifdef __CUDACC__
+    size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
+    t->pixels_on_host = bytes > backend_memory_available() / 10 * 9;
+    t->pixels = t->pixels_on_host ? backend_allocate_host(bytes) : backend_allocate(bytes);
+    if (!t->pixels) fail("could not allocate %s for the images", human_bytes((double)bytes).c_str());
+    if (t->pixels_on_host)
+        memcpy(t->pixels, pixels, bytes);
+    else
+        backend_upload(t->pixels, pixels, bytes);
+    pixels = t->pixels;
+#endif
+    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
+    size_t order_bytes = (size_t)slots * data.count * sizeof(int);
+    t->order = (int*)backend_allocate(order_bytes);
+    t->host_order = (int*)backend_allocate_host(order_bytes);
+    t->results = (StepState*)backend_allocate_host(RESULT_SLOTS * sizeof(StepState));
+    if (!t->order || !t->host_order || !t->results)
+        fail("could not allocate %s for the order of the images",
+             human_bytes(2.0 * (double)order_bytes).c_str());
+    t->source = {floats ? nullptr : (const uint8_t*)pixels,
+                 floats ? (const float*)pixels : nullptr,
+                 t->order,
+                 data.count,
+                 slots,
+                 c.batch_size,
+                 c.image_size,
+                 c.flip,
+                 c.diffusion_steps,
+                 c.seed};
+    StepState state = StepState();
+    state.step = t->begun = t->step, state.history = t->history;
+    backend_upload(m->state, &state, sizeof state);
+    t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
 }
-static void fill_timesteps(int* timesteps, int B, int value) {
-    launch(fill_timesteps_kernel, 1, 256, 0, timesteps, B, value);
+
+static void finish_steps(Trainer* t) {
+    if (t->folder >= 0) close(t->folder);
+    backend_forget(&t->recording);
+    if (t->pixels_on_host)
+        backend_free_host(t->pixels);
+    else if (t->pixels)
+        backend_free(t->pixels);
+    backend_free(t->order);
+    backend_free_host(t->host_order);
+    backend_free_host(t->results);
 }
-#else
-#define begin_step begin_step_cpu
-#define load_images load_images_cpu
-#define finish_step finish_step_cpu
-#define fill_timesteps fill_timesteps_cpu
+
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
+// larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
+static void enqueue_step(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
+    size_t P = m->plan.num_floats;
+    begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
+    backend_zero(m->gradients, P * sizeof(float));
+    for (int first = 0; first < batch; first += m->plan.batch) {
+        int B = std::min(m->plan.batch, batch - first);
+        load_images(m->images, m->sources + first, t->source, B);
+        add_noise(m->input, m->target, m->images, m->timesteps + first, m->signal, m->noise, B, H, H,
+                  c.predict, c.seed, STREAM_NOISE, first, c.offset_noise, m->state);
+        unet_forward(m, B, first);
+        mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
+            m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
+        unet_backward(m, B);
+    }
+    squared_norm(m->norm_parts, m->gradients, P);
+    finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
+                m->norm_parts, P, hyper_of(c));
+    adamw(m->master, {{m->ema[0], m->ema[1], m->ema[2], m->ema[3]}},
+          sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v, m->gradients,
+          m->decays, P, m->state);
+}
+
+static void send_orders(Trainer* t, long last_epoch) {
+    int count = t->images.count;
+    for (; t->epochs <= last_epoch; t->epochs++) {
+        size_t at = (size_t)(t->epochs % t->source.slots) * count;
+        random_permutation(t->host_order + at, count, t->source.seed, (uint32_t)t->epochs);
+        backend_upload_async(t->order + at, t->host_order + at, count * sizeof(int));
+    }
+}
+
+// Gives the device its next step, and before it the orders of the epochs that the step draws from.
+static void begin_next_step(Trainer* t) {
+    int slot = (int)(t->begun % RESULT_SLOTS);
+    send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
+    backend_replay(&t->recording, [&] { enqueue_step(t); });
+    backend_download_async(t->results + slot, t->model.state + 1 + slot, sizeof(StepState));
+    backend_mark(slot);
+    t->begun++;
+}
+
+struct StepResult {
+    double loss, norm;
+    bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
+};
+
+// The result of the oldest step that was begun and not yet awaited.
+static StepResult await_step(Trainer* t) {
+    int slot = (int)(t->step % RESULT_SLOTS);
+    backend_await(slot);
+    const StepState& result = t->results[slot];
+    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    t->step += result.finite;
+    t->history = result.history;
+    for (int q = 0; result.finite && q < 4; q++) {
+        t->quartile_sums[q] += result.quartile_sums[q];
+        t->quartile_counts[q] += result.quartile_counts[q];
+    }
+    return {result.loss, result.norm};
+}
+
+#ifdef TESTING
+// One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
+static StepResult train_step(Trainer* t) {
+    begin_next_step(t);
+    return await_step(t);
+}
 #endif
 
+// Image `index` as floats in [-1, 1], (3, H, W).
+static void copy_image(float* to, const Dataset& data, int index);
+
+// The weights that sampling and validation use, and what the log calls them.
+static const float* chosen_weights(const Model* m) {
+    const float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
+    return ema ? ema : m->master;
+}
+static std::string chosen_name(const Config& c) {
+    bool raw = !c.use_ema || c.use_ema > ema_count(c);
+    return raw ? "raw weights" : "EMA " + float_text(c.ema_rate[c.use_ema - 1]);
+}
+
+// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
+// would use. A stop breaks it off; then it means nothing.
+static double validation_loss(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
+    int most = m->plan.batch;
+    std::vector<float> images(most * elements);
+    std::vector<int> timesteps(most);
+    double sum = 0;
+    use_weights(m, chosen_weights(m));
+    for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
+        int B = std::min(most, t->validation.count - first);
+        for (int b = 0; b < B; b++) {
+            copy_image(images.data() + b * elements, t->validation, first + b);
+            timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
+        }
+        backend_upload(m->images, images.data(), B * elements * sizeof(float));
+        backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
+        add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
+                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0, nullptr);
+        unet_forward(m, B);
+        mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
+        sum += loss_of(m, B) * B;
+    }
+    use_weights(m, m->master);
+    return sum / t->validation.count;
+}
+
+// ---- drawing pictures -------------------------------------------------------------------------------------
+
+// Pictures as the seeds say, without interpolation.
+static std::vector<PictureNoise> noise_of_seeds(const std::vector<uint32_t>& seeds) {
+    std::vector<PictureNoise> begins;
+    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f});
+    return begins;
+}
+static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
+    std::vector<uint32_t> seeds;
+    for (int i = 0; i < count; i++) seeds.push_back(first + i);
+    return seeds;
+}
+static bool all_finite(const float* values, size_t n);
+
+// How many of the pictures hold a number that is none.
+static long count_broken(const std::vector<float>& pictures, size_t count) {
+    long broken = 0;
+    for (size_t n = 0, size = pictures.size() / count; n < count; n++)
+        broken += !all_finite(pictures.data() + n * size, size);
+    return broken;
+}
+
+// pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
+// was predicted to be after steps evenly spread from the first to the last. Says how far it is where asked;
+// stops early, and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
+// While nothing is trained target and images are free for x and what the sampler saves.
+static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<PictureNoise>& begins,
+                          bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
+    const Config& c = m->config;
+    int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
+    std::vector<SamplerStep> calls = make_sampler(c);
+    pictures->resize((size_t)count * elements);
+    if (strip) strip->resize((size_t)count * columns * elements);
+    use_weights(m, chosen_weights(m));
+    float *x = m->target, *saved = m->images;  // (B, H, W, 3)
+    double start = seconds_now(), shown = 0;
+    long done = 0, all_calls = (long)calls.size() * ((count + m->plan.batch - 1) / m->plan.batch);
+    Recording network;
+    for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
+        int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
+        if (B != recorded) backend_forget(&network);
+        recorded = B;
+        backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
+        sampler_start(x, m->input, m->begins, B, H, H);
+        backend_zero(saved,
+                     (size_t)B * elements * sizeof(float));  // it is multiplied by 0, and may hold a NaN
+        for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
+            const SamplerStep& s = calls[i];
+            fill_timesteps(m->timesteps, B, s.timestep);
+            backend_replay(&network, [&] { unet_forward(m, B); });
+            if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
+            sampler_step(x, saved, m->input, unet_output(m), m->limits, m->begins, s, B, H, H,
+                         (uint32_t)i + 1);
+            if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
+                int last = sampler_steps(c) - 1;
+                for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
+                     column++)
+                    for (int b = 0; b < B; b++)
+                        backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
+                                         saved + (size_t)b * elements, elements * sizeof(float));
+                step++;
+            }
+            double elapsed = seconds_now() - start;
+            done++;
+            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || done == all_calls)) {
+                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", done, all_calls,
+                       human_time(elapsed / done * (all_calls - done)).c_str(),
+                       isatty(1) && done < all_calls ? "   " : "   \n");
+                fflush(stdout);
+                shown = elapsed;
+            }
+        }
+        backend_download(pictures->data() + (size_t)first * elements, x,
+                         (size_t)B * elements * sizeof(float));
+    }
+    backend_forget(&network);
+    use_weights(m, m->master);
+    return !stop_requested;
+}
+
+// ---- the loop ---------------------------------------------------------------------------------------------
+
+// Of FILES and COMMAND LINE, what the loop calls.
+static bool file_exists(const std::string& path);
+static std::string shell_word(const std::string& path);
+static std::string json_number(double value);
+static std::string checkpoint_path(const std::string& folder, long step);
+static std::vector<long> list_checkpoints(const std::string& folder);
+static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
+                             const History& history);
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H,
+                       int columns = 0, int gap = 2);
+
+// Where no checkpoint can be written, the run ends, after a last attempt at what the log lacks.
+static void save(Trainer* t) {
+    const Config& c = t->model.config;
+    std::string path = checkpoint_path(c.out_dir, t->step);
+    std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
+    if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
+    why = failure_of([&] {
+        // up to this step: later ones are damaged, or --resume would not have passed over them
+        int newest = 0;
+        for (long step : list_checkpoints(c.out_dir))
+            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+                unlink(checkpoint_path(c.out_dir, step).c_str());
+    });
+    if (!why.empty()) fprintf(stderr, "note: old checkpoints stay: %s\n", why.c_str());
+}
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
+
+// A grid that can't be written is no reason to end a run.
+static void save_samples(Trainer* t) {
+    const Config& c = t->model.config;
+    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+    std::vector<float> pictures;
+    double start = seconds_now();
+    auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
+    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
+    std::string path = samples_path(c.out_dir, t->step);
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
+    if (!failure.empty()) {
+        fprintf(stderr, "note: %s\n", failure.c_str());
+        return;
+    }
+    say("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    if (long broken = count_broken(pictures, c.num_samples))
+        printf("note: %ld of them became NaN and black: the weights have grown too large; try a lower --lr\n",
+               broken);
+}
+
+// TFLOP/s of the model's own operations at so many milliseconds a step.
+static double model_tflops(const Model& m, double ms) {
+    return 1e-9 * training_flops(m.plan) * m.config.batch_size / ms;
+}
+
+// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
+static std::string take_quartiles(Trainer* t) {
+    std::string list;
+    for (int q = 0; q < 4; q++) {
+        bool any = t->quartile_counts[q] > 0;
+        list += q ? ", " : "";
+        list += json_number(any ? t->quartile_sums[q] / (double)t->quartile_counts[q] : NAN);
+        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
+    }
+    return "[" + list + "]";
+}
+
+// The next step after `step` that `every` divides; never where every is 0.
+static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
+
+// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+static void print_summary(const Trainer& t, long first, double seconds) {
+    const Config& c = t.model.config;
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    long steps = t.step - first;
+    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    if (steps > 1) {
+        double ms = 1e3 * seconds / (steps - 1);
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
+               c.batch_size * 1e3 / ms);
+    }
+    printf("\n");
+    if (t.best.step >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
+               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
+    say("checkpoint: %s\n", checkpoint.c_str());
+    std::string samples = samples_path(c.out_dir, t.step);
+    if (file_exists(samples)) say("samples:    %s\n", samples.c_str());
+    say("metrics:    %s/metrics.jsonl\n", c.out_dir);
+    say("config:     %s/config.txt\n", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
+    if (t.step < c.steps) {
+        say("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
+    } else {
+        bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
+        say("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
+            std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
+    }
+}
+
+static void validate(Trainer* t) {
+    double loss = validation_loss(t);
+    if (stop_requested) return;
+    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
+    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+           chosen_name(t->model.config).c_str());
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}", t->step, json_number(loss).c_str()));
+    t->best.update(loss, t->step);
+}
+
+static void train(Trainer* t) {
+    const Config& c = t->model.config;
+    long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
+    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
+    if (t->owes_samples && !file_exists(samples_path(c.out_dir, t->step)))
+        save_samples(t), last_sampled = t->step;
+    fflush(stdout);
+    double start = seconds_now(), log_start = start, paused = 0, shown = start;
+    bool terminal = isatty(1);
+    std::string source;
+    double peak = backend_peak(&source), gigabytes = 1e-9 * (double)(t->model.bytes + workspace_bytes());
+    auto due = [&](int every) { return every && t->step % every == 0; };
+    while (t->step < c.steps && !stop_requested) {
+        // keep the device fed, but not past a step after which the host works with the weights
+        long limit =
+            std::min({(long)c.steps, next_due(t->step, c.save_every), next_due(t->step, c.sample_every),
+                      next_due(t->step, t->validation.count ? c.val_every : 0)});
+        while (t->begun < std::min(limit, t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        StepResult result = await_step(t);
+        double now = seconds_now();
+        if (!result.finite()) {
+            t->metrics.close();
+            std::string saved = checkpoint_path(c.out_dir, last_saved),
+                        what_to_do = !last_saved ? "nothing was saved before it: start again"
+                                     : t->step == last_saved
+                                         ? "the weights of " + saved + " lead to it: resume from an older one"
+                                         : "the weights before it are " + saved + ": resume from there";
+            fail("the %s became %s in step %ld; %s with a lower --lr",
+                 std::isfinite(result.loss) ? "gradient" : "loss",
+                 std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, what_to_do.c_str());
+        }
+        // the first step, in which much is set up, counts only while there is no other
+        double rate =
+            t->step == first + 1 ? 1 / (now - start) : (t->step - first - 1) / (now - start - paused);
+        std::string to_go = human_time((c.steps - t->step) / rate);
+        // a line every log_every steps, the first step, and at least every 30 seconds
+        if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
+            double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
+            double tflops = model_tflops(t->model, ms);
+            std::string mfu = peak ? text(", \"mfu\": %.4f", tflops / peak) : "";
+            printf(
+                "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
+                "ETA %s%s\n",
+                terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
+                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str(),
+                t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
+            t->metrics.add(
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": %s}",
+                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
+                     tflops, mfu.c_str(), gigabytes, t->history.skipped, take_quartiles(t).c_str()));
+            fflush(stdout);
+            logged = t->step, log_start = shown = now;
+        } else if (terminal && now - shown > 1) {
+            printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss, to_go.c_str());
+            fflush(stdout);
+            shown = now;
+        }
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
+        if (due(c.save_every)) save(t), last_saved = t->step;
+        if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
+        fflush(stdout);
+        double after = seconds_now();  // saving, sampling and validating are no part of a step's time
+        paused += after - now, log_start += after - now;
+        if (t->step == first + 1) start = after, paused = 0;
+    }
+    while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - start - paused;
+    if (terminal) printf("\r\033[K");
+    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (last_sampled != t->step && !stop_requested) save_samples(t);
+    t->metrics.close();
+    print_summary(*t, first, seconds);
+}
+
 // ===========================================================================================================
-// 8  DATA, CHECKPOINTS, LOGS, IMAGES
+//  9  FILES
 // ===========================================================================================================
+
+// ---- flags ------------------------------------------------------------------------------------------------
+
+// A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
+// .bin header.
+enum FlagKind {
+    FLAG_INT,
+    FLAG_UINT,
+    FLAG_FLOAT,
+    FLAG_BOOL,
+    FLAG_LIST,
+    FLAG_FLOAT_LIST,
+    FLAG_CHOICE,
+    FLAG_PATH,
+    FLAG_OPTIONAL_PATH
+};
+enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
+static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
+
+// What may become of a flag that is typed together with --resume: a FIXED one must equal the checkpoint's
+// value.
+enum FlagResume { FREE, FIXED };
+
+struct Flag {
+    const char* name;
+    FlagKind kind;
+    FlagGroup group;
+    FlagResume on_resume;
+    int field;             // first int32 field of the .bin header that stores it, 0: not stored
+    size_t offset;         // in Config
+    const char* standard;  // the default, as it would be typed
+    double least, most;    // range of a number or of a list's elements
+    const char* choices;   // of a FLAG_CHOICE, separated by |
+    const char* help;
+};
+
+#define AT(member) offsetof(Config, member)
+static const Flag FLAGS[] = {
+    {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
+     "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
+    {"data_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(data_file), "data/emoji.bin", 0, 0, 0,
+     "training images, made by prepare_data.py"},
+    {"val_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(val_file), "", 0, 0, 0,
+     "validation images: their loss, with fixed noise, every --val_every steps"},
+    {"model_weights", FLAG_PATH, GROUP_FILES, FIXED, 0, AT(model_weights), "", 0, 0, 0,
+     "start from (or generate with) the weights of this .bin; its configuration comes with it"},
+    {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
+     "folder for checkpoints, samples, metrics.jsonl and config.txt"},
+    {"resume", FLAG_OPTIONAL_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
+     "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
+    {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
+     "PNG grid that --generate writes"},
+    {"output_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_dir), "", 0, 0, 0,
+     "folder into which --generate also writes each picture, as SEED.png"},
+
+    {"image_size", FLAG_INT, GROUP_MODEL, FIXED, 16, AT(image_size), "64", 4, 1024, 0,
+     "height and width in pixels"},
+    {"num_channels", FLAG_INT, GROUP_MODEL, FIXED, 18, AT(num_channels), "64", 32, 1024, 0,
+     "width of the first level, a multiple of 32"},
+    {"channel_mult", FLAG_LIST, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
+     "width of each level as a multiple of num_channels; each level halves the image"},
+    {"num_res_blocks", FLAG_INT, GROUP_MODEL, FIXED, 19, AT(num_res_blocks), "2", 1, 16, 0,
+     "residual blocks a level"},
+    {"attention_resolutions", FLAG_LIST, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024,
+     0, "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
+    {"num_head_channels", FLAG_INT, GROUP_MODEL, FIXED, 20, AT(num_head_channels), "32", 1, 1024, 0,
+     "channels of an attention head"},
+    {"norm_groups", FLAG_INT, GROUP_MODEL, FIXED, 21, AT(norm_groups), "32", 1, 1024, 0,
+     "groups of a group norm; every level needs two channels a group or more"},
+    {"max_period", FLAG_INT, GROUP_MODEL, FIXED, 22, AT(max_period), "10000", 2, 100000000, 0,
+     "longest period of the timestep embedding"},
+
+    {"diffusion_steps", FLAG_INT, GROUP_DIFFUSION, FIXED, 40, AT(diffusion_steps), "1000", 2, 100000, 0,
+     "timesteps T of the noising chain"},
+    {"noise_schedule", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 41, AT(noise_schedule), "linear", 0, 0,
+     "linear|cosine", "how fast the chain adds noise"},
+    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v|x0",
+     "what the network predicts: the noise, the velocity v, or the image"},
+    {"zero_terminal_snr", FLAG_BOOL, GROUP_DIFFUSION, FIXED, 90, AT(zero_terminal_snr), "0", 0, 1, 0,
+     "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
+
+    {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
+    {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
+     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
+    {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
+    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
+    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
+     "constant|cosine|linear",
+     "how it falls over the --steps of the first start; a later --steps does not bend it"},
+    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(final_lr_fraction), "0", 0, 1, 0,
+     "part of --lr that cosine and linear end at"},
+    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(warmup_steps), "0", 0, 1e9, 0,
+     "steps over which the learning rate rises to --lr"},
+    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(weight_decay), "0", 0, 1e3, 0,
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
+    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
+    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
+     "AdamW's second moment"},
+    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 1e-20, 1, 0, "AdamW's epsilon"},
+    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(grad_clip), "0", 0, 1e9, 0,
+     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
+    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(skip_outliers), "0", 0, 1e9, 0,
+     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
+    {"ema_rate", FLAG_FLOAT_LIST, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
+     "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
+    {"min_snr_gamma", FLAG_FLOAT, GROUP_TRAINING, FIXED, 71, AT(min_snr_gamma), "0", 0, 1e6, 0,
+     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
+    {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
+     "mirror half of the images left to right"},
+    {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
+     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
+    {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
+     "decides weights, order, noise; with --generate the first picture's seed"},
+    {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
+     "steps between two log lines"},
+    {"save_every", FLAG_INT, GROUP_TRAINING, FREE, 63, AT(save_every), "1000", 0, 1e9, 0,
+     "steps between two checkpoints; 0: only at the end"},
+    {"keep", FLAG_INT, GROUP_TRAINING, FREE, 64, AT(keep), "2", 1, 1e9, 0, "newest checkpoints to keep"},
+    {"keep_every", FLAG_INT, GROUP_TRAINING, FREE, 106, AT(keep_every), "0", 0, 1e9, 0,
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
+    {"sample_every", FLAG_INT, GROUP_TRAINING, FREE, 65, AT(sample_every), "1000", 0, 1e9, 0,
+     "steps between two sample grids; 0: only at the end"},
+    {"val_every", FLAG_INT, GROUP_TRAINING, FREE, 66, AT(val_every), "1000", 1, 1e9, 0,
+     "steps between two validation losses"},
+
+    {"generate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(generate), "0", 0, 1e6, 0,
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
+    {"seeds", FLAG_PATH, GROUP_SAMPLING, FREE, 0, AT(seeds), "", 0, 0, 0,
+     "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
+    {"interpolate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(interpolate), "0", 0, 1e6, 0,
+     "draw this many pictures on the way from the first of two --seeds to the second"},
+    {"strip", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(strip), "0", 0, 1000, 0,
+     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
+    {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 0, 1e6, 0,
+     "pictures of a sample grid while training; 0: no grids"},
+    {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm|dpmpp|heun",
+     "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)"},
+    {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
+    {"eta", FLAG_FLOAT, GROUP_SAMPLING, FREE, 92, AT(eta), "0", 0, 1, 0,
+     "how much of ddpm's noise ddim adds at every step"},
+    {"threshold", FLAG_CHOICE, GROUP_SAMPLING, FREE, 93, AT(threshold), "clamp", 0, 0, "clamp|dynamic|none",
+     "how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile"},
+    {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 4, 0,
+     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
+
+    {"config", FLAG_PATH, GROUP_OTHER, FREE, 0, AT(config), "", 0, 0, 0,
+     "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
+    {"print_config", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(print_config), "0", 0, 1, 0,
+     "print every flag's value as a file for --config, and exit"},
+    {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
+     "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
+    {"profile", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(profile), "0", 0, 1, 0,
+     "print what a training step's time goes to, by kind of kernel and by block, and exit; needs no data"},
+    {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
+};
+enum {
+    NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
+    FIELD_LR_STEPS = 54,     // the schedule's length has no flag
+    FIELD_MORE_FLOATS = 75,  // a FLAG_FLOAT_LIST's second number and on, which do not fit beside its first
+};
+
+// A preset is a text of flags that come before those of --config and those the user types.
+struct Preset {
+    const char *name, *flags;
+};
+static const Preset PRESETS[] = {
+    // 32 groups would leave one channel a group at this width: see check_config
+    {"tiny",
+     "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
+     "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
+     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
+     "--save_every 1000 --sample_every 1000 --val_every 1000"},
+    {"small32",
+     "--image_size 32 --num_channels 64 --channel_mult 1,2,2 --num_res_blocks 2 "
+     "--attention_resolutions 16,8 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
+     "--lr_schedule cosine --warmup_steps 500 --steps 20000"},
+    {"unet64", ""},
+    {"large64",
+     "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
+     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --batch_size 64 "
+     "--lr 1e-4 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 --save_every 5000 "
+     "--sample_every 5000 --val_every 5000"},
+};
+
+static const Flag* find_flag(const std::string& name) {
+    for (const Flag& flag : FLAGS)
+        if (name == flag.name) return &flag;
+    return nullptr;
+}
+
+static bool is_real(const Flag& flag) { return flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST; }
+
+// Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
+static bool in_range(const Flag& flag, double number) {
+    if (!(is_real(flag) && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    float value = (float)number;
+    return value >= (float)flag.least && value <= (float)flag.most &&
+           (number == 0 || fabsf(value) >= FLT_MIN);
+}
+
+// The number in `value`, which must be all of it and within [least, most].
+static double parse_number(const Flag& flag, const std::string& value) {
+    char* end;
+    double number = strtod(value.c_str(), &end);
+    bool real = is_real(flag), whole = real || number == floor(number);
+    if (value.empty() || *end || !std::isfinite(number) || !whole)
+        fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
+    if (real && number != 0 && fabs(number) < FLT_MIN)
+        fail_usage("--%s %s is too close to 0 for a float; the least above it is 1.2e-38", flag.name,
+                   value.c_str());
+    if (!in_range(flag, number))
+        fail_usage("--%s must lie between %g and %.10g, not %s", flag.name, flag.least, flag.most,
+                   value.c_str());
+    return number;
+}
+
+// How many numbers of 4 bytes it has; a path aside.
+static int flag_length(const Flag& flag) {
+    return flag.kind == FLAG_LIST ? MAX_LEVELS : flag.kind == FLAG_FLOAT_LIST ? MAX_EMAS : 1;
+}
+
+static void set_flag(Config* config, const Flag& flag, const std::string& value) {
+    void* target = (char*)config + flag.offset;
+    switch (flag.kind) {
+        case FLAG_INT: *(int*)target = (int)parse_number(flag, value); break;
+        case FLAG_UINT: *(unsigned*)target = (unsigned)parse_number(flag, value); break;
+        case FLAG_FLOAT: *(float*)target = (float)parse_number(flag, value); break;
+        case FLAG_BOOL:
+            if (value == "1" || value == "true" || value == "True")
+                *(int*)target = 1;
+            else if (value == "0" || value == "false" || value == "False")
+                *(int*)target = 0;
+            else
+                fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
+            break;
+        case FLAG_LIST:
+        case FLAG_FLOAT_LIST: {
+            int count = 0, most = flag_length(flag);
+            memset(target, 0, most * sizeof(int));
+            for (size_t start = 0; start <= value.size();) {
+                size_t comma = std::min(value.find(',', start), value.size());
+                if (count == most)
+                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
+                double number = parse_number(flag, value.substr(start, comma - start));
+                if (flag.kind == FLAG_LIST && number == 0 && value.find(',') != std::string::npos)
+                    fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
+                               value.c_str());
+                if (flag.kind == FLAG_LIST)
+                    ((int*)target)[count++] = (int)number;
+                else
+                    ((float*)target)[count++] = (float)number;
+                start = comma + 1;
+            }
+            break;
+        }
+        case FLAG_CHOICE: {
+            std::string choices = flag.choices;
+            int index = 0;
+            for (size_t start = 0; start <= choices.size(); index++) {
+                size_t bar = std::min(choices.find('|', start), choices.size());
+                if (choices.substr(start, bar - start) == value) {
+                    *(int*)target = index;
+                    return;
+                }
+                start = bar + 1;
+            }
+            fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
+        }
+        case FLAG_PATH:
+        case FLAG_OPTIONAL_PATH: {
+            size_t room = flag.offset == AT(preset) ? sizeof config->preset : (size_t)MAX_PATH_LENGTH;
+            if (value.size() >= room) fail_usage("--%s is longer than %zu characters", flag.name, room - 1);
+            if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+            if (value.find_first_of("\r\n") != std::string::npos)
+                fail_usage("--%s must not hold a line break", flag.name);
+            strcpy((char*)target, value.c_str());
+            break;
+        }
+    }
+}
+
+// The value as it would be typed.
+static std::string flag_text(const Config& config, const Flag& flag) {
+    const void* source = (const char*)&config + flag.offset;
+    switch (flag.kind) {
+        case FLAG_INT:
+        case FLAG_BOOL: return text("%d", *(const int*)source);
+        case FLAG_UINT: return text("%u", *(const unsigned*)source);
+        case FLAG_FLOAT: return float_text(*(const float*)source);
+        case FLAG_LIST: {
+            std::string joined;
+            for (int i = 0; i < MAX_LEVELS && ((const int*)source)[i]; i++)
+                joined += text("%s%d", i ? "," : "", ((const int*)source)[i]);
+            return joined.empty() ? "0" : joined;
+        }
+        case FLAG_FLOAT_LIST: {
+            std::string joined;
+            for (int i = 0; i < MAX_EMAS && ((const float*)source)[i] > 0; i++)
+                joined += (i ? "," : "") + float_text(((const float*)source)[i]);
+            return joined.empty() ? "0" : joined;
+        }
+        case FLAG_CHOICE: {
+            const char* choice = flag.choices;
+            for (int i = *(const int*)source; i > 0; i--) choice = strchr(choice, '|') + 1;
+            return std::string(choice, strcspn(choice, "|"));
+        }
+        case FLAG_PATH:
+        case FLAG_OPTIONAL_PATH: return (const char*)source;
+    }
+    return "";
+}
+
+static Config default_config() {
+    Config config;
+    memset(&config, 0, sizeof config);
+    for (const Flag& flag : FLAGS) set_flag(&config, flag, flag.standard);
+    return config;
+}
 
 // ---- checksums --------------------------------------------------------------------------------------------
 
@@ -7082,13 +3009,6 @@ struct Writer {
 // ---- images -----------------------------------------------------------------------------------------------
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHECKSUM_FIELD = 9 };
-
-// The images of a .bin in memory, planar (N, 3, H, W): bytes as they are, or floats in [-1, 1].
-struct Dataset {
-    int count = 0, size = 0;  // images; height and width
-    std::vector<uint8_t> bytes;
-    std::vector<float> floats;
-};
 
 // The command that makes images of a size. It never names a file that is there.
 static std::string prepare_command(std::string path, int image_size) {
@@ -7549,8 +3469,8 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
 
 // pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square as
 // it can be. A NaN is black.
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H,
-                       int columns = 0, int gap = 2) {
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H, int columns,
+                       int gap) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
@@ -7565,6 +3485,198 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
                 rgb[(row * width + column) * 3 + e] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
             }
     write_png(path, rgb, width, height);
+}
+
+// ---- logs -------------------------------------------------------------------------------------------------
+
+// A number as JSON, which knows no NaN.
+static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
+
+void Metrics::read(const std::string& name, long resumed_step, Best* best) {
+    path = name;
+    std::string old = read_text(path);
+    for (const std::string& line : whole_lines(old)) {
+        long step;
+        if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
+        kept += line;
+        const char* at = strstr(line.c_str(), "\"val_loss\": ");
+        double loss;
+        if (at && sscanf(at, "\"val_loss\": %lf", &loss) == 1) best->update(loss, step);
+        if (at) best->last = step;  // that of weights which are no numbers says null
+    }
+    drops = kept.size() < old.size();
+}
+
+void Metrics::open() {
+    if (drops) {
+        Writer out(path);
+        out.write(kept.data(), kept.size());
+        out.commit();
+    }
+    file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (file < 0 || (end = lseek(file, 0, SEEK_END)) < 0)
+        fail("can't write %s: %s", path.c_str(), strerror(errno));
+}
+
+void Metrics::add(const std::string& record) {
+    bool room = waiting.size() + record.size() < MOST_WAITING;
+    if (room) waiting += record + "\n";
+    lost += !room;
+    write_waiting();
+}
+
+void Metrics::write_waiting() {
+    size_t written = 0;
+    ssize_t n = 0;
+    while (written < waiting.size() && (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
+        written += (size_t)n;
+    bool all = written == waiting.size();
+    if (!all && !warned)
+        fprintf(stderr, "note: could not write %s: %s; what is missing there is added once it can be\n",
+                printable(path).c_str(), strerror(errno));
+    warned |= !all;
+    if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+    waiting.erase(0, written), end += (off_t)written;
+}
+
+void Metrics::close() {
+    write_waiting();
+    lost += std::count(waiting.begin(), waiting.end(), '\n');
+    if (lost) fprintf(stderr, "note: %s lacks %s\n", printable(path).c_str(), counted(lost, "line").c_str());
+    ::close(file);
+}
+
+// ===========================================================================================================
+// 10  COMMAND LINE AND MAIN
+// ===========================================================================================================
+
+// ---- flags as they are typed ------------------------------------------------------------------------------
+
+// Edits (insert, delete, replace) that turn a into b.
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min(replaced, 1 + std::min(row[j], row[j - 1]));
+        }
+    }
+    return row[b.size()];
+}
+
+// The name in a table (FLAGS, PRESETS) that `name` resembles most.
+template <typename Entry, size_t N>
+static const char* nearest(const Entry (&table)[N], const std::string& name) {
+    const Entry* best = table;
+    for (const Entry& entry : table)
+        if (edit_distance(name, entry.name) < edit_distance(name, best->name)) best = &entry;
+    return best->name;
+}
+
+static void print_help() {
+    printf(
+        "train_unet: trains a UNet diffusion model on images\n\n"
+        "  ./train_unet --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
+        "--output_name X.bin)\n"
+        "  ./train_unet --resume              continue\n"
+        "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
+        "Flags are written --name value or --name=value.\n");
+    for (int group = 0; group <= GROUP_OTHER; group++) {
+        printf("\n%s\n", GROUP_TITLES[group]);
+        for (const Flag& flag : FLAGS) {
+            if (flag.group != group) continue;
+            std::string left = text("--%s %s", flag.name, flag.kind == FLAG_CHOICE ? flag.choices : "");
+            std::string standard =
+                *flag.standard && flag.kind != FLAG_BOOL ? text(" (default %s)", flag.standard) : "";
+            printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
+        }
+    }
+    printf("\nPresets\n");
+    for (const Preset& preset : PRESETS)
+        printf("  %s: %s\n", preset.name, *preset.flags ? preset.flags : "the defaults above");
+}
+
+// A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
+struct GivenFlag {
+    const Flag* flag;
+    std::string value, origin;
+};
+
+static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
+    const GivenFlag* last = nullptr;
+    for (const GivenFlag& g : given)
+        if (!strcmp(g.flag->name, name)) last = &g;
+    return last;
+}
+
+static std::vector<GivenFlag> preset_flags(const std::string& name) {
+    std::vector<GivenFlag> given;
+    std::string names;
+    for (const Preset& preset : PRESETS) {
+        names += std::string(names.empty() ? "" : ", ") + preset.name;
+        if (name != preset.name) continue;
+        std::istringstream words(preset.flags);
+        for (std::string flag, value; words >> flag >> value;)
+            given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
+        return given;
+    }
+    fail_usage("there is no preset '%s'; did you mean %s? (there are: %s)", name.c_str(),
+               nearest(PRESETS, name), names.c_str());
+}
+
+static std::vector<GivenFlag> read_config_file(const std::string& path);
+
+// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
+// applied later, over the defaults or a checkpoint's configuration.
+static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
+    std::vector<GivenFlag> given;
+    for (int i = 1; i < argc; i++) {
+        std::string argument = argv[i];
+        if (argument == "-h") argument = "--help";
+        if (argument.compare(0, 2, "--") != 0)
+            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+        size_t equals = argument.find('=');
+        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const Flag* flag = find_flag(name);
+        if (name == "log_file")  // of an earlier trainer, whose files this one reads
+            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
+        if (!flag)
+            fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
+                       nearest(FLAGS, name));
+        bool more = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
+        std::string value;
+        if (equals != std::string::npos)
+            value = argument.substr(equals + 1);
+        else if (flag->kind == FLAG_BOOL)
+            value = more ? argv[++i] : "1";
+        else if (flag->kind == FLAG_OPTIONAL_PATH)
+            value = more ? argv[++i] : "";
+        else if (i + 1 < argc)
+            value = argv[++i];
+        else
+            fail_usage("--%s needs a value", name.c_str());
+        given.push_back({flag, value, ""});
+    }
+    if (const GivenFlag* file = was_given(given, "config")) {
+        std::vector<GivenFlag> more = read_config_file(file->value);
+        given.insert(given.begin(), more.begin(), more.end());
+    }
+    if (const GivenFlag* preset = was_given(given, "preset")) {
+        if (!preset->origin.empty()) error_place = preset->origin + ": ";
+        std::vector<GivenFlag> more = preset_flags(preset->value);
+        error_place.clear();
+        given.insert(given.begin(), more.begin(), more.end());
+    }
+    return given;
+}
+
+static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
+    for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
+    config->resume_given = was_given(given, "resume") != nullptr;
 }
 
 // ---- configuration files ----------------------------------------------------------------------------------
@@ -7666,426 +3778,23 @@ static void write_config(const Config& config, long step, const std::vector<std:
     out.commit();
 }
 
-// ---- logs -------------------------------------------------------------------------------------------------
-
-static std::string human_time(double seconds) {
-    long s = (long)(seconds + 0.5);
-    if (s < 60) return text("%lds", s);
-    if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
-    if (s < 48 * 3600) return text("%ldh %02ldm", s / 3600, s / 60 % 60);
-    return text("%ldd %02ldh", s / 86400, s / 3600 % 24);
-}
-
-// The lowest validation loss of a run so far.
-struct Best {
-    double loss = INFINITY;
-    long step = -1, last = -1;  // last: the step of the newest one
-    void update(double new_loss, long new_step) {
-        if (new_loss < loss) loss = new_loss, step = new_step;
-        last = new_step;
-    }
-};
-
-// A number as JSON, which knows no NaN.
-static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
-
-// metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
-// attempt, as on a disk that is full for a while; the file holds whole lines only.
-struct Metrics {
-    enum { MOST_WAITING = 16 << 20 };  // bytes; records that come while so many wait are lost
-    std::string path, waiting;
-    int file = -1;
-    off_t end = 0;  // of the last whole line
-    long lost = 0;  // records
-    bool warned = false;
-
-    // On resume, lines of steps that are about to be done again are dropped; the others tell the best
-    // validation loss so far. Nothing is written before open().
-    std::string kept;
-    bool drops = false;
-    void read(const std::string& name, long resumed_step, Best* best) {
-        path = name;
-        std::string old = read_text(path);
-        for (const std::string& line : whole_lines(old)) {
-            long step;
-            if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
-            kept += line;
-            const char* at = strstr(line.c_str(), "\"val_loss\": ");
-            double loss;
-            if (at && sscanf(at, "\"val_loss\": %lf", &loss) == 1) best->update(loss, step);
-            if (at) best->last = step;  // that of weights which are no numbers says null
-        }
-        drops = kept.size() < old.size();
-    }
-    void open() {
-        if (drops) {
-            Writer out(path);
-            out.write(kept.data(), kept.size());
-            out.commit();
-        }
-        file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-        if (file < 0 || (end = lseek(file, 0, SEEK_END)) < 0)
-            fail("can't write %s: %s", path.c_str(), strerror(errno));
-    }
-    void add(const std::string& record) {
-        bool room = waiting.size() + record.size() < MOST_WAITING;
-        if (room) waiting += record + "\n";
-        lost += !room;
-        write_waiting();
-    }
-    void write_waiting() {
-        size_t written = 0;
-        ssize_t n = 0;
-        while (written < waiting.size() &&
-               (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
-            written += (size_t)n;
-        bool all = written == waiting.size();
-        if (!all && !warned)
-            fprintf(stderr, "note: could not write %s: %s; what is missing there is added once it can be\n",
-                    printable(path).c_str(), strerror(errno));
-        warned |= !all;
-        if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
-        waiting.erase(0, written), end += (off_t)written;
-    }
-    void close() {
-        write_waiting();
-        lost += std::count(waiting.begin(), waiting.end(), '\n');
-        if (lost)
-            fprintf(stderr, "note: %s lacks %s\n", printable(path).c_str(), counted(lost, "line").c_str());
-        ::close(file);
-    }
-};
-
-// ===========================================================================================================
-// 9  MAIN
-// ===========================================================================================================
-
-static volatile sig_atomic_t stop_requested = 0;
-
-// Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
-// the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
-// and the kernel do, or timeout: only Ctrl-C or SIGTERM a second or more after the first ends at once.
-static void request_stop(int signal_number) {
-    static std::atomic<int64_t> first_asked{0};  // milliseconds
-    stop_requested = 1;
-    if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    int64_t ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000, first = 0;
-    if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
-    signal(signal_number, SIG_DFL);
-    raise(signal_number);
-}
-
-static void handle_signals() {
-    struct sigaction action = {}, before;
-    action.sa_handler = request_stop, action.sa_flags = SA_RESTART;
-    for (int number : {SIGINT, SIGTERM, SIGPIPE}) sigaction(number, &action, nullptr);
-    sigaction(SIGHUP, nullptr, &before);
-    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // as nohup asks
-    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
-}
-
-// ---- a training step --------------------------------------------------------------------------------------
-
-struct Trainer {
-    Model model = Model();
-    Dataset images, validation;
-    BatchSource source;
-    void* pixels = nullptr;       // the images where the device reads them, if that is a copy
-    bool pixels_on_host = false;  // which lies in the host's memory, for want of room on the device
-    int *order, *host_order;      // (slots, count): the device's and the host's, which is ahead of it
-    long epochs;                  // whose orders were sent
-    StepState* results;           // (RESULT_SLOTS), the host's
-    Recording recording;
-    int folder = -1;     // the run's, locked against other processes as long as it is open
-    long begun = 0;      // steps given to the device
-    long step = 0;       // optimiser steps done, as far as the host knows
-    float smoothed = 0;  // running mean of the loss, without those of skipped steps
-    History history = History();
-    Metrics metrics;
-    Best best;
-    // what was due at the step that is resumed; where a stop or a crash came before it, it is made up for
-    bool owes_validation = false, owes_samples = false;
-    // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> changes;
-    // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
-    double quartile_sums[4] = {0};
-    long quartile_counts[4] = {0};
-};
-
-static void upload_schedule(Model* m) {
-    std::vector<double> abar = make_abar(m->config);
-    std::vector<float> signal, noise;
-    for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
-    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
-    backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
-    backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
-    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
-}
-
-// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
-// device's memory where they fit, otherwise in host memory that the device reads.
-static void prepare_steps(Trainer* t) {
-    Model* m = &t->model;
-    const Config& c = m->config;
-    const Dataset& data = t->images;
-    bool floats = data.bytes.empty();
-    const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
-#ifdef __CUDACC__
-    size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
-    t->pixels_on_host = bytes > backend_memory_available() / 10 * 9;
-    t->pixels = t->pixels_on_host ? backend_allocate_host(bytes) : backend_allocate(bytes);
-    if (!t->pixels) fail("could not allocate %s for the images", human_bytes((double)bytes).c_str());
-    if (t->pixels_on_host)
-        memcpy(t->pixels, pixels, bytes);
-    else
-        backend_upload(t->pixels, pixels, bytes);
-    pixels = t->pixels;
-#endif
-    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
-    size_t order_bytes = (size_t)slots * data.count * sizeof(int);
-    t->order = (int*)backend_allocate(order_bytes);
-    t->host_order = (int*)backend_allocate_host(order_bytes);
-    t->results = (StepState*)backend_allocate_host(RESULT_SLOTS * sizeof(StepState));
-    if (!t->order || !t->host_order || !t->results)
-        fail("could not allocate %s for the order of the images",
-             human_bytes(2.0 * (double)order_bytes).c_str());
-    t->source = {floats ? nullptr : (const uint8_t*)pixels,
-                 floats ? (const float*)pixels : nullptr,
-                 t->order,
-                 data.count,
-                 slots,
-                 c.batch_size,
-                 c.image_size,
-                 c.flip,
-                 c.diffusion_steps,
-                 c.seed};
-    StepState state = StepState();
-    state.step = t->begun = t->step, state.history = t->history;
-    backend_upload(m->state, &state, sizeof state);
-    t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
-}
-
-static void finish_steps(Trainer* t) {
-    if (t->folder >= 0) close(t->folder);
-    backend_forget(&t->recording);
-    if (t->pixels_on_host)
-        backend_free_host(t->pixels);
-    else if (t->pixels)
-        backend_free(t->pixels);
-    backend_free(t->order);
-    backend_free_host(t->host_order);
-    backend_free_host(t->results);
-}
-
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
-// larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
-static void enqueue_step(Trainer* t) {
-    Model* m = &t->model;
-    const Config& c = m->config;
-    int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
-    size_t P = m->plan.num_floats;
-    begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
-    backend_zero(m->gradients, P * sizeof(float));
-    for (int first = 0; first < batch; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, batch - first);
-        load_images(m->images, m->sources + first, t->source, B);
-        add_noise(m->input, m->target, m->images, m->timesteps + first, m->signal, m->noise, B, H, H,
-                  c.predict, c.seed, STREAM_NOISE, first, c.offset_noise, m->state);
-        unet_forward(m, B, first);
-        mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
-            m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
-        unet_backward(m, B);
-    }
-    squared_norm(m->norm_parts, m->gradients, P);
-    finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
-                m->norm_parts, P, hyper_of(c));
-    adamw(m->master, {{m->ema[0], m->ema[1], m->ema[2], m->ema[3]}},
-          sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v, m->gradients,
-          m->decays, P, m->state);
-}
-
-static void send_orders(Trainer* t, long last_epoch) {
-    int count = t->images.count;
-    for (; t->epochs <= last_epoch; t->epochs++) {
-        size_t at = (size_t)(t->epochs % t->source.slots) * count;
-        random_permutation(t->host_order + at, count, t->source.seed, (uint32_t)t->epochs);
-        backend_upload_async(t->order + at, t->host_order + at, count * sizeof(int));
-    }
-}
-
-// Gives the device its next step, and before it the orders of the epochs that the step draws from.
-static void begin_next_step(Trainer* t) {
-    int slot = (int)(t->begun % RESULT_SLOTS);
-    send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
-    backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_download_async(t->results + slot, t->model.state + 1 + slot, sizeof(StepState));
-    backend_mark(slot);
-    t->begun++;
-}
-
-struct StepResult {
-    double loss, norm;
-    bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
-};
-
-// The result of the oldest step that was begun and not yet awaited.
-static StepResult await_step(Trainer* t) {
-    int slot = (int)(t->step % RESULT_SLOTS);
-    backend_await(slot);
-    const StepState& result = t->results[slot];
-    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
-    t->step += result.finite;
-    t->history = result.history;
-    for (int q = 0; result.finite && q < 4; q++) {
-        t->quartile_sums[q] += result.quartile_sums[q];
-        t->quartile_counts[q] += result.quartile_counts[q];
-    }
-    return {result.loss, result.norm};
-}
-
-#ifdef TESTING
-// One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
-static StepResult train_step(Trainer* t) {
-    begin_next_step(t);
-    return await_step(t);
-}
-#endif
-
-// The weights that sampling and validation use, and what the log calls them.
-static const float* chosen_weights(const Model* m) {
-    const float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
-    return ema ? ema : m->master;
-}
-static std::string chosen_name(const Config& c) {
-    bool raw = !c.use_ema || c.use_ema > ema_count(c);
-    return raw ? "raw weights" : "EMA " + float_text(c.ema_rate[c.use_ema - 1]);
-}
-
-// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
-// would use. A stop breaks it off; then it means nothing.
-static double validation_loss(Trainer* t) {
-    Model* m = &t->model;
-    const Config& c = m->config;
-    size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
-    int most = m->plan.batch;
-    std::vector<float> images(most * elements);
-    std::vector<int> timesteps(most);
-    double sum = 0;
-    use_weights(m, chosen_weights(m));
-    for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
-        int B = std::min(most, t->validation.count - first);
-        for (int b = 0; b < B; b++) {
-            copy_image(images.data() + b * elements, t->validation, first + b);
-            timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
-        }
-        backend_upload(m->images, images.data(), B * elements * sizeof(float));
-        backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
-                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0, nullptr);
-        unet_forward(m, B);
-        mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
-        sum += loss_of(m, B) * B;
-    }
-    use_weights(m, m->master);
-    return sum / t->validation.count;
-}
-
-// ---- drawing pictures -------------------------------------------------------------------------------------
-
-// Pictures as the seeds say, without interpolation.
-static std::vector<PictureNoise> noise_of_seeds(const std::vector<uint32_t>& seeds) {
-    std::vector<PictureNoise> begins;
-    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f});
-    return begins;
-}
-static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
-    std::vector<uint32_t> seeds;
-    for (int i = 0; i < count; i++) seeds.push_back(first + i);
-    return seeds;
-}
-
-// How many of the pictures hold a number that is none.
-static long count_broken(const std::vector<float>& pictures, size_t count) {
-    long broken = 0;
-    for (size_t n = 0, size = pictures.size() / count; n < count; n++)
-        broken += !all_finite(pictures.data() + n * size, size);
-    return broken;
-}
-
-// pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
-// was predicted to be after steps evenly spread from the first to the last. Says how far it is where asked;
-// stops early, and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
-// While nothing is trained target and images are free for x and what the sampler saves.
-static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<PictureNoise>& begins,
-                          bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
-    const Config& c = m->config;
-    int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
-    std::vector<SamplerStep> calls = make_sampler(c);
-    pictures->resize((size_t)count * elements);
-    if (strip) strip->resize((size_t)count * columns * elements);
-    use_weights(m, chosen_weights(m));
-    float *x = m->target, *saved = m->images;  // (B, H, W, 3)
-    double start = seconds_now(), shown = 0;
-    long done = 0, all_calls = (long)calls.size() * ((count + m->plan.batch - 1) / m->plan.batch);
-    Recording network;
-    for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
-        if (B != recorded) backend_forget(&network);
-        recorded = B;
-        backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
-        sampler_start(x, m->input, m->begins, B, H, H);
-        backend_zero(saved,
-                     (size_t)B * elements * sizeof(float));  // it is multiplied by 0, and may hold a NaN
-        for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
-            const SamplerStep& s = calls[i];
-            fill_timesteps(m->timesteps, B, s.timestep);
-            backend_replay(&network, [&] { unet_forward(m, B); });
-            if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
-            sampler_step(x, saved, m->input, unet_output(m), m->limits, m->begins, s, B, H, H,
-                         (uint32_t)i + 1);
-            if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
-                int last = sampler_steps(c) - 1;
-                for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
-                     column++)
-                    for (int b = 0; b < B; b++)
-                        backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
-                                         saved + (size_t)b * elements, elements * sizeof(float));
-                step++;
-            }
-            double elapsed = seconds_now() - start;
-            done++;
-            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || done == all_calls)) {
-                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", done, all_calls,
-                       human_time(elapsed / done * (all_calls - done)).c_str(),
-                       isatty(1) && done < all_calls ? "   " : "   \n");
-                fflush(stdout);
-                shown = elapsed;
-            }
-        }
-        backend_download(pictures->data() + (size_t)first * elements, x,
-                         (size_t)B * elements * sizeof(float));
-    }
-    backend_forget(&network);
-    use_weights(m, m->master);
-    return !stop_requested;
-}
-
 // ---- what a run prints ------------------------------------------------------------------------------------
 
-static void print_build(const std::string& more) {
-    printf("train_unet on %s", backend_name().c_str());
-#ifndef __CUDACC__
-#ifdef OPENBLAS
-    const char* products = "OpenBLAS";
-#else
-    const char* products = "its own loop";
-#endif
-    printf(", %s, matrix products by %s, vectors of %d", counted(omp_get_max_threads(), "thread").c_str(),
-           products, (int)VECTOR);
-#endif
-    printf("%s\n", more.c_str());
+static void print_plan(const Plan& plan) {
+    printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
+           "skip", "parameters", "kept");
+    for (size_t i = 0; i < plan.blocks.size(); i++) {
+        Block b = plan.blocks[i];
+        size_t parameters = 0, kept = 0;
+        for (const Buffer* buffer : buffers_of(&b))
+            if (buffer->first <= (int)i && buffer->last > (int)i) kept += buffer->bytes;
+        for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
+        std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
+                    skip = b.skip < 0 ? "" : text("%d", b.skip);
+        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
+               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
+               human_bytes((double)kept).c_str());
+    }
 }
 
 static void print_run(const Config& c, const Plan& plan, size_t bytes) {
@@ -8618,181 +4327,28 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     t->metrics.open();
 }
 
-// Where no checkpoint can be written, the run ends, after a last attempt at what the log lacks.
-static void save(Trainer* t) {
-    const Config& c = t->model.config;
-    std::string path = checkpoint_path(c.out_dir, t->step);
-    std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
-    if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
-    why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
-    });
-    if (!why.empty()) fprintf(stderr, "note: old checkpoints stay: %s\n", why.c_str());
+// Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
+// the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
+// and the kernel do, or timeout: only Ctrl-C or SIGTERM a second or more after the first ends at once.
+static void request_stop(int signal_number) {
+    static std::atomic<int64_t> first_asked{0};  // milliseconds
+    stop_requested = 1;
+    if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    int64_t ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000, first = 0;
+    if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
 }
 
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
-}
-
-// A grid that can't be written is no reason to end a run.
-static void save_samples(Trainer* t) {
-    const Config& c = t->model.config;
-    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
-    std::vector<float> pictures;
-    double start = seconds_now();
-    auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
-    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
-    std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
-    if (!failure.empty()) {
-        fprintf(stderr, "note: %s\n", failure.c_str());
-        return;
-    }
-    say("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
-    if (long broken = count_broken(pictures, c.num_samples))
-        printf("note: %ld of them became NaN and black: the weights have grown too large; try a lower --lr\n",
-               broken);
-}
-
-// TFLOP/s of the model's own operations at so many milliseconds a step.
-static double model_tflops(const Model& m, double ms) {
-    return 1e-9 * training_flops(m.plan) * m.config.batch_size / ms;
-}
-
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) {
-        bool any = t->quartile_counts[q] > 0;
-        list += q ? ", " : "";
-        list += json_number(any ? t->quartile_sums[q] / (double)t->quartile_counts[q] : NAN);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
-    return "[" + list + "]";
-}
-
-// The next step after `step` that `every` divides; never where every is 0.
-static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
-
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
-static void print_summary(const Trainer& t, long first, double seconds) {
-    const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
-    long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1) {
-        double ms = 1e3 * seconds / (steps - 1);
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
-               c.batch_size * 1e3 / ms);
-    }
-    printf("\n");
-    if (t.best.step >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
-               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
-    say("checkpoint: %s\n", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s\n", samples.c_str());
-    say("metrics:    %s/metrics.jsonl\n", c.out_dir);
-    say("config:     %s/config.txt\n", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
-    if (t.step < c.steps) {
-        say("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
-    } else {
-        bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
-        say("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
-            std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
-    }
-}
-
-static void validate(Trainer* t) {
-    double loss = validation_loss(t);
-    if (stop_requested) return;
-    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}", t->step, json_number(loss).c_str()));
-    t->best.update(loss, t->step);
-}
-
-static void train(Trainer* t) {
-    const Config& c = t->model.config;
-    long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
-    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
-    if (t->owes_samples && !file_exists(samples_path(c.out_dir, t->step)))
-        save_samples(t), last_sampled = t->step;
-    fflush(stdout);
-    double start = seconds_now(), log_start = start, paused = 0, shown = start;
-    bool terminal = isatty(1);
-    std::string source;
-    double peak = backend_peak(&source), gigabytes = 1e-9 * (double)(t->model.bytes + workspace_bytes());
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    while (t->step < c.steps && !stop_requested) {
-        // keep the device fed, but not past a step after which the host works with the weights
-        long limit =
-            std::min({(long)c.steps, next_due(t->step, c.save_every), next_due(t->step, c.sample_every),
-                      next_due(t->step, t->validation.count ? c.val_every : 0)});
-        while (t->begun < std::min(limit, t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepResult result = await_step(t);
-        double now = seconds_now();
-        if (!result.finite()) {
-            t->metrics.close();
-            std::string saved = checkpoint_path(c.out_dir, last_saved),
-                        what_to_do = !last_saved ? "nothing was saved before it: start again"
-                                     : t->step == last_saved
-                                         ? "the weights of " + saved + " lead to it: resume from an older one"
-                                         : "the weights before it are " + saved + ": resume from there";
-            fail("the %s became %s in step %ld; %s with a lower --lr",
-                 std::isfinite(result.loss) ? "gradient" : "loss",
-                 std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, what_to_do.c_str());
-        }
-        // the first step, in which much is set up, counts only while there is no other
-        double rate =
-            t->step == first + 1 ? 1 / (now - start) : (t->step - first - 1) / (now - start - paused);
-        std::string to_go = human_time((c.steps - t->step) / rate);
-        // a line every log_every steps, the first step, and at least every 30 seconds
-        if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
-            double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
-            double tflops = model_tflops(t->model, ms);
-            std::string mfu = peak ? text(", \"mfu\": %.4f", tflops / peak) : "";
-            printf(
-                "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
-                "ETA %s%s\n",
-                terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
-                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str(),
-                t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
-            t->metrics.add(
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
-                     tflops, mfu.c_str(), gigabytes, t->history.skipped, take_quartiles(t).c_str()));
-            fflush(stdout);
-            logged = t->step, log_start = shown = now;
-        } else if (terminal && now - shown > 1) {
-            printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss, to_go.c_str());
-            fflush(stdout);
-            shown = now;
-        }
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t), last_saved = t->step;
-        if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
-        fflush(stdout);
-        double after = seconds_now();  // saving, sampling and validating are no part of a step's time
-        paused += after - now, log_start += after - now;
-        if (t->step == first + 1) start = after, paused = 0;
-    }
-    while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - start - paused;
-    if (terminal) printf("\r\033[K");
-    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (last_sampled != t->step && !stop_requested) save_samples(t);
-    t->metrics.close();
-    print_summary(*t, first, seconds);
+static void handle_signals() {
+    struct sigaction action = {}, before;
+    action.sa_handler = request_stop, action.sa_flags = SA_RESTART;
+    for (int number : {SIGINT, SIGTERM, SIGPIPE}) sigaction(number, &action, nullptr);
+    sigaction(SIGHUP, nullptr, &before);
+    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // as nohup asks
+    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 
 #ifndef TESTING
@@ -8821,7 +4377,8 @@ static int run_program(int argc, char** argv) {
     openblas_set_num_threads(1);  // the layers' own loops keep every core busy
 #endif
     handle_signals();
-    print_build(config.profile ? text(", batch %d", config.batch_size) : "");
+    printf("train_unet on %s%s\n", backend_name().c_str(),
+           config.profile ? text(", batch %d", config.batch_size).c_str() : "");
     if (config.profile) return run_profile(config);
     if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
@@ -8885,3 +4442,4558 @@ int main(int argc, char** argv) {
     return status;
 }
 #endif
+
+// ===========================================================================================================
+// 11  LAYERS ON THE CPU
+// ===========================================================================================================
+
+// ---- the machine ------------------------------------------------------------------------------------------
+
+// Bytes that this machine, and `ulimit -v`, can still give; 0 where it does not tell.
+static size_t host_memory_available() {
+    size_t kilobytes = 0, pages = 0;
+    FILE* f = fopen("/proc/meminfo", "r");
+    for (char line[128]; f && fgets(line, sizeof line, f);)
+        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
+    if (f) fclose(f);
+    rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
+    if ((f = fopen("/proc/self/statm", "r"))) {
+        if (fscanf(f, "%zu", &pages) != 1) pages = 0;
+        fclose(f);
+    }
+    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
+#ifdef OPENBLAS
+    taken += 2 * (size_t)omp_get_max_threads() << 27;  // its buffers, for which it waits for ever
+#endif
+    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
+}
+
+#ifndef __CUDACC__
+static void backend_init() {}
+static void* backend_allocate(size_t bytes) {
+    void* memory = nullptr;
+    return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
+}
+static void backend_free(void* memory) { free(memory); }
+static void* backend_allocate_host(size_t bytes) { return backend_allocate(bytes); }
+static void backend_free_host(void* memory) { free(memory); }
+static void backend_zero(void* memory, size_t bytes) {
+    PROFILE("zeroing", {0, (double)bytes});
+    memset(memory, 0, bytes);
+}
+static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_upload_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
+template <typename Launches>
+static int backend_aside(Launches launches) {
+    launches();
+    return 0;
+}
+static void backend_join(int) {}
+template <typename Launches>
+static void backend_replay(Recording*, Launches launches) {
+    launches();
+}
+static void backend_forget(Recording*) {}
+static void backend_mark(int) {}   // a point in the work given to the device
+static void backend_await(int) {}  // until it is reached
+static std::vector<double> cpu_stamps;
+static void backend_stamp(size_t place) {
+    if (cpu_stamps.size() <= place) cpu_stamps.resize(place + 1);
+    cpu_stamps[place] = seconds_now();
+}
+static float backend_milliseconds(size_t first, size_t last) {
+    return (float)(1e3 * (cpu_stamps[last] - cpu_stamps[first]));
+}
+static double backend_peak(std::string*) { return 0; }
+static size_t backend_memory_available() { return host_memory_available(); }
+#endif
+
+#ifdef CPU_LAYERS
+namespace cpu {
+
+// ---- CPU workspace ----------------------------------------------------------------------------------------
+
+// Each thread's own room: gathered inputs of a matrix product, attention scores, and matmul's packed panels.
+enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
+static float* cpu_workspace;
+
+static size_t cpu_workspace_bytes() {
+    return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
+}
+static float* thread_floats() {
+    return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
+}
+
+// `n` work items cut into pieces of at most `most`, as even as can be; only shapes decide, never the number
+// of threads.
+struct Pieces {
+    int count, size, total;
+    int begin(int i) const { return std::min(i * size, total); }
+    int end(int i) const { return std::min((i + 1) * size, total); }
+};
+static Pieces cut(int total, int most, int multiple = 1) {
+    int count = (total + most - 1) / most;
+    int size = ((total + count - 1) / count + multiple - 1) / multiple * multiple;
+    return {(total + size - 1) / size, size, total};
+}
+
+// ---- matrix product ---------------------------------------------------------------------------------------
+
+// Rows and columns of the register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of
+// AVX2's 16.
+#if defined(__AVX512F__)
+enum { VECTOR = 16, TILE_ROWS = 12 };
+#else
+enum { VECTOR = 8, TILE_ROWS = 6 };
+#endif
+enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
+typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
+
+// The sum over K is formed apart and then added, so that long sums are added up block by block.
+// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS); a's element (r, k) lies at r * rows + k
+// * columns.
+template <int R>
+static void matmul_tile(float* c, const float* a, const float* panel, int K, int ldc, size_t rows,
+                        size_t columns, bool accumulate) {
+    Vector sum0[R], sum1[R];
+    for (int r = 0; r < R; r++) {
+        sum0[r] = Vector{};
+        sum1[r] = Vector{};
+    }
+    for (int k = 0; k < K; k++, a += columns, panel += TILE_COLUMNS) {
+        Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            sum0[r] += a[r * rows] * b0;
+            sum1[r] += a[r * rows] * b1;
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        Vector *c0 = (Vector*)(c + (size_t)r * ldc), *c1 = c0 + 1;
+        *c0 = accumulate ? *c0 + sum0[r] : sum0[r];
+        *c1 = accumulate ? *c1 + sum1[r] : sum1[r];
+    }
+}
+
+static void matmul_rows(float* c, const float* a, const float* panel, int M, int K, int ldc, size_t rows,
+                        size_t columns, bool accumulate) {
+    int m = 0;
+    for (; m + TILE_ROWS <= M; m += TILE_ROWS)
+        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+    for (; m + 4 <= M; m += 4)
+        matmul_tile<4>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+    for (; m < M; m++)
+        matmul_tile<1>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+}
+
+// b (K, N), whose element (k, n) lies at k * rows + n * columns, as panels (N / TILE_COLUMNS, K,
+// TILE_COLUMNS), zero-filled.
+static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows, size_t columns) {
+    for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
+        int width = std::min((int)TILE_COLUMNS, N - n);
+        if (width < TILE_COLUMNS) memset(panels, 0, (size_t)K * TILE_COLUMNS * sizeof(float));
+        if (columns == 1)
+            for (int k = 0; k < K; k++)
+                memcpy(panels + (size_t)k * TILE_COLUMNS, b + k * rows + n, width * sizeof(float));
+        else  // a transposed b: blocks of 16 keep the lines being written in the first-level cache
+            for (int k0 = 0; k0 < K; k0 += 16)
+                for (int j = 0; j < width; j++)
+                    for (int k = k0; k < std::min(k0 + 16, K); k++)
+                        panels[(size_t)k * TILE_COLUMNS + j] = b[k * rows + (n + j) * columns];
+    }
+}
+
+#ifdef OPENBLAS
+static bool own_matmul = false;  // tests set it to compare our loop with the library
+#endif
+
+// c (M, N) = [c +] op(a) (M, K) times op(b) (K, N), row-major with the given leading dimensions. Runs on the
+// calling thread; layers call it from their parallel loops. The order of a sum depends on K alone.
+static void matmul(float* c, const float* a, const float* b, int M, int N, int K, int ldc, int lda, int ldb,
+                   bool transpose_a, bool transpose_b, bool accumulate) {
+#ifdef OPENBLAS
+    if (!own_matmul) {
+        cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans,
+                    transpose_b ? CblasTrans : CblasNoTrans, M, N, K, 1.0f, a, lda, b, ldb,
+                    accumulate ? 1.0f : 0.0f, c, ldc);
+        return;
+    }
+#endif
+    size_t a_rows = transpose_a ? 1 : lda, a_columns = transpose_a ? lda : 1;
+    size_t b_rows = transpose_b ? 1 : ldb, b_columns = transpose_b ? ldb : 1;
+    float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
+    float edge[ROW_BLOCK * TILE_COLUMNS];
+    for (int n0 = 0; n0 < N; n0 += NC)
+        for (int k0 = 0; k0 < K; k0 += KC) {
+            int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
+            bool add = accumulate || k0;
+            matmul_pack(panels, b + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
+            for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
+                for (int n = 0; n < block_n; n += TILE_COLUMNS) {
+                    int rows = std::min((int)ROW_BLOCK, M - m0),
+                        width = std::min((int)TILE_COLUMNS, block_n - n);
+                    const float* panel = panels + (size_t)n * block_k;
+                    const float* a_block = a + m0 * a_rows + k0 * a_columns;
+                    float* c_block = c + (size_t)m0 * ldc + n0 + n;
+                    if (width == TILE_COLUMNS) {
+                        matmul_rows(c_block, a_block, panel, rows, block_k, ldc, a_rows, a_columns, add);
+                        continue;
+                    }
+                    matmul_rows(edge, a_block, panel, rows, block_k, TILE_COLUMNS, a_rows, a_columns, false);
+                    for (int m = 0; m < rows; m++)
+                        for (int j = 0; j < width; j++) {
+                            float* target = c_block + (size_t)m * ldc + j;
+                            *target = (add ? *target : 0) + edge[m * TILE_COLUMNS + j];
+                        }
+                }
+        }
+}
+
+// e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
+// NaN.
+static inline float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    union {
+        float value;
+        uint32_t bits;
+    } shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
+    float n = shifted.value - 12582912.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
+    return p * scale.value;
+}
+static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
+
+// ---- timestep embedding, SiLU -----------------------------------------------------------------------------
+
+static void timestep_embedding_forward(float* out, const int* t, int B, int C, int max_period) {
+    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
+    int half = C / 2;
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < half; i++) {
+            double angle = t[b] * exp(-log((double)max_period) * i / half);
+            out[(size_t)b * C + i] = (float)cos(angle);
+            out[(size_t)b * C + half + i] = (float)sin(angle);
+        }
+}
+
+static inline float silu_gradient(float x) {
+    float s = sigmoid(x);
+    return s * (1.0f + x * (1.0f - s));
+}
+static void silu_forward(float* out, const float* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
+#pragma omp simd
+    for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid(x[i]);
+}
+static void silu_backward(float* dx, const float* dout, const float* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
+#pragma omp simd
+    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * silu_gradient(x[i]);
+}
+
+// ---- bias gradient ----------------------------------------------------------------------------------------
+
+static void bias_backward(float* dbias, float* per_image, int pitch, const float* dout, int B, int T, int O) {
+    PROFILE("bias gradient", {0, (double)sizeof(floatX) * B * T * O});
+    Pieces channels = cut(O, 16);
+#pragma omp parallel for schedule(dynamic)
+    for (int piece = 0; piece < channels.count; piece++) {
+        int o0 = channels.begin(piece), n = channels.end(piece) - o0;
+        double total[16] = {0};
+        for (int b = 0; b < B; b++) {
+            double image[16] = {0};
+            for (int t0 = 0; t0 < T; t0 += 64) {  // short float sums, long double ones
+                float sum[16] = {0};
+                for (int t = t0; t < std::min(t0 + 64, T); t++) {
+                    const float* row = dout + ((size_t)b * T + t) * O + o0;
+#pragma omp simd
+                    for (int o = 0; o < n; o++) sum[o] += row[o];
+                }
+                for (int o = 0; o < n; o++) image[o] += sum[o];
+            }
+            for (int o = 0; o < n; o++) total[o] += image[o];
+            if (per_image)
+                for (int o = 0; o < n; o++) per_image[(size_t)b * pitch + o0 + o] = (float)image[o];
+        }
+        for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
+    }
+}
+
+// ---- linear and 1x1 convolution ---------------------------------------------------------------------------
+
+static void linear_forward(float* out, const float* x, const float* x2, const float* w, const float* bias,
+                           const float* residual, int M, int C, int C2, int O, float2*, int) {
+    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
+    Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int i = 0; i < rows.count; i++)
+        for (int j = 0; j < columns.count; j++) {
+            int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j), K = C + C2;
+            float* target = out + (size_t)m0 * O + o0;
+            const float* weight = w + (size_t)o0 * K;
+            matmul(target, x + (size_t)m0 * C, weight, m1 - m0, o1 - o0, C, O, C, K, false, true, false);
+            if (C2)
+                matmul(target, x2 + (size_t)m0 * C2, weight + C, m1 - m0, o1 - o0, C2, O, C2, K, false, true,
+                       true);
+            for (int m = m0; m < m1; m++)
+#pragma omp simd
+                for (int o = o0; o < o1; o++)
+                    out[(size_t)m * O + o] += bias[o] + (residual ? residual[(size_t)m * O + o] : 0.0f);
+        }
+}
+
+static void linear_backward(float* dx, float* dx2, float* dw, float* dbias, const float* dout, const float* x,
+                            const float* x2, const float* w, int M, int C, int C2, int O, bool accumulate,
+                            const Normed&, int) {
+    int K = C + C2;
+    bias_backward(dbias, nullptr, 0, dout, 1, M, O);
+    for (int input = 0; input < (C2 ? 2 : 1); input++) {
+        const float* source = input ? x2 : x;
+        float* target = input ? dx2 : dx;
+        int width = input ? C2 : C, first = input ? C : 0;
+        Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS);
+        if (target) {
+            PROFILE("1x1 dX", convolution_work(M, 1, width, O));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+            for (int i = 0; i < rows.count; i++)
+                for (int j = 0; j < columns.count; j++) {
+                    int m0 = rows.begin(i), c0 = columns.begin(j);
+                    matmul(target + (size_t)m0 * width + c0, dout + (size_t)m0 * O, w + first + c0,
+                           rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false, false, accumulate);
+                }
+        }
+        PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
+        Pieces outputs = cut(O, 120, TILE_ROWS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+        for (int i = 0; i < outputs.count; i++)
+            for (int j = 0; j < columns.count; j++) {
+                int o0 = outputs.begin(i), c0 = columns.begin(j);
+                matmul(dw + (size_t)o0 * K + first + c0, dout + o0, source + c0, outputs.end(i) - o0,
+                       columns.end(j) - c0, M, K, O, width, true, false, true);
+            }
+    }
+}
+
+// ---- 3x3 convolution --------------------------------------------------------------------------------------
+
+// Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
+// p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
+// floats.
+static void im2col(float* columns, const float* x, int p0, int p1, int j0, int j1, int H, int W, int C) {
+    for (int p = p0; p < p1; p++) {
+        int column = p % W, row = p / W % H;
+        for (int dy = 0; dy < 3; dy++) {
+            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
+            if (first >= last) continue;
+            int inside0 = column == 0 ? 3 * C * dy + C : first;         // the left neighbour lies outside
+            int inside1 = column == W - 1 ? 3 * C * dy + 2 * C : last;  // the right one does
+            inside0 = std::min(std::max(inside0, first), last),
+            inside1 = std::max(std::min(inside1, last), inside0);
+            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
+            memset(columns, 0, (inside0 - first) * sizeof(float));
+            const float* source = x + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
+            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
+            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
+            columns += last - first;
+        }
+    }
+}
+
+// Pixels that a thread gathers at a time.
+static Pieces conv3x3_bands(int pixels, int columns) {
+    return cut(pixels, std::min(252, (int)THREAD_FLOATS / columns));
+}
+
+static void conv3x3_forward(float* out, const float* x, const float* w, const float* bias, const float* emb,
+                            int emb_pitch, const float* residual, int B, int H, int W, int C, int O,
+                            float2*) {
+    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
+    Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int i = 0; i < bands.count; i++)
+        for (int j = 0; j < outputs.count; j++) {
+            int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
+            float* columns = thread_floats();  // (p1 - p0, 9, C)
+            im2col(columns, x, p0, p1, 0, 9 * C, H, W, C);
+            matmul(out + (size_t)p0 * O + o0, columns, w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0, 9 * C, O,
+                   9 * C, 9 * C, false, true, residual == out);
+            for (int p = p0; p < p1; p++) {
+                const float* per_image = emb ? emb + (size_t)(p / (H * W)) * emb_pitch : nullptr;
+                const float* added = residual && residual != out ? residual + (size_t)p * O : nullptr;
+#pragma omp simd
+                for (int o = o0; o < o1; o++)
+                    out[(size_t)p * O + o] +=
+                        bias[o] + (per_image ? per_image[o] : 0.0f) + (added ? added[o] : 0.0f);
+            }
+        }
+}
+
+static void conv3x3_backward(float* dx, float* dw, float* dbias, float* demb, int emb_pitch,
+                             const float* dout, const float* x, const float* w, int B, int H, int W, int C,
+                             int O, const Normed&) {
+    bias_backward(dbias, demb, emb_pitch, dout, B, H * W, O);
+    if (dx) {
+        PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
+        Pieces bands = conv3x3_bands(B * H * W, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+        for (int i = 0; i < bands.count; i++)
+            for (int j = 0; j < inputs.count; j++) {
+                int p0 = bands.begin(i), p1 = bands.end(i), c0 = inputs.begin(j), c1 = inputs.end(j);
+                float* columns = thread_floats();  // (p1 - p0, 9, O)
+                im2col(columns, dout, p0, p1, 0, 9 * O, H, W, O);
+                for (int tap = 0; tap < 9; tap++)
+                    matmul(dx + (size_t)p0 * C + c0, columns + tap * O, w + (8 - tap) * C + c0, p1 - p0,
+                           c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
+            }
+    }
+    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
+    // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
+    Pieces owned = cut(9 * C, 96);
+#pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < owned.count; i++) {
+        int j0 = owned.begin(i), n = owned.end(i) - j0;
+        float* columns = thread_floats();  // (p1 - p0, n)
+        for (int p0 = 0; p0 < B * H * W; p0 += 2 * KC) {
+            int p1 = std::min(p0 + 2 * KC, B * H * W);
+            im2col(columns, x, p0, p1, j0, j0 + n, H, W, C);
+            matmul(dw + j0, dout + (size_t)p0 * O, columns, O, n, p1 - p0, 9 * C, O, n, true, false, true);
+        }
+    }
+}
+
+// ---- group norm + SiLU ------------------------------------------------------------------------------------
+
+// A work item: some whole groups of one image, as one or two runs of channels, one a tensor.
+struct NormRun {
+    const float* x;  // the run's first channel at the image's first pixel
+    int stride;      // channels of its tensor
+    int c0, n;       // its first channel within the concatenation, and how many
+};
+struct NormItem {
+    NormRun runs[2];
+    int b, g0, g1, group;  // group: channels in one
+};
+enum { NORM_CHANNELS = 64 };  // channels an item aims at
+
+static Pieces norm_pieces(int C, int C2, int G) {
+    return cut(G, std::max(1, NORM_CHANNELS / ((C + C2) / G)));
+}
+
+static NormItem norm_item(const Pieces& groups, int b, int piece, const float* x, const float* x2, int T,
+                          int C, int C2, int G) {
+    NormItem item;
+    item.b = b, item.g0 = groups.begin(piece), item.g1 = groups.end(piece), item.group = (C + C2) / G;
+    int c0 = item.g0 * item.group, c1 = item.g1 * item.group;
+    item.runs[0] = {x + (size_t)b * T * C + c0, C, c0, std::max(0, std::min(c1, C) - c0)};
+    int first = std::max(c0, C);
+    item.runs[1] = {C2 ? x2 + (size_t)b * T * C2 + (first - C) : nullptr, C2, first, std::max(0, c1 - first)};
+    return item;
+}
+
+// Sums over the image's pixels: accumulate(sum, row, c0, n, t) adds pixel t's channels [c0, c0 + n) to the
+// SUMS rows of sum, short float sums that are then added up in double. sums (SUMS, channels of the item).
+template <int SUMS, typename Accumulate>
+static void norm_reduce(double* sums, const NormItem& item, int T, Accumulate accumulate) {
+    int channels = (item.g1 - item.g0) * item.group;
+    for (const NormRun& run : item.runs)
+        for (int start = 0; start < run.n; start += NORM_CHANNELS) {
+            int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
+            double total[SUMS][NORM_CHANNELS] = {};
+            for (int t0 = 0; t0 < T; t0 += 64) {
+                float sum[SUMS][NORM_CHANNELS] = {};
+                for (int t = t0; t < std::min(t0 + 64, T); t++)
+                    accumulate(sum, run.x + (size_t)t * run.stride + start, c0, n, t);
+                for (int i = 0; i < SUMS; i++)
+                    for (int c = 0; c < n; c++) total[i][c] += sum[i][c];
+            }
+            for (int i = 0; i < SUMS; i++)
+                for (int c = 0; c < n; c++) sums[i * channels + c0 + c - item.g0 * item.group] = total[i][c];
+        }
+}
+
+// The affine map of each channel of the item: y = x * scale + shift.
+static void norm_affine(float* scale, float* shift, const NormItem& item, const float* mean,
+                        const float* rstd, const float* w, const float* bias, int G) {
+    for (int g = item.g0; g < item.g1; g++)
+        for (int c = g * item.group; c < (g + 1) * item.group; c++) {
+            int i = c - item.g0 * item.group;
+            scale[i] = rstd[item.b * G + g] * w[c];
+            shift[i] = bias[c] - mean[item.b * G + g] * scale[i];
+        }
+}
+
+// out from stored statistics; backward calls it to make again what forward did not keep.
+static void groupnorm_apply_item(float* out, const NormItem& item, const float* mean, const float* rstd,
+                                 const float* w, const float* bias, int T, int channels, int G, bool silu,
+                                 float* scale, float* shift) {
+    norm_affine(scale, shift, item, mean, rstd, w, bias, G);
+    int base = item.g0 * item.group;
+    for (const NormRun& run : item.runs)
+        for (int t = 0; run.n && t < T; t++) {
+            const float* row = run.x + (size_t)t * run.stride;
+            float* target = out + ((size_t)item.b * T + t) * channels + run.c0;
+            const float *s = scale + run.c0 - base, *h = shift + run.c0 - base;
+            if (silu)
+#pragma omp simd
+                for (int c = 0; c < run.n; c++) {
+                    float y = row[c] * s[c] + h[c];
+                    target[c] = y * sigmoid(y);
+                }
+            else
+#pragma omp simd
+                for (int c = 0; c < run.n; c++) target[c] = row[c] * s[c] + h[c];
+        }
+}
+
+static void groupnorm_forward(float* out, float* mean, float* rstd, const float* x, const float* x2,
+                              const float2*, const float2*, const float* w, const float* bias, int B, int T,
+                              int C, int C2, int G, bool silu) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
+    Pieces groups = norm_pieces(C, C2, G);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int piece = 0; piece < groups.count; piece++) {
+            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
+            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
+            float* room = thread_floats();
+            float *center = room, *scale = room + channels, *shift = room + 2 * channels;
+            double* sums = (double*)(room + 4 * channels);
+            norm_reduce<1>(sums, item, T, [](float sum[][NORM_CHANNELS], const float* row, int, int n, int) {
+#pragma omp simd
+                for (int c = 0; c < n; c++) sum[0][c] += row[c];
+            });
+            for (int g = item.g0; g < item.g1; g++) {
+                double total = 0;
+                for (int c = g * item.group; c < (g + 1) * item.group; c++) total += sums[c - base];
+                mean[b * G + g] = (float)(total / ((double)item.group * T));
+                for (int c = g * item.group; c < (g + 1) * item.group; c++)
+                    center[c - base] = mean[b * G + g];
+            }
+            norm_reduce<1>(sums, item, T,
+                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int) {
+                               const float* middle = center + c0 - base;
+#pragma omp simd
+                               for (int c = 0; c < n; c++)
+                                   sum[0][c] += (row[c] - middle[c]) * (row[c] - middle[c]);
+                           });
+            for (int g = item.g0; g < item.g1; g++) {
+                double squares = 0;
+                for (int c = g * item.group; c < (g + 1) * item.group; c++) squares += sums[c - base];
+                rstd[b * G + g] = (float)(1.0 / sqrt(squares / ((double)item.group * T) + NORM_EPS));
+            }
+            groupnorm_apply_item(out, item, mean, rstd, w, bias, T, C + C2, G, silu, scale, shift);
+        }
+}
+
+static void groupnorm_apply(float* out, const float* mean, const float* rstd, const float* x, const float* x2,
+                            const float* w, const float* bias, int B, int T, int C, int C2, int G,
+                            bool silu) {
+    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
+    Pieces groups = norm_pieces(C, C2, G);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int piece = 0; piece < groups.count; piece++) {
+            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
+            int channels = (item.g1 - item.g0) * item.group;
+            float* room = thread_floats();
+            groupnorm_apply_item(out, item, mean, rstd, w, bias, T, C + C2, G, silu, room, room + channels);
+        }
+}
+
+static void groupnorm_backward(float* dx, float* dx2, float* dw, float* dbias, float2* sums,
+                               const float* dout, const float* dresidual, const float* mean,
+                               const float* rstd, const float* x, const float* x2, const float* w,
+                               const float* bias, int B, int T, int C, int C2, int G, bool silu,
+                               bool accumulate) {
+    PROFILE("group norm backward",
+            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
+    Pieces groups = norm_pieces(C, C2, G);
+    int K = C + C2;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int piece = 0; piece < groups.count; piece++) {
+            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
+            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
+            float* room = thread_floats();
+            float *scale = room, *shift = room + channels, *slope = room + 2 * channels,
+                  *offset = room + 3 * channels;
+            double* totals = (double*)(room + 4 * channels);
+            norm_affine(scale, shift, item, mean, rstd, w, bias, G);
+            for (int g = item.g0; g < item.g1; g++)
+                for (int c = g * item.group; c < (g + 1) * item.group; c++)  // x^ = x slope + offset
+                    slope[c - base] = rstd[b * G + g], offset[c - base] = -mean[b * G + g] * rstd[b * G + g];
+            // dy of pixel t's channels [c0, c0 + n)
+            auto dy_row = [=](float* dy, const float* row, int c0, int n, int t) {
+                const float *upstream = dout + ((size_t)b * T + t) * K + c0, *s = scale + c0 - base,
+                            *h = shift + c0 - base;
+                if (silu)
+#pragma omp simd
+                    for (int c = 0; c < n; c++) dy[c] = upstream[c] * silu_gradient(row[c] * s[c] + h[c]);
+                else
+#pragma omp simd
+                    for (int c = 0; c < n; c++) dy[c] = upstream[c];
+            };
+            norm_reduce<2>(totals, item, T,
+                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int t) {
+                               float dy[NORM_CHANNELS];
+                               const float *s = slope + c0 - base, *h = offset + c0 - base;
+                               dy_row(dy, row, c0, n, t);
+#pragma omp simd
+                               for (int c = 0; c < n; c++)
+                                   sum[0][c] += dy[c], sum[1][c] += dy[c] * (row[c] * s[c] + h[c]);
+                           });
+            float2* sum = sums + (size_t)b * K;
+            for (int c = 0; c < channels; c++)
+                sum[base + c] = {(float)totals[c], (float)totals[channels + c]};
+            // dx = scale dy - (x alpha + beta), from the group's two sums
+            float *alpha = slope, *beta = offset;
+            for (int g = item.g0; g < item.g1; g++) {
+                double a = 0, q = 0;
+                for (int c = g * item.group; c < (g + 1) * item.group; c++)
+                    a += (double)w[c] * sum[c].x, q += (double)w[c] * sum[c].y;
+                double n = (double)item.group * T, r = rstd[b * G + g], m = mean[b * G + g];
+                for (int c = g * item.group; c < (g + 1) * item.group; c++) {
+                    alpha[c - base] = (float)(r * r * q / n);
+                    beta[c - base] = (float)(r * (a - r * m * q) / n);
+                }
+            }
+            for (int r = 0; r < 2; r++)
+                for (int start = 0; start < item.runs[r].n; start += NORM_CHANNELS) {
+                    const NormRun& run = item.runs[r];
+                    int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
+                    const float *s = scale + c0 - base, *a = alpha + c0 - base, *h = beta + c0 - base;
+                    for (int t = 0; t < T; t++) {
+                        float dy[NORM_CHANNELS];
+                        const float* row = run.x + (size_t)t * run.stride + start;
+                        size_t at = ((size_t)b * T + t) * run.stride + c0 - (r ? C : 0);
+                        float* target = (r ? dx2 : dx) + at;
+                        dy_row(dy, row, c0, n, t);
+#pragma omp simd
+                        for (int c = 0; c < n; c++) dy[c] = s[c] * dy[c] - (row[c] * a[c] + h[c]);
+                        if (dresidual)
+#pragma omp simd
+                            for (int c = 0; c < n; c++) dy[c] += dresidual[at + c];
+                        if (accumulate)
+#pragma omp simd
+                            for (int c = 0; c < n; c++) target[c] += dy[c];
+                        else
+                            memcpy(target, dy, n * sizeof(float));
+                    }
+                }
+        }
+#pragma omp parallel for
+    for (int c = 0; c < K; c++) {
+        double scale_gradient = 0, shift_gradient = 0;
+        for (int b = 0; b < B; b++)
+            shift_gradient += sums[(size_t)b * K + c].x, scale_gradient += sums[(size_t)b * K + c].y;
+        dw[c] += (float)scale_gradient, dbias[c] += (float)shift_gradient;
+    }
+}
+
+// ---- attention --------------------------------------------------------------------------------------------
+
+static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
+              "two rows of scores fit a thread's room");
+
+// Rows of the score matrix that a thread holds at a time.
+static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
+
+static void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
+    int d = C / heads, R = attention_rows(T);
+    float scale = 1.0f / sqrtf((float)d);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int head = 0; head < heads; head++) {
+            const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+            float* scores = thread_floats();  // (rows, T)
+            for (int t0 = 0; t0 < T; t0 += R) {
+                int rows = std::min(R, T - t0);
+                matmul(scores, q + (size_t)t0 * 3 * C, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
+                for (int i = 0; i < rows; i++) {
+                    float* s = scores + (size_t)i * T;
+                    float top = -FLT_MAX, sum = 0;
+                    for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
+#pragma omp simd reduction(+ : sum)
+                    for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
+                    float inverse = 1.0f / sum;
+#pragma omp simd
+                    for (int j = 0; j < T; j++) s[j] *= inverse;
+                    lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
+                }
+                matmul(out + ((size_t)b * T + t0) * C + head * d, scores, v, rows, d, T, C, T, 3 * C, false,
+                       false, false);
+            }
+        }
+}
+
+static void attention_backward(float* dqkv, const float* dout, const float* out, const float* lse,
+                               const float* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
+    int d = C / heads, R = attention_rows(T);
+    float scale = 1.0f / sqrtf((float)d);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int head = 0; head < heads; head++) {
+            size_t at = (size_t)b * T * 3 * C + head * d;
+            const float *q = qkv + at, *k = q + C, *v = q + 2 * C;
+            float *dq = dqkv + at, *dk = dq + C, *dv = dq + 2 * C;
+            float *p = thread_floats(), *ds = p + (size_t)R * T;  // (rows, T) each
+            for (int t0 = 0; t0 < T; t0 += R) {
+                int rows = std::min(R, T - t0);
+                const float *q_rows = q + (size_t)t0 * 3 * C,
+                            *dout_rows = dout + ((size_t)b * T + t0) * C + head * d;
+                const float* out_rows = out + ((size_t)b * T + t0) * C + head * d;
+                matmul(p, q_rows, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
+                matmul(ds, dout_rows, v, rows, T, d, T, C, 3 * C, false, true, false);
+                for (int i = 0; i < rows; i++) {
+                    float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
+                    for (int j = 0; j < d; j++)
+                        D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
+                    float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
+#pragma omp simd
+                    for (int j = 0; j < T; j++) {
+                        p_row[j] = fast_exp(scale * p_row[j] - normaliser);
+                        ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
+                    }
+                }
+                matmul(dq + (size_t)t0 * 3 * C, ds, k, rows, d, T, 3 * C, T, 3 * C, false, false, false);
+                matmul(dk, ds, q_rows, T, d, rows, 3 * C, T, 3 * C, true, false, t0 > 0);
+                matmul(dv, p, dout_rows, T, d, rows, 3 * C, T, C, true, false, t0 > 0);
+            }
+        }
+}
+
+// ---- up- and down-sampling --------------------------------------------------------------------------------
+
+static void repeat2x2(float* out, const float* x, int B, int H, int W, int C, float factor, bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
+#pragma omp parallel for
+    for (int row = 0; row < B * 2 * H; row++)
+        for (int column = 0; column < 2 * W; column++) {
+            const float* source = x + ((size_t)(row / 2) * W + column / 2) * C;
+            float* target = out + ((size_t)row * 2 * W + column) * C;
+#pragma omp simd
+            for (int c = 0; c < C; c++) target[c] = (accumulate ? target[c] : 0.0f) + factor * source[c];
+        }
+}
+static void sum2x2(float* out, const float* x, int B, int H, int W, int C, float factor, bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
+#pragma omp parallel for
+    for (int row = 0; row < B * H; row++)
+        for (int column = 0; column < W; column++) {
+            const float *top = x + ((size_t)row * 2 * 2 * W + 2 * column) * C,
+                        *bottom = top + (size_t)2 * W * C;
+            float* target = out + ((size_t)row * W + column) * C;
+#pragma omp simd
+            for (int c = 0; c < C; c++)
+                target[c] = (accumulate ? target[c] : 0.0f) +
+                            factor * ((top[c] + top[C + c]) + (bottom[c] + bottom[C + c]));
+        }
+}
+static void upsample_forward(float* out, const float* x, int B, int H, int W, int C) {
+    repeat2x2(out, x, B, H, W, C, 1.0f, false);
+}
+static void upsample_backward(float* dx, const float* dout, int B, int H, int W, int C, bool accumulate) {
+    sum2x2(dx, dout, B, H, W, C, 1.0f, accumulate);
+}
+static void downsample_forward(float* out, const float* x, int B, int H, int W, int C) {
+    sum2x2(out, x, B, H / 2, W / 2, C, 0.25f, false);
+}
+static void downsample_backward(float* dx, const float* dout, int B, int H, int W, int C, bool accumulate) {
+    repeat2x2(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
+}
+
+// ---- loss -------------------------------------------------------------------------------------------------
+
+static void mse(float* losses, float* dout, const float* out, const float* target, const int* timesteps,
+                const float* weights, int B, int n, size_t total) {
+    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
+    int parts = loss_parts(n);
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int part = 0; part < parts; part++) {
+            float scale = (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
+            size_t first = (size_t)b * n, end = first + std::min((part + 1) * LOSS_CHUNK, n);
+            double sum = 0;
+            for (size_t i = first + part * LOSS_CHUNK; i < end; i++) {
+                float difference = out[padded_at(i)] - target[i];
+                sum += (double)difference * difference;
+                if (dout) set_padded(dout, i, scale * difference);
+            }
+            losses[b * parts + part] = (float)sum;
+        }
+}
+
+// ---- noise and samplers -----------------------------------------------------------------------------------
+
+static void add_noise(float* x_t, float* target, const float* images, const int* timesteps,
+                      const float* signal, const float* noise, int B, int H, int W, int predict,
+                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
+    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
+    int elements = IMAGE_CHANNELS * H * W;
+    uint32_t step = state ? (uint32_t)state->step : 0;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
+            float eps[4], shift[4] = {}, a = signal[timesteps[b]], s = noise[timesteps[b]];
+            random_normals(eps, seed, stream, quad, first + b, step);
+            if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, first + b, step);
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
+                float x0 = images[(size_t)b * elements + e], n = eps[e % 4] + offset * shift[e / (H * W)];
+                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
+                set_padded(x_t, at, a * x0 + s * n);
+                target[at] = target_of(predict, x0, n, a, s);
+            }
+        }
+}
+
+static void sampler_start(float* x, float* input, const PictureNoise* begins, int B, int H, int W) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
+            float normal[4], other[4] = {};
+            PictureNoise from = begins[b];
+            random_normals(normal, from.seed, STREAM_SAMPLER, quad, 0, 0);
+            if (from.other_weight != 0) random_normals(other, from.other, STREAM_SAMPLER, quad, 0, 0);
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
+                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
+                x[at] = from.weight * normal[e % 4] + from.other_weight * other[e % 4];
+                set_padded(input, at, x[at]);
+            }
+        }
+}
+
+static void sampler_limits(float* limits, const float* x, const float* out, SamplerStep s, int B, int H,
+                           int W) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for
+    for (int b = 0; b < B; b++) {
+        uint32_t found = 0;
+        int rank = percentile_rank(elements);  // among what agrees with the bits found
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            int counts[256] = {}, digit = 0;
+            for (size_t i = (size_t)b * elements; i < (size_t)(b + 1) * elements; i++) {
+                uint32_t bits = magnitude_bits(predicted_x0(s, x[i], out[padded_at(i)]));
+                if ((bits ^ found) >> shift < 256) counts[bits >> shift & 255]++;
+            }
+            while (rank >= counts[digit]) rank -= counts[digit++];
+            found |= (uint32_t)digit << shift;
+        }
+        limits[b] = limit_of_bits(found);
+    }
+}
+
+static void sampler_step(float* x, float* saved, float* input, const float* out, const float* limits,
+                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
+    int elements = IMAGE_CHANNELS * H * W;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < B; b++)
+        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
+            float normal[4] = {0};
+            if (s.sigma > 0) random_normals(normal, begins[b].seed, STREAM_SAMPLER, quad, 0, call);
+            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
+                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
+                float x0 = thresholded_x0(s, x[at], out[padded_at(at)], limits[b]), before = x[at];
+                x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[e % 4];
+                set_padded(input, at, x[at]);
+                saved[at] = s.save_x0 * x0 + s.save_x * before;
+            }
+        }
+}
+
+// ---- optimiser --------------------------------------------------------------------------------------------
+
+static void squared_norm(float* parts, const float* x, size_t n) {
+    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
+    int chunks = (int)((n + NORM_CHUNK - 1) / NORM_CHUNK);
+#pragma omp parallel for
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        double sum = 0;
+        for (size_t i = (size_t)chunk * NORM_CHUNK; i < std::min((size_t)(chunk + 1) * NORM_CHUNK, n);) {
+            float part[16] = {0};
+            size_t end = std::min(std::min(i + 1024, (size_t)(chunk + 1) * NORM_CHUNK), n);
+            for (; i + 16 <= end; i += 16)
+                for (int lane = 0; lane < 16; lane++) part[lane] += x[i + lane] * x[i + lane];
+            for (; i < end; i++) part[0] += x[i] * x[i];
+            for (float p : part) sum += p;
+        }
+        parts[chunk] = (float)sum;
+    }
+}
+
+static void adamw(float* w, Emas emas, floatX*, float* m, float* v, const float* gradient,
+                  const uint8_t* decays, size_t n, const StepState* state) {
+    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
+    AdamW a = state->update;
+    if (!state->accepted) return;
+    float step = a.lr / a.correction1, root = sqrtf(a.correction2), keep = 1.0f - a.lr * a.weight_decay;
+#pragma omp parallel for
+    for (size_t first = 0; first < n; first += DECAY_CHUNK) {
+        size_t end = std::min(first + DECAY_CHUNK, n);
+        float decay = decays[first / DECAY_CHUNK] ? keep : 1.0f;
+#pragma omp simd
+        for (size_t i = first; i < end; i++) {
+            float g = gradient[i] * a.clip;
+            m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
+            v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
+            w[i] = w[i] * decay - step * m[i] / (sqrtf(v[i]) / root + a.eps);
+        }
+        for (int k = 0; k < emas.count(); k++) {
+            float *ema = emas.of[k], weight = a.ema_weight[k];
+#pragma omp simd
+            for (size_t i = first; i < end; i++) ema[i] += weight * (w[i] - ema[i]);
+        }
+    }
+}
+
+// ---- the first and the last launch of a step --------------------------------------------------------------
+
+static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
+    state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
+    for (int b = 0; b < source.batch; b++) choose_sample(timesteps + b, sources + b, source, b, state->step);
+}
+static void load_images(float* images, const int* sources, BatchSource source, int B) {
+    int elements = IMAGE_CHANNELS * source.size * source.size;
+#pragma omp parallel for
+    for (int b = 0; b < B; b++)
+        for (int e = 0; e < elements; e++) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
+}
+static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
+                        Hyper hyper) {
+    double loss = 0, norm = 0, quartiles[4] = {0};
+    int parts = loss_parts(batch.elements);
+    for (int& count : state->quartile_counts) count = 0;
+    for (int b = 0; b < batch.batch; b++) {
+        double sum = 0;
+        for (int part = 0; part < parts; part++) sum += batch.parts[b * parts + part];
+        int t = batch.timesteps[b], quartile = quartile_of(t, batch.diffusion_steps);
+        loss += batch.weights[t] * sum;
+        quartiles[quartile] += sum, state->quartile_counts[quartile]++;
+    }
+    for (int q = 0; q < 4; q++) state->quartile_sums[q] = (float)(quartiles[q] / batch.elements);
+    for (size_t i = 0; i < (parameters + NORM_CHUNK - 1) / NORM_CHUNK; i++) norm += norm_parts[i];
+    StepState* result = state + 1 + state->step % RESULT_SLOTS;
+    conclude_step(state, (float)(loss / ((double)batch.batch * batch.elements)), (float)sqrt(norm), hyper);
+    *result = *state;
+}
+static void fill_timesteps(int* timesteps, int B, int value) {
+    for (int b = 0; b < B; b++) timesteps[b] = value;
+}
+
+#ifndef __CUDACC__
+static void channel_moments(float2*, const float*, int, int, int) {}
+#endif
+
+}  // namespace cpu
+#endif  // CPU_LAYERS
+
+#ifndef __CUDACC__
+static std::string backend_name() {
+#ifdef OPENBLAS
+    const char* products = "OpenBLAS";
+#else
+    const char* products = "its own loop";
+#endif
+    return text("the CPU: fp32, %s, matrix products by %s, vectors of %d",
+                counted(omp_get_max_threads(), "thread").c_str(), products, (int)cpu::VECTOR);
+}
+static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
+static bool allocate_workspace() {
+    return cpu::cpu_workspace ||
+           !posix_memalign((void**)&cpu::cpu_workspace, 4096, cpu::cpu_workspace_bytes());
+}
+#endif
+
+// ===========================================================================================================
+// 12  LAYERS ON THE GPU
+// ===========================================================================================================
+
+#ifdef __CUDACC__
+
+// ---- the machine ------------------------------------------------------------------------------------------
+
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+#define LAUNCH_CHECK() (profile.launched(), CUDA_CHECK(cudaGetLastError()))
+static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
+    if (status != cudaSuccess)
+        fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
+}
+
+// A stream, and what its launchers borrow: room for the partial sums of split reductions. A launcher splits no
+// further than fits and gives back what it took; uses follow each other on the stream.
+struct Lane {
+    cudaStream_t stream;
+    Arena workspace;
+};
+static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one of them that kernels go to
+static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
+// What is taken of the lane's workspace while a Borrowed lives is given back with it.
+struct Borrowed {
+    size_t before = lane->workspace.used;
+    Borrowed() {}
+    Borrowed(const Borrowed&) = delete;
+    ~Borrowed() { lane->workspace.used = before; }
+    static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
+};
+enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its place
+static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
+static int side_calls, side_joined;  // those made; those that the main stream has waited for
+static int gpu_multiprocessors;
+static cudaEvent_t gpu_marks[8];
+static std::vector<cudaEvent_t> gpu_stamps;
+
+static void backend_init() {
+    int count = 0, driver = 0;  // 0: there is no driver
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver)
+        fail(
+            "the GPU's driver is older than this program's CUDA %d.%d; update the driver, or build for the "
+            "CPU: make train_unet DEVICE=cpu",
+            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    if (status != cudaSuccess || !count)
+        fail(
+            "this program was built for a GPU and finds none (%s); build it for the CPU: make train_unet "
+            "DEVICE=cpu",
+            cudaGetErrorString(status));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    if (properties.major < 8)
+        fail(
+            "%s is too old: compute capability %d.%d, and 8.0 is the least; build for the CPU: make "
+            "train_unet DEVICE=cpu",
+            properties.name, properties.major, properties.minor);
+    gpu_multiprocessors = properties.multiProcessorCount;
+    for (Lane* made : {&main_lane, &side_lane})
+        CUDA_CHECK(cudaStreamCreateWithFlags(&made->stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
+    for (cudaEvent_t& event : side_ended)
+        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
+}
+static std::string backend_name() {
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    return text("%s: %s", properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
+}
+static void* backend_allocate(size_t bytes) {
+    void* memory = nullptr;
+    if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
+    cudaGetLastError();  // not to be found by the next check
+    return nullptr;
+}
+static void backend_free(void* memory) { CUDA_CHECK(cudaFree(memory)); }
+static void* backend_allocate_host(size_t bytes) {
+    void* memory = nullptr;
+    CUDA_CHECK(cudaMallocHost(&memory, bytes));
+    return memory;
+}
+static void backend_free_host(void* memory) { CUDA_CHECK(cudaFreeHost(memory)); }
+static void backend_zero(void* memory, size_t bytes) {
+    PROFILE("zeroing", {0, (double)bytes});
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
+}
+static void backend_copy(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, main_lane.stream));
+}
+static void backend_upload_async(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, main_lane.stream));
+}
+static void backend_upload(void* to, const void* from, size_t bytes) {
+    backend_upload_async(to, from, bytes);
+    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
+}
+static void backend_download_async(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, main_lane.stream));
+}
+static void backend_download(void* to, const void* from, size_t bytes) {
+    backend_download_async(to, from, bytes);
+    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
+}
+template <typename Launches>
+static int backend_aside(Launches launches) {
+    if (profile.on) {
+        launches();
+        return side_calls;
+    }
+    CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
+    ASSERT(lane == &main_lane);
+    lane = &side_lane;
+    launches();
+    lane = &main_lane;
+    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_lane.stream));
+    return ++side_calls;
+}
+// The main stream waits for the launches of that call and of all before it; without a number, for all.
+static void backend_join(int call) {
+    call = std::min(call, side_calls);
+    if (call <= side_joined) return;
+    CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
+    side_joined = call;
+}
+
+template <typename Launches>
+static void backend_replay(Recording* recording, Launches launches) {
+    if (recording->runs++ == 0) {
+        launches();
+        return;
+    }
+    if (!recording->graph) {
+        cudaGraph_t graph;
+        CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
+        launches();
+        CUDA_CHECK(cudaStreamEndCapture(main_lane.stream, &graph));
+        CUDA_CHECK(cudaGraphInstantiate((cudaGraphExec_t*)&recording->graph, graph, 0));
+        CUDA_CHECK(cudaGraphDestroy(graph));
+    }
+    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph, main_lane.stream));
+}
+static void backend_forget(Recording* recording) {
+    if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)recording->graph));
+    *recording = Recording();
+}
+// A point in the work given to the device, and waiting until it is reached.
+static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
+static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
+// A stamp that is recorded becomes a node of the graph: each replay takes its time anew. Its event was made
+// before, when the sequence was run.
+static void backend_stamp(size_t place) {
+    cudaStreamCaptureStatus capturing;
+    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
+    while (gpu_stamps.size() <= place) {
+        gpu_stamps.push_back(nullptr);
+        CUDA_CHECK(cudaEventCreate(&gpu_stamps.back()));
+    }
+    CUDA_CHECK(cudaEventRecordWithFlags(
+        gpu_stamps[place], main_lane.stream,
+        capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
+}
+// Milliseconds between two stamps, once all work is done.
+static float backend_milliseconds(size_t first, size_t last) {
+    float ms = 0;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_stamps[first], gpu_stamps[last]));
+    return ms;
+}
+static double backend_peak(std::string* source) {
+    static const struct {
+        int capability;
+        double bf16, fp32;  // operations a clock
+        int tensor_khz;     // at most
+    } PEAKS[] = {
+        {80, 2048, 128, INT_MAX},
+        {86, 512, 256, INT_MAX},
+        {89, 512, 256, INT_MAX},
+        {90, 4096, 256, 1830000},
+    };
+    cudaDeviceProp properties;
+    int khz = 0;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
+    bool tensor = sizeof(floatX) == 2;
+    for (auto& peak : PEAKS) {
+        if (peak.capability != 10 * properties.major + properties.minor) continue;
+        khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
+        *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
+                       tensor ? "dense bf16" : "fp32");
+        return 1e-9 * khz * properties.multiProcessorCount * (tensor ? peak.bf16 : peak.fp32);
+    }
+    return 0;
+}
+
+static size_t backend_memory_available() {
+    size_t available = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return available;
+}
+
+static size_t workspace_bytes() {
+    size_t bytes = 2 * GPU_WORKSPACE_BYTES;
+#ifdef CPU_LAYERS
+    bytes += cpu::cpu_workspace_bytes();
+#endif
+    return bytes;
+}
+static bool allocate_workspace() {
+#ifdef CPU_LAYERS
+    if (!cpu::cpu_workspace && posix_memalign((void**)&cpu::cpu_workspace, 4096, cpu::cpu_workspace_bytes()))
+        return false;
+#endif
+    for (Lane* made : {&main_lane, &side_lane}) {
+        if (!made->workspace.base)
+            made->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
+        if (!made->workspace.base) return false;
+    }
+    return true;
+}
+
+namespace gpu {
+
+// ---- what the kernels share -------------------------------------------------------------------------------
+
+enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
+
+__device__ static inline void unpack(float value[VEC], uint4 bits) {
+    const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#ifdef PRECISION_FP32
+        value[i] = __uint_as_float(word[i]);
+#else
+        value[2 * i] = __uint_as_float(word[i] << 16);
+        value[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
+#endif
+    }
+}
+__device__ static inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *(uint32_t*)&pair;
+}
+__device__ static inline uint4 pack(const float value[VEC]) {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#ifdef PRECISION_FP32
+        word[i] = __float_as_uint(value[i]);
+#else
+        word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
+#endif
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`.
+__device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>  // groups that may still be under way
+__device__ inline void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+#ifndef PRECISION_FP32
+// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
+// next.
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+// 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
+// a rounding.
+__device__ static inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float sigmoid(float x) {
+#ifdef PRECISION_FP32
+    return 1.0f / (1.0f + expf(-x));
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_fast(-1.44269504f * x)));
+    return y;
+#endif
+}
+// In bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction instead of two: an error of 2^-12,
+// below a rounding of what it multiplies.
+__device__ static inline float silu_gradient(float x) {
+#ifdef PRECISION_FP32
+    float s = sigmoid(x);
+#else
+    float s;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(s) : "f"(0.5f * x));
+    s = 0.5f + 0.5f * s;
+#endif
+    return s * (1.0f + x * (1.0f - s));
+}
+
+// kernel<<<grid, threads, shared>>>(args...) on lane->stream, in clusters of `cluster` blocks along x.
+template <typename... Parameters, typename... Arguments>
+static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
+                            int cluster, Arguments... arguments) {
+    if (shared > 48 * 1024)
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, &attribute, cluster > 1 ? 1u : 0u};
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+    LAUNCH_CHECK();
+}
+template <typename... Parameters, typename... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
+                   Arguments... arguments) {
+    launch_clusters(kernel, grid, threads, shared, 1, arguments...);
+}
+
+// Sum of a block's values in a fixed order, in thread 0. At most 1024 threads, whole warps.
+__device__ static inline float block_sum(float value) {
+    __shared__ float parts[32];
+    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
+    if (threadIdx.x < 32)
+        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    return value;
+}
+
+// to (n) = from (n), rounded to the layers' precision.
+__global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) to[i] = (floatX)from[i];
+}
+static void round_weights(floatX* to, const float* from, size_t n) {
+    launch(round_weights_kernel, ceil_div(n, 256), 256, 0, to, from, n);
+}
+
+// ---- timestep embedding, SiLU -----------------------------------------------------------------------------
+
+// torch.cat([cos(t * f), sin(t * f)], 1), f_i = max_period^(-i / half). One thread an angle, in double. (B,
+// C)
+__global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int B, int C, int max_period) {
+    int half = C / 2, n = blockIdx.x * blockDim.x + threadIdx.x, b = n / half, i = n % half;
+    if (b >= B) return;
+    double sine, cosine;
+    sincos(t[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
+    out[(size_t)b * C + i] = (floatX)(float)cosine;
+    out[(size_t)b * C + half + i] = (floatX)(float)sine;
+}
+static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
+    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
+    launch(timestep_embedding_forward_kernel, ceil_div((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
+           max_period);
+}
+
+// F.silu(x). One thread an element: the embedding's few thousand.
+__global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
+}
+static void silu_forward(floatX* out, const floatX* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
+    launch(silu_forward_kernel, ceil_div(n, 256), 256, 0, out, x, n);
+}
+__global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
+}
+static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
+    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
+    launch(silu_backward_kernel, ceil_div(n, 256), 256, 0, dx, dout, x, n);
+}
+
+// ---- group norm + SiLU ------------------------------------------------------------------------------------
+
+// Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
+// in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
+// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle x and x2:
+//   moments (B, parts, C): a tensor's mean over the part, and its sum of squares about that mean;
+//   sums (B, parts, C + C2): of the gradient dy before the SiLU, and of dy x^.
+// The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
+// groupnorm_gradient do. No 16 bytes straddle x and x2: channels come in multiples of 32.
+enum {
+    NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
+    NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
+    NORM_PART_DEPTH = NORM_PART / NORM_PART_STEP,  // so many times
+    // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
+    NORM_THREADS = 512,  // 256: 3% slower
+    NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 by turns: forward 20% slower
+    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower on an H100
+    NORM_DEPTH = 4,      // vectors that a thread of the forward pass awaits; 2: 1% slower
+};
+static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
+
+__device__ static inline void norm_parameters(float (&value)[VEC], const float* from) {
+#pragma unroll
+    for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
+}
+
+// put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
+template <typename Put>
+__device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
+    __shared__ float2 room[NORM_PART_THREADS / 32][8 * VEC];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+        for (int step = 8; step < 32; step *= 2)
+            a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
+        if (lane < 8) room[warp][lane * VEC + i] = make_float2(a[i], q[i]);
+    }
+    __syncthreads();
+    if (threadIdx.x >= 8 * VEC) return;
+    float2 total = make_float2(0, 0);
+    for (auto& of_warp : room) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
+    put(blockIdx.y * 8 * VEC + threadIdx.x, total);
+}
+
+// A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
+__device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
+    int r = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < NORM_PART_DEPTH; i++)
+        if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
+}
+
+// moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
+// 8 vectors of channels, image); x is read once. Squares are summed about the part's first pixel: over n
+// values of which the pivot is one, that is at most n + 1 times the sum about the mean: little cancels.
+__global__ void __launch_bounds__(NORM_PART_THREADS)
+    channel_moments_kernel(float2* moments, const floatX* x, int T, int C) {
+    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
+    int c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    const floatX* first = x + ((size_t)blockIdx.z * T + t0) * C;
+    float sum[VEC] = {}, squares[VEC] = {};
+    if (c < C) {
+        uint4 in[NORM_PART_DEPTH];
+        norm_part_load(in, first + r * C + c, C, n);
+        float pivot[VEC], d[VEC];
+        unpack(pivot, *(const uint4*)(first + c));
+#pragma unroll
+        for (int i = 0; i < NORM_PART_DEPTH; i++) {
+            if (r + i * NORM_PART_STEP >= n) break;
+            unpack(d, in[i]);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
+        }
+    }
+    norm_part_sums(sum, squares, [&](int c, float2 total) {
+        if (c >= C) return;
+        float shift = total.x / n;
+        moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
+            make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
+    });
+}
+static void channel_moments(float2* moments, const floatX* x, int B, int T, int C) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * B * T * C});
+    launch(channel_moments_kernel, dim3(norm_parts(T), ceil_div(C, 8 * VEC), B), NORM_PART_THREADS, 0,
+           moments, x, T, C);
+}
+
+// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
+// the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
+struct NormGrid {
+    int channels, slabs, ranks;  // of a slab
+};
+static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
+    NormGrid s;
+    const int line = 128 / sizeof(floatX);
+    s.slabs = ceil_div(K * sizeof(floatX), NORM_SLAB), s.channels = ceil_div(K, s.slabs * line) * line;
+    int most = ceil_div((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
+    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (B * s.slabs);
+    s.ranks = std::max(1, std::min(s.ranks, most));
+    return s;
+}
+
+// each(i, g) for i < VEC: channel c + i belongs to group g.
+template <typename Each>
+__device__ static inline void norm_each_channel(int c, int group, Each each) {
+    int g = c / group, within = c - g * group;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+        each(i, g);
+        if (++within == group) within = 0, g++;
+    }
+}
+
+// Where a block of such a pass stands, and its thread: every stride-th pixel of image b from t on, and one
+// vector of channels, so that what belongs to a channel stays in registers.
+struct NormPlace {
+    int b, t, stride, c, c0;  // c0: channel c, counted from the first of the block's groups
+    int rank, slab;           // the block's; its first channel
+    int group, g0, groups;    // channels in a group; the block's first group, and how many there are
+    bool second;              // the channels lie in x2
+    size_t at, at_joined;     // the thread's first element in its tensor, and in one of C + C2 channels
+    int step, step_joined;    // from one of its pixels to the next
+    __device__ NormPlace(const NormGrid& s, int block, int T, int C, int C2, int G) {
+        int K = C + C2;
+        rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
+        int vectors = min(s.channels, K - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
+        c = slab + threadIdx.x % vectors * VEC;
+        group = K / G, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
+        c0 = c - g0 * group, second = c >= C, t = rank * R + r, stride = R * s.ranks;
+        size_t pixel = (size_t)b * T + t;
+        at = second ? pixel * C2 + c - C : pixel * C + c, at_joined = pixel * K + c;
+        step = stride * (second ? C2 : C), step_joined = stride * K;
+        if (r >= R) t = T;  // a thread too many
+    }
+};
+
+// In thread i < p.groups the sum over group g0 + i of item(part, channel, the group's first channel), in an
+// order that the shapes alone decide: a power of 2 of neighbouring threads shares a group. meanwhile() is
+// called when the items have come in.
+template <typename Item, typename Meanwhile>
+__device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, Item item,
+                                               Meanwhile meanwhile) {
+    __shared__ float2 room[NORM_THREADS];
+    int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
+    int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
+    int part = lane / p.group, c = lane % p.group, part_step = lanes / p.group, c_step = lanes % p.group;
+    float2 sum = make_float2(0, 0);
+    if (i < p.groups)
+#pragma unroll 4
+        for (; part < parts; part += part_step) {
+            float2 more = item(part, c0 + c, c0);
+            sum.x += more.x, sum.y += more.y;
+            if ((c += c_step) >= p.group) c -= p.group, part++;
+        }
+    meanwhile();
+    for (int step = width / 2; step; step /= 2)
+        sum.x += __shfl_xor_sync(~0u, sum.x, step), sum.y += __shfl_xor_sync(~0u, sum.y, step);
+    if (threadIdx.x % width == 0) room[threadIdx.x / width] = sum;
+    __syncthreads();
+    sum = make_float2(0, 0);
+    if ((int)threadIdx.x < p.groups)
+        for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++)
+            sum.x += room[i].x, sum.y += room[i].y;
+    return sum;
+}
+
+// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Device memory: x and x2 in, out out, once each; before that
+// each block reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by
+// Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
+__global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
+    groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
+                             const float2* moments, const float2* moments2, const float* w, const float* bias,
+                             int T, int C, int C2, int G, bool silu, NormGrid s) {
+    __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
+    NormPlace p(s, blockIdx.x, T, C, C2, G);
+    const floatX* source = (p.second ? x2 : x) + p.at;
+    floatX* target = out + p.at_joined;
+    uint4 in[NORM_DEPTH];
+    auto load_first = [&] {
+#pragma unroll
+        for (int i = 0; i < NORM_DEPTH; i++)
+            if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+    };
+    mean += p.b * G + p.g0, rstd += p.b * G + p.g0;
+    if (!moments) {
+        load_first();
+        if ((int)threadIdx.x < p.groups)
+            statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
+    } else {
+        int parts = norm_parts(T);
+        auto moment = [&](int part, int c) {
+            size_t row = (size_t)p.b * parts + part;
+            return c < C ? moments[row * C + c] : moments2[row * C2 + c - C];
+        };
+        auto item = [&](int part, int c, int c0) {
+            float2 m = moment(part, c);
+            float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
+            return make_float2(n * d, m.y + n * d * d);
+        };
+        float2 sum = norm_group_sum(p, parts, item, load_first);
+        if ((int)threadIdx.x < p.groups) {
+            int c0 = (p.g0 + threadIdx.x) * p.group;
+            float n = (float)p.group * T, d = sum.x / n, middle = moment(0, c0).x + d;
+            float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
+            statistics[threadIdx.x] = make_float2(middle, r);
+            // Of the slabs that share a group, one writes: their sums may differ in order.
+            if (p.rank == 0 && c0 >= p.slab) mean[threadIdx.x] = middle, rstd[threadIdx.x] = r;
+        }
+    }
+    __syncthreads();
+    float scale[VEC], shift[VEC];
+    norm_parameters(scale, w + p.c), norm_parameters(shift, bias + p.c);
+    norm_each_channel(p.c0, p.group, [&](int i, int g) {
+        scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
+    });
+    for (int t = p.t; t < T; t += NORM_DEPTH * p.stride)
+#pragma unroll
+        for (int i = 0; i < NORM_DEPTH; i++) {
+            if (t + i * p.stride >= T) break;
+            float y[VEC];
+            unpack(y, in[i]);
+            if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+#pragma unroll
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
+            if (silu)
+#pragma unroll
+                for (int e = 0; e < VEC; e++) y[e] *= sigmoid(y[e]);
+            *(uint4*)target = pack(y), target += p.step_joined;
+        }
+}
+static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
+                              const float2* moments, const float2* moments2, const float* w,
+                              const float* bias, int B, int T, int C, int C2, int G, bool silu) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
+    NormGrid s = norm_grid(B, T, C + C2, 0);
+    launch(groupnorm_forward_kernel, s.ranks * s.slabs * B, NORM_THREADS, 0, out, mean, rstd, x, x2, moments,
+           moments2, w, bias, T, C, C2, G, silu, s);
+}
+static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
+                            const floatX* x2, const float* w, const float* bias, int B, int T, int C, int C2,
+                            int G, bool silu) {
+    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
+    groupnorm_forward(out, (float*)mean, (float*)rstd, x, x2, nullptr, nullptr, w, bias, B, T, C, C2, G,
+                      silu);
+}
+
+// The gradient before the SiLU, dy = dnormed * silu'(x scale + shift), and its sums. Blocks as in
+// channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
+__global__ void __launch_bounds__(NORM_PART_THREADS)
+    groupnorm_gradient_kernel(float2* sums, floatX* dy, const floatX* dnormed, const floatX* x,
+                              const floatX* x2, const float* mean, const float* rstd, const float* w,
+                              const float* bias, int T, int C, int C2, int G, bool silu) {
+    int K = C + C2, group = K / G, r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
+    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
+    const floatX* source = c < C ? x + pixel * C + c : x2 + pixel * C2 + c - C;
+    mean += blockIdx.z * G, rstd += blockIdx.z * G;
+    float sum[VEC] = {}, sum_normed[VEC] = {};
+    if (c < K) {
+        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
+        norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
+        float middle[VEC], scale[VEC], shift[VEC];
+        norm_parameters(scale, w + c), norm_parameters(shift, bias + c);
+        norm_each_channel(c, group, [&](int i, int g) {
+            middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
+        });
+#pragma unroll
+        for (int i = 0; i < NORM_PART_DEPTH; i++) {
+            if (r + i * NORM_PART_STEP >= n) break;
+            float value[VEC], d[VEC];
+            unpack(value, in[i]), unpack(d, upstream[i]);
+            if (silu)
+#pragma unroll
+                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
+            if (silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
+        }
+    }
+    norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
+        if (c < K)
+            sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
+                make_float2(total.x, total.y * rstd[c / group]);
+    });
+}
+static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T) {
+    int K = norm.C + norm.C2;
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * B * T * K});
+    launch(groupnorm_gradient_kernel, dim3(norm_parts(T), ceil_div(K, 8 * VEC), B), NORM_PART_THREADS, 0,
+           norm.sums, dy, dnormed, norm.x, norm.x2, norm.mean, norm.rstd, norm.w, norm.bias, T, norm.C,
+           norm.C2, norm.G, norm.silu);
+}
+
+// dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
+__device__ static inline void norm_weights(float* dw, float* dbias, const float2* sums, int rows, int K) {
+    enum { WARPS = NORM_THREADS / 32 };
+    __shared__ float2 room[WARPS][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
+    float2 total = make_float2(0, 0);
+#pragma unroll 8
+    for (int i = warp; i < rows; i += WARPS) {
+        float2 more = sums[(size_t)i * K + c];
+        total.x += more.x, total.y += more.y;
+    }
+    room[warp][lane] = total;
+    __syncthreads();
+    if (warp > 0) return;
+    for (int i = 1; i < WARPS; i++) total.x += room[i][lane].x, total.y += room[i][lane].y;
+    dbias[c] += total.x, dw[c] += total.y;
+}
+
+// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
+// memory: x, dy and dresidual in, dx out (in and out where it accumulates), once each; before that each block
+// reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
+template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
+__global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
+    groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
+                              const floatX* dy, const floatX* dresidual, const float* mean, const float* rstd,
+                              const floatX* x, const floatX* x2, const float* w, int B, int T, int C, int C2,
+                              int G, NormGrid s, int weight_blocks) {
+    __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
+    int K = C + C2, parts = norm_parts(T);
+    if ((int)blockIdx.x < weight_blocks) {
+        norm_weights(dw, dbias, sums, B * parts, K);
+        return;
+    }
+    NormPlace p(s, blockIdx.x - weight_blocks, T, C, C2, G);
+    const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dy + p.at_joined;
+    const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
+    floatX* target = (p.second ? dx2 : dx) + p.at;
+    uint4 in, upstream, residual, old;
+    auto load = [&](const floatX* before) {
+        in = *(const uint4*)source, source += p.step;
+        upstream = *(const uint4*)gradient, gradient += p.step_joined;
+        if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
+        if (ACCUMULATE) old = *(const uint4*)before;
+    };
+    mean += p.b * G + p.g0, rstd += p.b * G + p.g0, sums += (size_t)p.b * parts * K;
+    auto item = [&](int part, int c, int) {
+        float2 sum = sums[(size_t)part * K + c];
+        float weight = w[c];
+        return make_float2(weight * sum.x, weight * sum.y);
+    };
+    float2 sum = norm_group_sum(p, parts, item, [&] {
+        if (p.t < T) load(target);
+    });
+    if ((int)threadIdx.x < p.groups) {
+        float n = (float)p.group * T, r = rstd[threadIdx.x], slope = r * r * sum.y / n;
+        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - mean[threadIdx.x] * slope);
+    }
+    __syncthreads();
+    float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
+    norm_parameters(scale, w + p.c);
+    norm_each_channel(p.c0, p.group, [&](int i, int g) {
+        float3 of_group = coefficients[g];
+        scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
+    });
+    for (int t = p.t; t < T; t += p.stride) {
+        float value[VEC], d[VEC], more[VEC];
+        unpack(value, in), unpack(d, upstream);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - (value[e] * alpha[e] + beta[e]);
+        auto add = [&](uint4 bits) {
+            unpack(more, bits);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) d[e] += more[e];
+        };
+        if (RESIDUAL) add(residual);
+        if (ACCUMULATE) add(old);
+        *(uint4*)target = pack(d), target += p.step;
+        if (t + p.stride < T) load(target);
+    }
+}
+static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, float2* sums,
+                               const floatX* dy, const floatX* dresidual, const float* mean,
+                               const float* rstd, const floatX* x, const floatX* x2, const float* w,
+                               const float*, int B, int T, int C, int C2, int G, bool, bool accumulate) {
+    PROFILE("group norm backward",
+            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
+    int weight_blocks = (C + C2) / 32;
+    NormGrid s = norm_grid(B, T, C + C2, weight_blocks);
+    auto pass = groupnorm_backward_kernel<false, false>;
+    if (dresidual)
+        pass = accumulate ? groupnorm_backward_kernel<true, true> : groupnorm_backward_kernel<true, false>;
+    if (!dresidual && accumulate) pass = groupnorm_backward_kernel<false, true>;
+    launch(pass, weight_blocks + s.ranks * s.slabs * B, NORM_THREADS, 0, dx, dx2, dw, dbias, sums, dy,
+           dresidual, mean, rstd, x, x2, w, B, T, C, C2, G, s, weight_blocks);
+}
+
+// ---- attention --------------------------------------------------------------------------------------------
+
+// A block owns 64 rows (queries, or in backward keys) of one head of one image and walks over the other side
+// in tiles of `COLUMNS`, so that T x T is never stored and any T works. Heads are padded with zeros to D
+// channels.
+enum { ATTENTION_ROWS = 64, ATTENTION_THREADS = 128 };
+// Of backward with heads of up to 32, on an H100 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3
+// blocks 43.
+enum { ATTENTION_COLUMNS = 64, ATTENTION_BLOCKS = 4 };
+
+#ifndef PRECISION_FP32
+
+typedef __nv_bfloat16 bf16;
+
+// Four 8x8 matrices of shared memory as fragments of mma.sync; `source`: this lane's row of 16 bytes.
+// Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
+template <int D>
+struct AttentionRow {
+    bf16 at[D + 8];
+};
+template <int ROWS, int D>
+__device__ static void attention_load(AttentionRow<D>* tile, const bf16* source, size_t stride, int t0, int T,
+                                      int d) {
+    for (int i = threadIdx.x; i < ROWS * (D / 8); i += ATTENTION_THREADS) {
+        int row = i / (D / 8), c = i % (D / 8) * 8;
+        bool inside = t0 + row < T && c < d;
+        copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
+                   inside);
+    }
+}
+
+// scores (16, COLUMNS) = the warp's rows of a (64, D) times b^T, b (COLUMNS, D)
+template <int D, int COLUMNS>
+__device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
+                                        const AttentionRow<D>* b) {
+    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+        for (int i = 0; i < 4; i++) scores[n][i] = 0;
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t left[4], right[4];
+        load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n += 16) {
+            load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
+            mma(scores[n / 8], left, right[0], right[1]);
+            mma(scores[n / 8 + 1], left, right[2], right[3]);
+        }
+    }
+}
+// sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
+template <int D, int COLUMNS>
+__device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMNS / 8][4],
+                                       const AttentionRow<D>* b) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < COLUMNS; k += 16) {
+        const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
+        uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
+                            pack_bf16(p1[2], p1[3])};
+#pragma unroll
+        for (int n = 0; n < D; n += 16) {
+            uint32_t right[4];
+            load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
+            mma(sum[n / 8], left, right[0], right[1]);
+            mma(sum[n / 8 + 1], left, right[2], right[3]);
+        }
+    }
+}
+// The warp's rows of sum (64, D), by way of its rows of `room`, to target, in pieces of 16 bytes.
+template <int D>
+__device__ static void attention_store(bf16* target, size_t stride, int t0, int T, int d,
+                                       AttentionRow<D>* room, const float sum[D / 8][4], float factor0,
+                                       float factor1) {
+    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        int c = n * 8 + lane % 4 * 2;
+        *(uint32_t*)&room[row0 + lane / 4].at[c] = pack_bf16(sum[n][0] * factor0, sum[n][1] * factor0);
+        *(uint32_t*)&room[row0 + lane / 4 + 8].at[c] = pack_bf16(sum[n][2] * factor1, sum[n][3] * factor1);
+    }
+    __syncwarp();
+    for (int i = lane; i < 16 * (D / 8); i += 32) {
+        int row = row0 + i / (D / 8), c = i % (D / 8) * 8;
+        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&room[row].at[c];
+    }
+}
+
+template <int D>
+struct AttentionForwardShared {
+    AttentionRow<D> q[ATTENTION_ROWS], k[2][64], v[2][64];  // [stage]
+};
+
+// F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
+// Block (64 queries, head, image). Device memory: q in and out out once, k and v once for each 64 queries.
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
+                                                     : D > 32 ? 3
+                                                              : 6)  // 6: T = 256 at B = 32 is one wave
+    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
+    extern __shared__ uint4 attention_shared[];
+    AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
+    int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
+    const bf16 *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+    attention_load<64, D>(s.q, q, 3 * C, t0, T, d);
+    attention_load<64, D>(s.k[0], k, 3 * C, 0, T, d);
+    attention_load<64, D>(s.v[0], v, 3 * C, 0, T, d);
+    copy_commit();
+    // A lane holds columns of two rows, lane / 4 and 8 below it. e^x is 2^(x / ln 2): one instruction.
+    float sum[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, unit = scale * 1.44269504f;
+    for (int j = 0; j * 64 < T; j++) {
+        int stage = j % 2;
+        if ((j + 1) * 64 < T) {
+            attention_load<64, D>(s.k[!stage], k, 3 * C, (j + 1) * 64, T, d);
+            attention_load<64, D>(s.v[!stage], v, 3 * C, (j + 1) * 64, T, d);
+        }
+        copy_commit();
+        copy_wait<1>();
+        __syncthreads();
+        float p[8][4];
+        attention_scores<D, 64>(p, s.q, s.k[stage]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float highest = top[half], part = 0;  // of the scores, unscaled
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    if ((j + 1) * 64 > T && j * 64 + n * 8 + lane % 4 * 2 + i % 2 >= T) p[n][i] = -INFINITY;
+                    highest = fmaxf(highest, p[n][i]);
+                }
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+            float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                for (int i = 2 * half; i < 2 * half + 2; i++)
+                    part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
+            total[half] = total[half] * keep + part, top[half] = highest;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
+        }
+        attention_weigh<D, 64>(sum, p, s.v[stage]);
+        __syncthreads();  // the stage is free
+    }
+    for (int half = 0; half < 2; half++) {
+        total[half] += __shfl_xor_sync(~0u, total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
+        if (lane % 4 == 0 && t < T)
+            lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
+    }
+    attention_store<D>(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
+}
+
+// dots (ROWS): each row's D_i = sum_j dout_ij out_ij; normalisers (ROWS): lse in units of ln 2, +inf past T,
+// so that the probabilities there are 0.
+template <int ROWS, int D>
+__device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
+                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
+    const int lanes = ATTENTION_THREADS / ROWS;  // threads a row
+    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * 8;
+    float sum = 0;
+    for (int c = c0; c < D; c += lanes * 8) {
+        float a[8], b[8];
+        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
+        for (int i = 0; i < 8; i++) sum += a[i] * b[i];
+    }
+    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (c0) return;
+    dots[row] = sum, normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
+}
+
+template <int D, int COLUMNS>
+struct AttentionBackwardShared {
+    AttentionRow<D> row1[64], row2[64];                        // q, dout of the queries; or k, v of the keys
+    AttentionRow<D> column1[2][COLUMNS], column2[2][COLUMNS];  // [stage] the other two
+    AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
+    float dots[64], normalisers[64];
+};
+
+// A block's 64 queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
+template <int D, int COLUMNS, bool KEYS>
+__device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* out,
+                                               const float* lse, const bf16* qkv, int t0, int T, int C, int d,
+                                               float scale) {
+    extern __shared__ uint4 attention_shared[];
+    AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
+    const bf16 *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
+    int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    attention_load<64, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<64, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<64, D>(s.out, out, C, t0, T, d);
+    auto load = [&](int j) {
+        int stage = j % 2;
+        if (j < tiles) {
+            attention_load<COLUMNS, D>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
+            attention_load<COLUMNS, D>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T,
+                                       d);
+            if (KEYS) attention_load<COLUMNS, D>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
+        }
+        copy_commit();
+    };
+    load(0);
+    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
+    for (int j = 0; j < tiles; j++) {
+        int stage = j % 2;
+        load(j + 1);
+        copy_wait<1>();
+        __syncthreads();
+        if (KEYS)
+            attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
+                                       j * COLUMNS, T);
+        else if (j == 0)
+            attention_dots<64, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+        __syncthreads();
+        float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
+        attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
+        attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int query =
+                    KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
+                p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
+                ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
+            }
+        attention_weigh<D, COLUMNS>(sum1, ds, s.column1[stage]);
+        if (KEYS) attention_weigh<D, COLUMNS>(sum2, p, s.column2[stage]);
+        __syncthreads();  // the stage is free
+    }
+    attention_store<D>(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
+    if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
+}
+
+// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks (64
+// queries or 64 keys, head, image): the first half of the grid's x makes dq, the other dk and dv; both make
+// P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
+template <int D, int COLUMNS>
+__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
+                                                     : D > 32 ? 3
+                                                              : ATTENTION_BLOCKS)
+    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
+                              const bf16* qkv, int T, int C, int d, float scale) {
+    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
+    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
+    lse += ((size_t)b * gridDim.y + head) * T;
+    if (blockIdx.x < tiles)
+        attention_backward_rows<D, COLUMNS, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
+                                                  d, scale);
+    else
+        attention_backward_rows<D, COLUMNS, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
+                                                   d, scale);
+}
+
+template <int D>
+static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
+    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
+           sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+}
+template <int D>
+static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
+                                      const bf16* qkv, int B, int T, int C, int heads) {
+    const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
+    launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B),
+           ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
+           C / heads, 1 / sqrtf((float)(C / heads)));
+}
+
+#else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
+
+// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up
+// in device memory: one fp32 sum of all 262,144 loses 3e-5.
+enum { ATTENTION_TILE = 16, ATTENTION_SPAN = 4096 };
+
+template <int D>
+__device__ static void attention_load(float (*tile)[D], const float* source, size_t stride, int t0, int T,
+                                      int d) {
+    for (int i = threadIdx.x; i < ATTENTION_TILE * D; i += ATTENTION_ROWS) {
+        int row = i / D, c = i % D;
+        tile[row][c] = t0 + row < T && c < d ? source[(t0 + row) * stride + c] : 0.0f;
+    }
+}
+template <int D>
+__device__ static void attention_load_row(float row[D], const float* source, bool inside, int d) {
+#pragma unroll
+    for (int c = 0; c < D; c++) row[c] = inside && c < d ? source[c] : 0.0f;
+}
+template <int D>
+__device__ static float attention_dot(const float a[D], const float* b) {
+    float sum[4] = {};
+#pragma unroll
+    for (int c = 0; c < D; c++) sum[c % 4] += a[c] * b[c];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Block (64 queries, head, image); maths and traffic as in bf16.
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_ROWS)
+    attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
+    __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
+    int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
+    const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+    float row[D], sum[D] = {}, top = -INFINITY, total = 0, all = 0, top_before = -INFINITY;
+    float* target = out + ((size_t)b * T + t) * C + head * d;
+    attention_load_row<D>(row, q + (size_t)t * 3 * C, t < T, d);
+    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
+        __syncthreads();
+        attention_load<D>(k_tile, k, 3 * C, j0, T, d);
+        attention_load<D>(v_tile, v, 3 * C, j0, T, d);
+        __syncthreads();
+        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
+            float score = scale * attention_dot<D>(row, k_tile[j]), highest = fmaxf(top, score);
+            float keep = expf(top - highest), p = expf(score - highest);
+            total = total * keep + p, top = highest;
+#pragma unroll
+            for (int c = 0; c < D; c++) sum[c] = sum[c] * keep + p * v_tile[j][c];
+        }
+        int done = j0 + ATTENTION_TILE;
+        if (done % ATTENTION_SPAN && done < T) continue;
+        float keep = expf(top_before - top);  // of the spans before; the first: 0
+        all = all * keep + total, total = 0, top_before = top;
+#pragma unroll
+        for (int c = 0; c < D; c++) {
+            if (t < T && c < d)
+                target[c] = ((done > ATTENTION_SPAN ? target[c] * keep : 0) + sum[c]) / (done < T ? 1 : all);
+            sum[c] = 0;
+        }
+    }
+    if (t < T) lse[((size_t)b * gridDim.y + head) * T + t] = top + logf(all);
+}
+
+// A thread's query (KEYS false: dq) or key (dk, dv).
+template <int D, bool KEYS>
+__device__ static void attention_backward_row(float* dqkv, const float* dout, const float* out,
+                                              const float* lse, const float* qkv, int t, int T, int C, int d,
+                                              float scale) {
+    __shared__ float tile1[ATTENTION_TILE][D], tile2[ATTENTION_TILE][D], tile_dots[ATTENTION_TILE];
+    const float *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
+    float row1[D], row2[D], sum1[D] = {}, sum2[D] = {}, own_dot = 0;
+    attention_load_row<D>(row1, (KEYS ? k : q) + (size_t)t * 3 * C, t < T, d);
+    attention_load_row<D>(row2, KEYS ? v + (size_t)t * 3 * C : dout + (size_t)t * C, t < T, d);
+    if (!KEYS && t < T)
+        for (int c = 0; c < d; c++) own_dot += dout[(size_t)t * C + c] * out[(size_t)t * C + c];
+    float* target = dqkv + (size_t)t * 3 * C;
+    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
+        __syncthreads();
+        attention_load<D>(tile1, KEYS ? q : k, 3 * C, j0, T, d);
+        attention_load<D>(tile2, KEYS ? dout : v, KEYS ? C : 3 * C, j0, T, d);
+        __syncthreads();
+        if (KEYS) {
+            int j = threadIdx.x;
+            float dot = 0;
+            if (j < ATTENTION_TILE && j0 + j < T)
+                for (int c = 0; c < d; c++) dot += tile2[j][c] * out[(size_t)(j0 + j) * C + c];
+            if (j < ATTENTION_TILE) tile_dots[j] = dot;
+            __syncthreads();
+        }
+        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
+            float normaliser = KEYS ? lse[j0 + j] : t < T ? lse[t] : INFINITY;
+            float p = expf(scale * attention_dot<D>(row1, tile1[j]) - normaliser);
+            float ds = scale * p * (attention_dot<D>(row2, tile2[j]) - (KEYS ? tile_dots[j] : own_dot));
+#pragma unroll
+            for (int c = 0; c < D; c++) {
+                sum1[c] += ds * tile1[j][c];
+                if (KEYS) sum2[c] += p * tile2[j][c];
+            }
+        }
+        int done = j0 + ATTENTION_TILE;
+        if (done % ATTENTION_SPAN && done < T) continue;
+#pragma unroll
+        for (int c = 0; c < D; c++) {
+            float &first = target[(KEYS ? C : 0) + c], &second = target[2 * C + c];
+            if (t < T && c < d) {
+                first = (done > ATTENTION_SPAN ? first : 0) + sum1[c];
+                if (KEYS) second = (done > ATTENTION_SPAN ? second : 0) + sum2[c];
+            }
+            sum1[c] = sum2[c] = 0;
+        }
+    }
+}
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_ROWS)
+    attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
+                              const float* qkv, int T, int C, int d, float scale) {
+    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
+    int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
+    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
+    lse += ((size_t)b * gridDim.y + head) * T;
+    if (blockIdx.x < tiles)
+        attention_backward_row<D, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
+    else
+        attention_backward_row<D, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
+}
+
+template <int D>
+static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
+                                     int heads) {
+    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
+           lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+}
+template <int D>
+static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
+                                      const float* qkv, int B, int T, int C, int heads) {
+    launch(attention_backward_kernel<D>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
+           dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
+}
+
+#endif
+
+static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
+    int d = C / heads;
+    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
+    if (d <= 32)
+        attention_forward_launch<32>(out, lse, qkv, B, T, C, heads);
+    else if (d <= 64)
+        attention_forward_launch<64>(out, lse, qkv, B, T, C, heads);
+    else
+        attention_forward_launch<128>(out, lse, qkv, B, T, C, heads);
+}
+static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                               const floatX* qkv, int B, int T, int C, int heads) {
+    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
+    int d = C / heads;
+    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
+    if (d <= 32)
+        attention_backward_launch<32>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+    else if (d <= 64)
+        attention_backward_launch<64>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+    else
+        attention_backward_launch<128>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+}
+
+// ---- up- and down-sampling --------------------------------------------------------------------------------
+
+// out (B, 2H, 2W, C) [+]= factor x (B, H, W, C), each pixel four times. A block a row of x; a thread 16
+// bytes. Device memory: x in and out out once (out in too where it accumulates).
+__global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
+    int vectors = C / VEC, row = W * vectors;  // 16-byte pieces of a pixel, of a row
+    for (int i = threadIdx.x; i < row; i += blockDim.x) {
+        float source[VEC], value[4][VEC];
+        unpack(source, ((const uint4*)x)[(size_t)blockIdx.x * row + i]);
+        uint4* first = (uint4*)out + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (accumulate) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
+            for (int n = 0; n < VEC; n++)
+                value[j][n] = (accumulate ? value[j][n] : 0.0f) + factor * source[n];
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) first[j / 2 * 2 * row + j % 2 * vectors] = pack(value[j]);
+    }
+}
+// out (B, H, W, C) [+]= factor times the sum of the 2x2 pixels of x (B, 2H, 2W, C). A block a row of out.
+__global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
+    int vectors = C / VEC, row = W * vectors;
+    for (int i = threadIdx.x; i < row; i += blockDim.x) {
+        float value[4][VEC], before[VEC] = {};
+        const uint4* first =
+            (const uint4*)x + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
+        uint4* target = (uint4*)out + (size_t)blockIdx.x * row + i;
+#pragma unroll
+        for (int j = 0; j < 4; j++) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
+        if (accumulate) unpack(before, *target);
+        for (int n = 0; n < VEC; n++)
+            before[n] += factor * ((value[0][n] + value[1][n]) + (value[2][n] + value[3][n]));
+        *target = pack(before);
+    }
+}
+static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
+                      bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
+    launch(repeat2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
+}
+static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
+    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
+    launch(sum2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
+}
+static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
+    repeat2x2(out, x, B, H, W, C, 1.0f, false);
+}
+static void upsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
+    sum2x2(dx, dout, B, H, W, C, 1.0f, accumulate);
+}
+static void downsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
+    sum2x2(out, x, B, H / 2, W / 2, C, 0.25f, false);
+}
+static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
+    repeat2x2(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
+}
+
+// ---- loss -------------------------------------------------------------------------------------------------
+
+// losses (B, parts) the sums of squares, dout (B, n, or null) = scale w_b (out - target). A block a part.
+__global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target,
+                           const int* timesteps, const float* weights, int n, int parts, float scale) {
+    int b = blockIdx.x / parts, part = blockIdx.x % parts;
+    size_t first = (size_t)b * n, end = first + min((part + 1) * LOSS_CHUNK, n);
+    if (weights) scale *= weights[timesteps[b]];
+    float sum = 0;
+#pragma unroll 4
+    for (size_t i = first + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x) {
+        float difference = (float)out[padded_at(i)] - target[i];
+        sum += difference * difference;
+        if (dout) set_padded(dout, i, scale * difference);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = sum;
+}
+static void mse(float* losses, floatX* dout, const floatX* out, const float* target, const int* timesteps,
+                const float* weights, int B, int n, size_t total) {
+    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
+    launch(mse_kernel, B * loss_parts(n), 1024, 0, losses, dout, out, target, timesteps, weights, n,
+           loss_parts(n), (float)(2.0 / (double)total));
+}
+
+// ---- noise and samplers -----------------------------------------------------------------------------------
+
+// The four normals of a quad of elements: the host's integers, the transform in float (2e-6 from the host's).
+__device__ static inline void random_normals_device(float normal[4], uint32_t seed, uint32_t stream,
+                                                    uint32_t quad, uint32_t sample, uint32_t step) {
+    Philox p = philox(seed, stream, quad, sample, step);
+#pragma unroll
+    for (int pair = 0; pair < 4; pair += 2) {
+        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
+        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
+        sincospif(twice_u2, &sine, &cosine);
+        normal[pair] = r * cosine, normal[pair + 1] = r * sine;
+    }
+}
+
+// The normals of elements e to e + 4, in the order (C, H, W) of the noise; e need not start a quad.
+__device__ static inline void random_normals_at(float normal[4], uint32_t seed, uint32_t stream, int e,
+                                                uint32_t sample, uint32_t step) {
+    float two[8];
+    random_normals_device(two, seed, stream, e / 4, sample, step);
+    if (e % 4) random_normals_device(two + 4, seed, stream, e / 4 + 1, sample, step);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        normal[i] = two[i];
+#pragma unroll
+        for (int shift = 1; shift < 4; shift++)
+            if (e % 4 == shift) normal[i] = two[i + shift];
+    }
+}
+
+// Each of the following has a thread 4 pixels of image b, all channels: reads of planes and writes of pixels
+// both cover whole lines. Blocks (pixels, image). n: how many pixels the thread has.
+struct PixelQuad {
+    int b, first, n;
+    __device__ PixelQuad(int pixels) {
+        b = blockIdx.y, first = 4 * (blockIdx.x * blockDim.x + threadIdx.x), n = min(4, pixels - first);
+    }
+    __device__ size_t pixel(int i, int c, int pixels) const {  // in (B, H, W, 3)
+        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
+    }
+};
+enum { QUAD_THREADS = 64 };
+static dim3 quad_blocks(int B, int pixels) { return dim3(ceil_div(pixels, 4 * QUAD_THREADS), B); }
+
+// x_t = signal x0 + noise eps; target = eps, signal eps - noise x0, or x0. Device memory: images in, x_t,
+// target out.
+__global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ target,
+                                 const float* __restrict__ images, const int* timesteps, const float* signal,
+                                 const float* noise, int pixels, int predict, uint32_t seed, uint32_t stream,
+                                 uint32_t first, float offset, const StepState* state) {
+    PixelQuad q(pixels);
+    uint32_t step = state ? (uint32_t)state->step : 0;
+    if (q.n <= 0) return;
+    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]], shift[4] = {};
+    if (offset > 0) random_normals_device(shift, seed, STREAM_OFFSET, 0, first + q.b, step);
+#pragma unroll
+    for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        float eps[4];
+        int e = c * pixels + q.first;
+        random_normals_at(eps, seed, stream, e, first + q.b, step);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= q.n) break;
+            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i], n = eps[i] + offset * shift[c];
+            size_t at = q.pixel(i, c, pixels);
+            set_padded(x_t, at, a * x0 + s * n);
+            target[at] = target_of(predict, x0, n, a, s);
+        }
+    }
+}
+static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
+                      const float* signal, const float* noise, int B, int H, int W, int predict,
+                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
+    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
+    launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
+           noise, H * W, predict, seed, stream, first, offset, state);
+}
+
+// A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
+__global__ void sampler_start_kernel(float* x, floatX* input, const PictureNoise* begins, int pixels) {
+    PixelQuad q(pixels);
+    if (q.n <= 0) return;
+    PictureNoise from = begins[q.b];
+    for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        float normal[4], other[4] = {};
+        random_normals_at(normal, from.seed, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
+        if (from.other_weight != 0)
+            random_normals_at(other, from.other, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= q.n) break;
+            size_t at = q.pixel(i, c, pixels);
+            x[at] = from.weight * normal[i] + from.other_weight * other[i];
+            set_padded(input, at, x[at]);
+        }
+    }
+}
+static void sampler_start(float* x, floatX* input, const PictureNoise* begins, int B, int H, int W) {
+    launch(sampler_start_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, begins, H * W);
+}
+
+// A block a picture: |x0|'s value number `rank` in rising order, eight bits a round. Its counts are integers,
+// so that it does not matter in which order they are added up.
+__global__ void sampler_limits_kernel(float* limits, const float* x, const floatX* out, SamplerStep s,
+                                      int elements, int rank) {
+    __shared__ int counts[256], rank_left;
+    __shared__ uint32_t found;
+    x += (size_t)blockIdx.x * elements, out += padded_at((size_t)blockIdx.x * elements);
+    int digit = threadIdx.x;
+    if (digit == 0) found = 0, rank_left = rank;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        if (digit < 256) counts[digit] = 0;
+        __syncthreads();
+        uint32_t prefix = found;
+        int wanted = rank_left, below = 0;
+        for (int i = threadIdx.x; i < elements; i += blockDim.x) {
+            uint32_t bits = magnitude_bits(predicted_x0(s, x[i], (float)out[padded_at(i)]));
+            if ((bits ^ prefix) >> shift < 256) atomicAdd(counts + (bits >> shift & 255), 1);
+        }
+        __syncthreads();
+        for (int i = 0; i < digit && digit < 256; i++) below += counts[i];
+        if (digit < 256 && below <= wanted && wanted < below + counts[digit])  // for one thread
+            found = prefix | (uint32_t)digit << shift, rank_left = wanted - below;
+        __syncthreads();
+    }
+    if (digit == 0) limits[blockIdx.x] = limit_of_bits(found);
+}
+static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
+                           int W) {
+    int elements = IMAGE_CHANNELS * H * W;
+    launch(sampler_limits_kernel, B, 1024, 0, limits, x, out, s, elements, percentile_rank(elements));
+}
+
+// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x, in place.
+__global__ void sampler_step_kernel(float* x, float* saved, floatX* input, const floatX* out,
+                                    const float* limits, const PictureNoise* begins, SamplerStep s,
+                                    int pixels, uint32_t call) {
+    PixelQuad q(pixels);
+    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
+        float normal[4] = {};
+        if (s.sigma > 0)
+            random_normals_at(normal, begins[q.b].seed, STREAM_SAMPLER, c * pixels + q.first, 0, call);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= q.n) break;
+            size_t at = q.pixel(i, c, pixels);
+            float x0 = thresholded_x0(s, x[at], (float)out[padded_at(at)], limits[q.b]), before = x[at];
+            x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[i];
+            saved[at] = s.save_x0 * x0 + s.save_x * before;
+            set_padded(input, at, x[at]);
+        }
+    }
+}
+static void sampler_step(float* x, float* saved, floatX* input, const floatX* out, const float* limits,
+                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
+    launch(sampler_step_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, saved, input, out, limits, begins,
+           s, H * W, call);
+}
+
+// ---- optimiser --------------------------------------------------------------------------------------------
+
+// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
+__global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
+    size_t first = (size_t)blockIdx.x * NORM_CHUNK, end = min(first + NORM_CHUNK, n);
+    float sum = 0;
+#pragma unroll 8
+    for (size_t i = first + 4 * threadIdx.x; i + 4 <= end; i += 4 * blockDim.x) {
+        float4 v = *(const float4*)(x + i);
+        sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+    }
+    if (threadIdx.x < (end - first) % 4) {
+        float v = x[end - 1 - threadIdx.x];
+        sum += v * v;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+static void squared_norm(float* parts, const float* x, size_t n) {
+    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
+    launch(squared_norm_kernel, ceil_div(n, NORM_CHUNK), 512, 0, parts, x, n);
+}
+
+__device__ static inline void adamw_element(float& w, float& m, float& v, float g, const AdamW& a, float step,
+                                            float root, float decay) {
+    g *= a.clip;
+    m = a.beta1 * m + (1.0f - a.beta1) * g;
+    v = a.beta2 * v + (1.0f - a.beta2) * g * g;
+    w = w * decay - step * m / (sqrtf(v) / root + a.eps);
+}
+
+// torch.optim.AdamW, then EMAS running means of the weights and the layers' copy of them, `working`: 30 bytes
+// a parameter and 8 a mean, each once. All (n) and 16-byte aligned; working may be null. A thread 4
+// parameters.
+template <int EMAS>
+__global__ void adamw_kernel(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
+                             const uint8_t* decays, size_t n, const StepState* state) {
+    if (!state->accepted) return;
+    AdamW a = state->update;
+    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f;
+    if (i < n && a.weight_decay > 0 && decays[i / DECAY_CHUNK]) decay -= a.lr * a.weight_decay;
+    if (i + 4 <= n) {
+        float4 g4 = *(const float4*)(gradient + i), w4 = *(const float4*)(w + i),
+               m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i), e4[EMAS + 1];
+#pragma unroll
+        for (int k = 0; k < EMAS; k++) e4[k] = *(const float4*)(emas.of[k] + i);
+        adamw_element(w4.x, m4.x, v4.x, g4.x, a, step, root, decay);
+        adamw_element(w4.y, m4.y, v4.y, g4.y, a, step, root, decay);
+        adamw_element(w4.z, m4.z, v4.z, g4.z, a, step, root, decay);
+        adamw_element(w4.w, m4.w, v4.w, g4.w, a, step, root, decay);
+        *(float4*)(w + i) = w4, *(float4*)(m + i) = m4, *(float4*)(v + i) = v4;
+#pragma unroll
+        for (int k = 0; k < EMAS; k++) {
+            float weight = a.ema_weight[k];
+            e4[k].x += weight * (w4.x - e4[k].x), e4[k].y += weight * (w4.y - e4[k].y);
+            e4[k].z += weight * (w4.z - e4[k].z), e4[k].w += weight * (w4.w - e4[k].w);
+            *(float4*)(emas.of[k] + i) = e4[k];
+        }
+#ifdef PRECISION_FP32
+        if (working) *(float4*)(working + i) = w4;
+#else
+        if (working) *(uint2*)(working + i) = make_uint2(pack_bf16(w4.x, w4.y), pack_bf16(w4.z, w4.w));
+#endif
+        return;
+    }
+    for (; i < n; i++) {  // the last thread's
+        adamw_element(w[i], m[i], v[i], gradient[i], a, step, root, decay);
+#pragma unroll
+        for (int k = 0; k < EMAS; k++) emas.of[k][i] += a.ema_weight[k] * (w[i] - emas.of[k][i]);
+        if (working) working[i] = (floatX)w[i];
+    }
+}
+static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
+                  const uint8_t* decays, size_t n, const StepState* state) {
+    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
+    static decltype(&adamw_kernel<0>) const kernels[] = {adamw_kernel<0>, adamw_kernel<1>, adamw_kernel<2>,
+                                                         adamw_kernel<3>, adamw_kernel<MAX_EMAS>};
+    launch(kernels[emas.count()], ceil_div(n, 4 * 256), 256, 0, w, emas, working, m, v, gradient, decays, n,
+           state);
+}
+
+// ---- the first and the last launch of a step --------------------------------------------------------------
+
+// One block: a thread a sample.
+__global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
+                                  Hyper hyper) {
+    if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
+    for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
+        choose_sample(timesteps + b, sources + b, source, b, state->step);
+}
+static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
+    PROFILE("begin, images, end", {0, 0});
+    launch(begin_step_kernel, 1, 256, 0, state, timesteps, sources, source, hyper);
+}
+
+// A thread an element. Grid (elements, B).
+__global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
+    int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
+    if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
+}
+static void load_images(float* images, const int* sources, BatchSource source, int B) {
+    PROFILE("begin, images, end", {0, 5.0 * B * IMAGE_CHANNELS * source.size * source.size});
+    int elements = IMAGE_CHANNELS * source.size * source.size;
+    launch(load_images_kernel, dim3(ceil_div(elements, 256), B), 256, 0, images, sources, source, elements);
+}
+
+// One block adds up the parts, in an order that their number decides, and copies the state.
+__global__ void finish_step_kernel(StepState* state, BatchLoss batch, const float* norm_parts,
+                                   int norm_parts_count, Hyper hyper) {
+    StepState* result = state + 1 + state->step % RESULT_SLOTS;
+    enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
+    float sums[SUMS] = {};
+    int parts = loss_parts(batch.elements);
+    for (int i = threadIdx.x; i < batch.batch * parts; i += blockDim.x) {
+        int t = batch.timesteps[i / parts], quartile = quartile_of(t, batch.diffusion_steps);
+        float part = batch.parts[i];
+        sums[WEIGHTED] += batch.weights[t] * part;
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            if (q == quartile) sums[QUARTILE + q] += part, sums[COUNT + q] += i % parts == 0;
+    }
+    for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) sums[SQUARED_NORM] += norm_parts[i];
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) {
+        sums[i] = block_sum(sums[i]);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        float loss = (float)((double)sums[WEIGHTED] / ((double)batch.batch * batch.elements));
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            state->quartile_sums[q] = sums[QUARTILE + q] / batch.elements,
+            state->quartile_counts[q] = (int)sums[COUNT + q];
+        conclude_step(state, loss, sqrtf(sums[SQUARED_NORM]), hyper);
+    }
+    __syncthreads();
+    for (size_t i = threadIdx.x; i < sizeof *state / sizeof(int); i += blockDim.x)
+        ((int*)result)[i] = ((const int*)state)[i];
+}
+static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
+                        Hyper hyper) {
+    PROFILE("begin, images, end", {0, 0});
+    launch(finish_step_kernel, 1, 256, 0, state, batch, norm_parts, (int)ceil_div(parameters, NORM_CHUNK),
+           hyper);
+}
+
+__global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
+    for (int b = threadIdx.x; b < B; b += blockDim.x) timesteps[b] = value;
+}
+static void fill_timesteps(int* timesteps, int B, int value) {
+    launch(fill_timesteps_kernel, 1, 256, 0, timesteps, B, value);
+}
+
+// ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
+
+// Every product of the network is one of two kernels:
+//   gemm_kernel             out (M, N) = A (M, K) B (K, N), forward and input gradients: a tile per block;
+//   weight_gradient_kernel  dw = dout^T A: the reduction runs over the pixels, split over blocks.
+// A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
+// its patch of the image with a border of one pixel once per 128 bytes of channels, and the nine taps read
+// it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
+// plain FMAs (never tf32). Both share the loads, since shared memory is laid out in bytes: rows of eight
+// 16-byte vectors, vector v of row r stored at v ^ (r % 8), so that eight consecutive rows never meet in a
+// bank.
+
+enum {
+    BK = 8 * VEC,      // channels of a 128-byte row: the depth of a step of gemm_kernel
+    REDUCE_GROUPS = 8  // threads that share one output of a reduction over splits
+};
+
+// ---- vectors and instructions
+
+__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
+    float x[VEC];
+    unpack(x, *(const uint4*)p);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) sum[e] += x[e];
+}
+#ifdef PRECISION_FP32
+__device__ inline float4 load_shared4(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+__device__ inline float2 load_shared2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+#endif
+
+// ---- patches: the pixels of a 3x3 convolution's tile
+
+// A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
+// eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
+// pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
+struct Patch {
+    int B, H, W;        // the tensor
+    int images, width;  // the tile; width is 8 or 16, its height always 8
+    int tiles_y, tiles_x, tiles;
+    struct Origin {
+        int b, y, x;
+    };
+    __host__ __device__ int rows() const { return images * 10 * (width + 2); }
+    __device__ int row(int p) const {
+        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
+        return (y + 2 * (y / 8)) * (width + 2) + x;
+    }
+    __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
+    // Image, line and column within the tile of a row, packed; the border counts: the pixel is (y - 1, x -
+    // 1).
+    __device__ int place(int row) const {
+        int y = width == 16 ? row / 18 : row / 10, image = y / 10;
+        return image << 16 | (y - image * 10) << 8 | (row - y * (width + 2));
+    }
+    __device__ Origin origin(int tile) const {
+        int line = tile / tiles_x, b = line / tiles_y;
+        return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
+    }
+    // The pixel's index in (B, H, W), or -1 outside.
+    __device__ int pixel(Origin o, int place) const {
+        int b = o.b + (place >> 16), y = o.y + (place >> 8 & 255), x = o.x + (place & 255);
+        bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
+        return inside ? (b * H + y) * W + x : -1;
+    }
+};
+// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider.
+static Patch make_patch(int B, int H, int W, int pixels) {
+    Patch p = {B, H, W, 1, 8, 0, 0, 0};
+    if (pixels == 128) (W <= 8 ? p.images : p.width) *= 2;
+    p.tiles_y = ceil_div(H, 8), p.tiles_x = ceil_div(W, p.width);
+    p.tiles = ceil_div(B, p.images) * p.tiles_y * p.tiles_x;
+    return p;
+}
+
+// ---- forward and input gradient
+
+struct Gemm {
+    floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
+    const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
+    const floatX *x, *x2;                // (M, C), (M, C2)
+    const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
+    const floatX *bias, *emb;  // (N), (M / T, emb_pitch)[:, :N]; null: none
+    int emb_pitch;
+    float* partial;   // (splits, M, N), where splits > 1
+    float2* moments;  // (M / T, parts, N) of the output; null: not wanted
+    Normed norm;      // or it is behind a norm
+    int M, N, N1, C, C2, T;
+    int splits;
+    Patch patch;  // 3x3 only
+};
+
+// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are the reduction, as in an input
+// gradient.
+template <int BM_, int BN_, int WM_, int WN_, int TAPS_, bool TRANSPOSED_, int STAGES_, int BLOCKS_>
+struct GemmTile {
+    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, TAPS = TAPS_, STAGES = STAGES_,
+                         BLOCKS = BLOCKS_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_;
+    static constexpr int THREADS = BM / WM * (BN / WN) * 32;
+    static constexpr int A_ROWS =
+        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    static constexpr int B_BYTES = BN * 128;
+    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
+    static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
+    static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
+    static constexpr int A_PARTS =
+        STAGES < 5 ? 6 : 5;  // taps over which the next patch's loads are spread; they must end
+                             // STAGES - 1 steps before its first use
+    static_assert(TAPS == 1 || A_PARTS + STAGES - 1 <= TAPS,
+                  "a patch must have arrived when it is first read");
+    static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
+    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
+    static int shared_bytes(int chunks, int rows) {
+        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
+        int staging = BM * STAGING_PITCH * (int)sizeof(float);
+        return TABLE_BYTES + (ring > staging ? ring : staging);
+    }
+};
+
+// A warp's WM x WN accumulators.
+#ifndef PRECISION_FP32
+template <class Tile>
+struct WarpProduct {
+    static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
+    float c[MI][NI][4];
+    int row[MI];  // of A, for this lane's ldmatrix
+    int lane, m0, n0;
+    template <class RowOf>
+    __device__ WarpProduct(RowOf row_of) {
+        int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+            row[i] = row_of(m0 + i * 16 + lane % 16);
+#pragma unroll
+            for (int j = 0; j < NI; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
+        }
+    }
+    // c += A's rows, `shift` further down, times B; a step of BK.
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+        // Tiles are 128-byte aligned, so stepping through a row's vectors, swizzled or not, is flipping
+        // address bits.
+        uint32_t a_line[MI], b_line;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+            int r = row[i] + shift;
+            a_line[i] = a_tile + r * 128 + ((lane / 16 ^ (r & 7)) << 4);
+        }
+        if (Tile::TRANSPOSED)
+            b_line = b_tile + lane % 16 * (Tile::BN * 2) + (((n0 / 8 + lane / 16) ^ (lane & 7)) << 4);
+        else
+            b_line = b_tile + (n0 + lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
+#pragma unroll
+        for (int k = 0; k < BK / 16; k++) {
+            uint32_t a[MI][4], b[NI / 2][4];
+#pragma unroll
+            for (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
+#pragma unroll
+            for (int j = 0; j < NI / 2; j++)
+                if (Tile::TRANSPOSED)
+                    load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
+                else
+                    load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+#pragma unroll
+            for (int i = 0; i < MI; i++)
+#pragma unroll
+                for (int j = 0; j < NI; j++) mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+    }
+    __device__ void store(float* staging) {
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                float* p =
+                    staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + n0 + j * 8 + lane % 4 * 2;
+                *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
+                *(float2*)(p + 8 * Tile::STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
+            }
+    }
+};
+#else
+// Lane l owns pixels l / 4 + 8 i and channels l % 4 + 4 j (TRANSPOSED: groups of four, 16 apart), so that a
+// warp's vector loads touch eight, or four, neighbouring rows.
+template <class Tile>
+struct WarpProduct {
+    static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
+    float c[MI][NI];
+    int row[MI];
+    int lane, m0, n0;
+    template <class RowOf>
+    __device__ WarpProduct(RowOf row_of) {
+        int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+            row[i] = row_of(m0 + i * 8 + lane / 4);
+#pragma unroll
+            for (int j = 0; j < NI; j++) c[i][j] = 0;
+        }
+    }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+#pragma unroll 2
+        for (int k = 0; k < 8; k++) {
+            float4 a[MI];
+#pragma unroll
+            for (int i = 0; i < MI; i++) {
+                int r = row[i] + shift;
+                a[i] = load_shared4(a_tile + r * 128 + ((k ^ (r & 7)) << 4));
+            }
+            if (Tile::TRANSPOSED) {
+#pragma unroll
+                for (int q = 0; q < 4; q++)
+#pragma unroll
+                    for (int j = 0; j < NI / 4; j++) {
+                        int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
+                        float4 b = load_shared4(b_tile + r * (Tile::BN * 4) + ((v ^ (r & 7)) << 4));
+#pragma unroll
+                        for (int i = 0; i < MI; i++) {
+                            float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
+                            c[i][j * 4 + 0] += s * b.x, c[i][j * 4 + 1] += s * b.y;
+                            c[i][j * 4 + 2] += s * b.z, c[i][j * 4 + 3] += s * b.w;
+                        }
+                    }
+            } else {
+#pragma unroll
+                for (int j = 0; j < NI; j++) {
+                    int r = n0 + j * 4 + lane % 4;
+                    float4 b = load_shared4(b_tile + r * 128 + ((k ^ (r & 7)) << 4));
+#pragma unroll
+                    for (int i = 0; i < MI; i++) {
+                        c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
+                        c[i][j] += a[i].z * b.z, c[i][j] += a[i].w * b.w;
+                    }
+                }
+            }
+        }
+    }
+    __device__ void store(float* staging) {
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                int n = Tile::TRANSPOSED ? j / 4 * 16 + lane % 4 * 4 + j % 4 : j * 4 + lane % 4;
+                staging[(m0 + i * 8 + lane / 4) * Tile::STAGING_PITCH + n0 + n] = c[i][j];
+            }
+    }
+};
+#endif
+
+// VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
+// are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
+// residual, which may be out itself, is never read after it was written.
+struct OutputColumns {
+    floatX* out;
+    const floatX *residual, *emb;
+    int width, emb_pitch;
+    float bias[VEC];
+    __device__ OutputColumns(const Gemm& g, int n) {
+        bool second = n >= g.N1;
+        int column = second ? n - g.N1 : n;
+        width = second ? g.N - g.N1 : g.N1, emb_pitch = g.emb_pitch;
+        out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
+        if (residual) residual += column;
+        emb = g.emb ? g.emb + n : nullptr;
+#pragma unroll
+        for (int e = 0; e < VEC; e++) bias[e] = 0;
+        if (g.bias) add_vector(bias, g.bias + n);
+    }
+    // To the sums: the bias and the embedding of an image.
+    __device__ void add(float (&value)[VEC], int image) const {
+        if (emb) add_vector(value, emb + (size_t)image * emb_pitch);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) value[e] += bias[e];
+    }
+    __device__ uint4 load(int m) const { return *(const uint4*)(residual + (size_t)m * width); }
+    __device__ void store(float (&value)[VEC], uint4 added, int m) const {
+        if (residual) {
+            float x[VEC];
+            unpack(x, added);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) value[e] += x[e];
+        }
+        *(uint4*)(out + (size_t)m * width) = pack(value);
+    }
+};
+
+// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
+// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
+// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
+// (3x3: with border) and BN x BK weights a tap come from device memory or L2 once; the output is written
+// once, in 16-byte vectors.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
+                  THREADS = Tile::THREADS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
+    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
+    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
+    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
+    int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+
+    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
+    int first = (int)((long long)blockIdx.y * chunks / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
+
+    if (TAPS > 1) {
+        Patch::Origin origin = g.patch.origin(tile);
+        for (int r = tid; r < a_rows; r += THREADS) pixel_of_row[r] = g.patch.pixel(origin, g.patch.place(r));
+        __syncthreads();
+    }
+    auto load_a = [&](int buffer, int chunk, int begin, int end) {
+        bool second = TAPS == 1 && chunk >= chunks1;
+        const floatX* x = second ? g.x2 : g.x;
+        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
+        uint32_t to = a_ring + buffer * a_bytes;
+#pragma unroll
+        for (int i = begin; i < end; i++) {
+            int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
+            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
+            int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
+            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
+            copy_async(to + r * 128 + ((v ^ (r & 7)) << 4), valid ? x + (size_t)m * channels + c : x, valid);
+        }
+    };
+    // The tile of w's rows and vectors: n and c, or TRANSPOSED c and n. Called once a step, in order.
+    constexpr int ROW = Tile::TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+    int b_row = tid / ROW, b_vector = tid % ROW, b_chunk = first, b_tap = 0, b_stage = 0;
+    const size_t stride = (size_t)TAPS * (Tile::TRANSPOSED ? g.N : g.C + g.C2);
+    const floatX* b_from =
+        g.w + b_vector * VEC + (Tile::TRANSPOSED ? b_row * stride + n0 : (n0 + b_row) * stride);
+    const uint32_t b_to = b_ring + b_row * (ROW * 16) + ((b_vector ^ (b_row & 7)) << 4);
+    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
+    auto load_b = [&] {
+        bool second = TAPS == 1 && b_chunk >= chunks1;
+        int channels = second ? g.C2 : g.C, c0 = (second ? b_chunk - chunks1 : b_chunk) * BK, rows;
+        const floatX* from = b_from;
+        if (Tile::TRANSPOSED) {
+            rows = n0 + b_vector * VEC < g.N ? channels - c0 - b_row : 0;
+            from += c0 * stride + (size_t)(TAPS - 1 - b_tap) * g.N;
+        } else {
+            rows = c0 + b_vector * VEC < channels ? g.N - n0 - b_row : 0;
+            from += b_tap * g.C + (second ? g.C : 0) + c0;
+        }
+#pragma unroll
+        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
+            if (BN * 8 % THREADS != 0 && i * THREADS + tid >= BN * 8) break;
+            bool valid = i * ROWS < rows;
+            copy_async(b_to + b_stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
+            from += ROWS * stride;
+        }
+        if (++b_stage == STAGES) b_stage = 0;
+        if (++b_tap == TAPS) b_tap = 0, b_chunk++;
+    };
+
+    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
+    if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
+        if (s < steps) load_b();
+        copy_commit();
+    }
+    int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
+    for (int s = 0; s < steps; s++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();  // step s has arrived for every thread, and every thread is done with step s - 1
+        int next = s + STAGES - 1;
+        if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
+            constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
+            int begin = tap * PART;
+#pragma unroll
+            for (int i = 0; i < PART; i++)
+                if (begin + i < Tile::A_VECTORS)
+                    load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
+        }
+        if (next < steps) {
+            if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
+            load_b();
+        }
+        copy_commit();
+        product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
+                         TAPS > 1 ? g.patch.tap(tap) : 0);
+        if (++tap == TAPS) tap = 0, chunk++;
+        if (++stage == STAGES) stage = 0;
+    }
+
+    copy_wait<0>();
+    __syncthreads();  // the rings become the staging area
+    float* staging = (float*)(shared + Tile::TABLE_BYTES);
+    product.store(staging);
+    __syncthreads();
+    // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
+    // image.
+    constexpr int PASS = THREADS / (BN / VEC), BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
+    int column = tid % (BN / VEC) * VEC, n = n0 + column;
+    if (n >= g.N) return;
+    bool finishes = g.splits == 1;
+    OutputColumns columns(g, n);
+    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
+    const float* from = staging + tid / (BN / VEC) * Tile::STAGING_PITCH + column;
+#pragma unroll 1
+    for (int p0 = tid / (BN / VEC); p0 < BM; p0 += BATCH * PASS) {
+        int m[BATCH];
+        uint4 residual[BATCH];
+        float added[VEC] = {0};
+        if (finishes && TAPS > 1)
+            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            int p = p0 + i * PASS;
+            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+            if (m[i] >= g.M) m[i] = -1;
+            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
+            if (m[i] < 0) continue;
+            float value[VEC];
+#pragma unroll
+            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
+            if (finishes) {
+                if (TAPS > 1)
+#pragma unroll
+                    for (int e = 0; e < VEC; e++) value[e] += added[e];
+                else
+                    columns.add(value, g.emb ? m[i] / g.T : 0);
+                columns.store(value, residual[i], m[i]);
+            } else {
+                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
+#pragma unroll
+                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
+            }
+        }
+    }
+}
+
+// out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
+// outputs.
+__global__ void gemm_reduce_kernel(const Gemm g) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
+    if (i >= n) return;
+    int m = (int)(i / g.N);
+    OutputColumns columns(g, (int)(i % g.N));
+    uint4 residual;
+    if (columns.residual) residual = columns.load(m);
+    float value[VEC] = {0};
+#pragma unroll 4
+    for (int s = 0; s < g.splits; s++)
+#pragma unroll
+        for (int e = 0; e < VEC; e += 4) {
+            float4 part = *(const float4*)(g.partial + s * n + i + e);
+            value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
+        }
+    columns.add(value, m / g.T);
+    columns.store(value, residual, m);
+}
+
+template <class Tile>
+static void launch_gemm_tile(Gemm g) {
+    if (Tile::TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::BM);
+    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK);
+    int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
+    int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
+}
+
+#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
+template <int TAPS, bool TRANSPOSED>
+static bool launch_hopper(Gemm* g);
+#endif
+
+#ifdef TESTING
+static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the estimate below
+#endif
+
+// The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
+// its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
+template <int TAPS, bool TRANSPOSED>
+static void launch_portable(Gemm g) {
+    if constexpr (!TRANSPOSED)
+        if (g.N <= 16) {  // an image
+            g.splits = 1;
+            launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            return;
+        }
+    // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
+    static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
+    static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
+    constexpr int COLUMNS =
+        sizeof(floatX) == 2 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), best = 0, splits = 1;
+    float least = 1e30f;
+    for (int t = 0; t < 3; t++) {
+        int pixel_tiles =
+            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, BM[t]).tiles : ceil_div(g.M, BM[t]);
+        int tiles = pixel_tiles * ceil_div(g.N, BN[t]);
+        for (int s = 1; s <= chunks && s <= 8; s++) {
+            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > Borrowed::left()) break;
+            float step = 2.0f * BM[t] * BN[t] * BK / 3.2e6f / RATE[t];  // at 3.2 TFLOP/s
+            if (sizeof(floatX) == 4) step *= 10;
+            int load = ceil_div((size_t)tiles * s, gpu_multiprocessors);
+            float time =
+                load * (step * TAPS * ceil_div(chunks, s) * (load == 1 ? 1.8f : 1.0f) + FIXED[t]) + 2.0f;
+            if (s > 1) time += 2.0f + 8.0f * s * g.M * g.N / 3e6f;
+            if (time < least) least = time, best = t, splits = s;
+        }
+    }
+#ifdef TESTING
+    if (forced_tile >= 0) best = forced_tile;
+    if (forced_splits > 0) splits = forced_splits > chunks ? chunks : forced_splits;
+#endif
+    Borrowed borrowed;
+    g.splits = splits;
+    if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
+    if (best == 0)
+        launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
+    if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
+    if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+}
+
+template <int TAPS, bool TRANSPOSED>
+static void launch_gemm(Gemm g) {
+    ASSERT(g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE + g.N % CHANNEL_MULTIPLE +
+               g.N1 % CHANNEL_MULTIPLE ==
+           0);
+    bool done = false;
+#ifdef HOPPER
+#ifdef TESTING
+    if (forced_tile < 0)
+#endif
+        done = launch_hopper<TAPS, TRANSPOSED>(&g);
+#endif
+    if (!done) launch_portable<TAPS, TRANSPOSED>(g);
+    if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
+    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm, g.M / g.T, g.T);
+}
+
+// ---- weight gradient
+
+struct WeightGradient {
+    float* dw;             // (O, taps, C + C2): added to, where partial is null
+    float* partial;        // (splits, O, taps, C + C2): overwritten
+    const floatX* dout;    // (M, O)
+    const floatX *x, *x2;  // (M, C), (M, C2)
+    float* dbias;          // (O): added to; null: not wanted here
+    floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
+    int image_pitch;
+    float* bias_parts;  // (splits + groups, group_images, O)
+    int M, O, C, C2;
+    int splits, tiles;                 // of the pixels
+    int partials;                      // partial sums of dw: one a split, or a cluster of splits
+    int B, group_images, group_tiles;  // 3x3: images that share tiles are a group; 1x1: all is one
+    Patch patch;                       // 3x3 only
+    // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
+    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
+};
+
+#ifdef HOPPER
+static void launch_hopper_weight_gradient(WeightGradient g);
+#endif
+
+// 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
+template <int TAPS_, int PIXELS_, int WARPS_O_, int WARPS_N_, int STAGES_, int BLOCKS_>
+struct WeightTile {
+    static constexpr int TAPS = TAPS_, PIXELS = PIXELS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr int WARPS_O = WARPS_O_, WARPS_N = WARPS_N_, THREADS = WARPS_O * WARPS_N * 32;
+    static constexpr int ROW = 64 / VEC,
+                         ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
+    static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
+    static constexpr int STAGE_BYTES = (PIXELS + X_ROWS) * ROW_BYTES;
+    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : ((X_ROWS + PIXELS) * 4 + 127) / 128 * 128;
+    static constexpr int WARPS = THREADS / 32, BIAS_BYTES = THREADS * VEC * (int)sizeof(float);
+    static constexpr int SHARED_BYTES = TABLE_BYTES + BIAS_BYTES + STAGES * STAGE_BYTES;
+};
+
+// Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
+// its warp's pixels in a place of its own; on leaving a group of images the block writes part split + group:
+// the pair (split, group) never goes down, so no two pairs have the same sum.
+template <class Tile>
+struct BiasSums {
+    float* area;  // BIAS_BYTES of shared memory
+    int group;
+    __device__ float4* own() const { return (float4*)area + threadIdx.x; }
+    __device__ void clear() {
+#pragma unroll
+        for (int e = 0; e < VEC / 4; e++) own()[e * Tile::THREADS] = make_float4(0, 0, 0, 0);
+    }
+    // Called by the whole block.
+    __device__ void flush(const WeightGradient& g, int o0) {
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        float4 sum[VEC / 4];
+#pragma unroll
+        for (int e = 0; e < VEC / 4; e++) {
+            sum[e] = own()[e * Tile::THREADS];
+#pragma unroll
+            for (int step = Tile::ROW; step < 32; step *= 2) {
+                sum[e].x += __shfl_xor_sync(~0u, sum[e].x, step),
+                    sum[e].y += __shfl_xor_sync(~0u, sum[e].y, step);
+                sum[e].z += __shfl_xor_sync(~0u, sum[e].z, step),
+                    sum[e].w += __shfl_xor_sync(~0u, sum[e].w, step);
+            }
+        }
+        __syncthreads();
+        if (lane < Tile::ROW)
+#pragma unroll
+            for (int e = 0; e < VEC / 4; e++) *(float4*)(area + warp * 64 + lane * VEC + 4 * e) = sum[e];
+        __syncthreads();
+        int warps = Tile::WARPS / g.group_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
+        if (image < g.group_images && o0 + o < g.O) {
+            float total = 0;
+            for (int w = image * warps; w < (image + 1) * warps; w++) total += area[w * 64 + o];
+            g.bias_parts[((size_t)(blockIdx.y + group) * g.group_images + image) * g.O + o0 + o] = total;
+        }
+        __syncthreads();
+    }
+    __device__ void add(const unsigned char* d_tile) {
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, v = lane % Tile::ROW;
+        float sum[VEC] = {0};
+#pragma unroll
+        for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
+            int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
+            add_vector(sum, (const floatX*)(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4)));
+        }
+#pragma unroll
+        for (int e = 0; e < VEC / 4; e++) {
+            float4 old = own()[e * Tile::THREADS];
+            own()[e * Tile::THREADS] = make_float4(old.x + sum[4 * e], old.y + sum[4 * e + 1],
+                                                   old.z + sum[4 * e + 2], old.w + sum[4 * e + 3]);
+        }
+    }
+};
+
+#ifndef PRECISION_FP32
+// The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
+// with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
+template <class Tile>
+struct WeightProduct {
+    static constexpr int MI = 4 / Tile::WARPS_O, NI = Tile::TAPS * 8 / Tile::WARPS_N;
+    static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
+    static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
+                  "warps share the work evenly");
+    float c[MI][NI][4];
+    int lane, o0, n0;
+    // Eight input channels of fragment j; its tap is j.
+    __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
+    __device__ WeightProduct() {
+        int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
+    }
+    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
+#pragma unroll 1
+        for (int k = 0; k < Tile::PIXELS; k += 32) {
+            uint32_t a[2][MI][4], a_line = d_tile + (k + lane / 16 * 8 + lane % 8) * 128;
+            a_line += ((o0 / 8 + lane / 8 % 2) ^ (lane & 7)) << 4;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+                    load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
+            int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                uint32_t b[4];
+                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
+                load_matrices_transposed(b, x_tile + r * 128 + ((v ^ (r & 7)) << 4));
+#pragma unroll
+                for (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
+#pragma unroll
+                for (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+            }
+        }
+    }
+    // put(o, tap, c, two sums of neighbouring c)
+    template <class Put>
+    __device__ void store(Put put) {
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int j = 0; j < NI; j++) {
+                int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
+                    tap = Tile::TAPS > 1 ? j : 0;
+                put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
+                put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
+            }
+    }
+};
+#else
+// 3x3: a thread owns 8 output channels, 2 input channels and all taps. Along eight pixels of a line a 3 x 3
+// window of x slides in registers, so that a pixel costs three new loads of x and two of dout for 144 FMAs.
+// 1x1: 8 output channels by 4 input channels.
+template <class Tile>
+struct WeightProduct {
+    static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
+    float c[8][Tile::TAPS][NC];
+    int o0, c0;
+    __device__ WeightProduct() {
+        static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
+        o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
+#pragma unroll
+        for (int o = 0; o < 8; o++)
+#pragma unroll
+            for (int t = 0; t < Tile::TAPS; t++)
+#pragma unroll
+                for (int e = 0; e < NC; e++) c[o][t][e] = 0;
+    }
+    __device__ static uint32_t at(uint32_t tile, int row, int channel) {
+        return tile + row * 256 + (((channel / 4) ^ (row & 7)) << 4) + channel % 4 * 4;
+    }
+    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
+        if constexpr (Tile::TAPS > 1) {
+#pragma unroll 1
+            for (int k = 0; k < Tile::PIXELS; k += 8) {
+                int row = row_of_pixel[k];
+                float2 x[3][3];
+#pragma unroll
+                for (int t = 0; t < 9; t++)
+                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared2(at(x_tile, row + patch.tap(t), c0));
+#pragma unroll
+                for (int p = 0; p < 8; p++) {
+#pragma unroll
+                    for (int y = 0; y < 3; y++)
+                        x[y][(p + 2) % 3] = load_shared2(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
+                    float4 d[2] = {load_shared4(at(d_tile, k + p, o0)),
+                                   load_shared4(at(d_tile, k + p, o0 + 4))};
+                    const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
+#pragma unroll
+                    for (int o = 0; o < 8; o++)
+#pragma unroll
+                        for (int t = 0; t < 9; t++) {
+                            c[o][t][0] += dout[o] * x[t / 3][(p + t) % 3].x;
+                            c[o][t][1] += dout[o] * x[t / 3][(p + t) % 3].y;
+                        }
+                }
+            }
+        } else {
+#pragma unroll 4
+            for (int k = 0; k < Tile::PIXELS; k++) {
+                float4 x = load_shared4(at(x_tile, k, c0));
+                float4 d[2] = {load_shared4(at(d_tile, k, o0)), load_shared4(at(d_tile, k, o0 + 4))};
+                const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
+#pragma unroll
+                for (int o = 0; o < 8; o++) {
+                    c[o][0][0] += dout[o] * x.x, c[o][0][1] += dout[o] * x.y;
+                    c[o][0][2] += dout[o] * x.z, c[o][0][3] += dout[o] * x.w;
+                }
+            }
+        }
+    }
+    template <class Put>
+    __device__ void store(Put put) {
+#pragma unroll
+        for (int o = 0; o < 8; o++)
+#pragma unroll
+            for (int t = 0; t < Tile::TAPS; t++)
+#pragma unroll
+                for (int e = 0; e < NC; e += 2)
+                    put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
+    }
+};
+#endif
+
+// dw (O, taps, C + C2) = einsum('mo,mtc->otc', dout, neighbourhoods of cat([x, x2], 1)), over M pixels.
+// Block (tile, split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits divide the pixels'
+// tiles evenly. Per block: its split's pixels' 64 channels of dout and of x (3x3: with border) come in once,
+// for all taps. The first of the blocks that share dout's channels also writes their column sums.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
+    weight_gradient_kernel(const WeightGradient g) {
+    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
+    constexpr int THREADS = Tile::THREADS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    int *place_of_row = (int*)shared, *row_of_pixel = place_of_row + Tile::X_ROWS;
+    unsigned char* ring_bytes = shared + Tile::TABLE_BYTES + Tile::BIAS_BYTES;
+    uint32_t ring = shared_address(ring_bytes);
+    int tid = threadIdx.x;
+    int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
+    bool second = c_tile >= tiles1;
+    const floatX* x = second ? g.x2 : g.x;
+    int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+    int o0 = blockIdx.x / c_tiles * 64;
+    int first = (int)((long long)blockIdx.y * g.tiles / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * g.tiles / g.splits);
+    bool sums_bias = g.bias_parts && c_tile == 0;
+    BiasSums<Tile> bias = {(float*)(shared + Tile::TABLE_BYTES), first / g.group_tiles};
+    if (sums_bias) bias.clear();
+
+    if (TAPS > 1) {
+        for (int r = tid; r < Tile::X_ROWS; r += THREADS) place_of_row[r] = g.patch.place(r);
+        for (int p = tid; p < PIXELS; p += THREADS) row_of_pixel[p] = g.patch.row(p);
+        __syncthreads();
+    }
+    auto load = [&](int tile) {
+        uint32_t d_tile = ring + (tile - first) % STAGES * Tile::STAGE_BYTES,
+                 x_tile = d_tile + PIXELS * Tile::ROW_BYTES;
+        Patch::Origin origin = {0, 0, 0};
+        if (TAPS > 1) origin = g.patch.origin(tile);
+#pragma unroll
+        for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
+            int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
+            int m = tile * PIXELS + p;
+            if (TAPS > 1) m = g.patch.pixel(origin, place_of_row[row_of_pixel[p] + g.patch.tap(4)]);
+            bool valid = m >= 0 && m < g.M && o < g.O;
+            copy_async(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4),
+                       valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
+        }
+#pragma unroll
+        for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
+            int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
+            if (TAPS > 1 && r >= g.patch.rows()) break;
+            int m = TAPS > 1 ? g.patch.pixel(origin, place_of_row[r]) : tile * PIXELS + r;
+            bool valid = m >= 0 && m < g.M && c < channels;
+            copy_async(x_tile + r * Tile::ROW_BYTES + ((v ^ (r & 7)) << 4),
+                       valid ? x + (size_t)m * channels + c : x, valid);
+        }
+    };
+    WeightProduct<Tile> product;
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (first + s < last) load(first + s);
+        copy_commit();
+    }
+    for (int tile = first; tile < last; tile++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();  // this tile has arrived, and every thread is done with the one before
+        if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
+        copy_commit();
+        int stage = (tile - first) % STAGES * Tile::STAGE_BYTES;
+        uint32_t d_tile = ring + stage;
+        if (sums_bias) {
+            if (tile / g.group_tiles != bias.group) {
+                bias.flush(g, o0);
+                bias.clear();
+                bias.group = tile / g.group_tiles;
+            }
+            bias.add(ring_bytes + stage);
+        }
+        product.multiply(d_tile, d_tile + PIXELS * Tile::ROW_BYTES, row_of_pixel, g.patch);
+    }
+    copy_wait<0>();
+    if (sums_bias) bias.flush(g, o0);
+    int K = g.C + g.C2;
+    float* to = g.partial ? g.partial + (size_t)blockIdx.y * g.O * TAPS * K : g.dw;
+    product.store([&](int o, int tap, int c, float2 value) {
+        if (o0 + o >= g.O || c0 + c >= channels) return;
+        float2* p = (float2*)(to + ((size_t)(o0 + o) * TAPS + tap) * K + (second ? g.C : 0) + c0 + c);
+        *p = g.partial ? value : make_float2(p->x + value.x, p->y + value.y);
+    });
+}
+
+// per_image and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8). Each image has
+// `lanes` of the 32 threads a channel, which take its parts in turn; with fewer than 32 images that is more
+// than one.
+__device__ void reduce_bias(const WeightGradient& g, int block) {
+    __shared__ float sums[32][8];
+    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, lanes = 1;
+    while (lanes * 2 * g.B <= 32) lanes *= 2;
+    float total = 0;
+    for (int b0 = 0; b0 < g.B; b0 += 32 / lanes) {
+        int b = b0 + y / lanes, group = b / g.group_images, image = b % g.group_images;
+        float sum = 0;
+        if (b < g.B && o < g.O) {
+            int s0 = g.split_of(group * g.group_tiles), s1 = g.split_of((group + 1) * g.group_tiles - 1) + 1;
+#pragma unroll 8
+            for (int s = s0 + y % lanes; s < s1; s += lanes)
+                sum += g.bias_parts[((size_t)(s + group) * g.group_images + image) * g.O + o];
+        }
+        sums[y][threadIdx.x % 8] = sum;
+        __syncthreads();
+        if (y % lanes == 0 && b < g.B && o < g.O) {
+            for (int i = 1; i < lanes; i++) sum += sums[y + i][threadIdx.x % 8];
+            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
+            total += sum;
+        }
+        __syncthreads();
+    }
+    sums[y][threadIdx.x % 8] = y % lanes == 0 ? total : 0.0f;
+    __syncthreads();
+    if (y != 0 || o >= g.O) return;
+    for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
+    g.dbias[o] += total;
+}
+
+// dw += the sum over splits of partial (splits, n), in a fixed order: a thread adds every eighth split, then
+// the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
+// gradient.
+__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
+    if (blockIdx.x >= (unsigned)weight_blocks) {
+        reduce_bias(g, blockIdx.x - weight_blocks);
+        return;
+    }
+    __shared__ float4 sums[REDUCE_GROUPS][32];
+    int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
+    float4 sum = make_float4(0, 0, 0, 0), old = sum;
+    if (group == 0 && i < n) old = *(const float4*)(g.dw + i);
+    if (i < n)
+        for (int first = group; first < g.partials; first += 8 * REDUCE_GROUPS) {
+            float4 part[8];  // so many loads under way
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                int s = first + k * REDUCE_GROUPS;
+                part[k] = s < g.partials ? *(const float4*)(g.partial + s * n + i) : make_float4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                sum.x += part[k].x, sum.y += part[k].y, sum.z += part[k].z, sum.w += part[k].w;
+        }
+    sums[group][lane] = sum;
+    __syncthreads();
+    if (group != 0 || i >= n) return;
+    for (int other = 1; other < REDUCE_GROUPS; other++) {
+        float4 part = sums[other][lane];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    *(float4*)(g.dw + i) = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
+}
+
+// Borrows the partial sums of dbias, `rows` of (O). Those of thousands of images are better taken apart.
+static void take_bias_parts(WeightGradient* g, size_t rows) {
+    if (g->dbias && rows * g->O * sizeof(float) > Borrowed::left() / 2) {
+        bias_backward(g->dbias, g->per_image, g->image_pitch, g->dout, g->B, g->M / g->B, g->O);
+        g->dbias = nullptr;
+    }
+    g->bias_parts = g->dbias ? take<float>(&lane->workspace, rows * g->O) : nullptr;
+}
+
+template <int TAPS>
+static void launch_weight_gradient(WeightGradient g) {
+    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
+#ifdef HOPPER
+    if (TAPS > 1) return launch_hopper_weight_gradient(g);
+#endif
+    Borrowed borrowed;
+    constexpr bool HALF = sizeof(floatX) == 2;
+    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
+                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
+    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
+    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
+    g.B = TAPS > 1 ? g.patch.B : 1, g.group_images = TAPS > 1 ? g.patch.images : 1;
+    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
+    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
+    int most = std::max(1, std::min(g.tiles, 2 * gpu_multiprocessors / (TAPS > 1 ? 2 : 1) / tiles));
+
+    take_bias_parts(&g, (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images);
+
+    // More splits shorten a block's walk over the pixels and lengthen the reduction.
+    size_t n = (size_t)g.O * TAPS * (g.C + g.C2);
+    most = std::max(1, std::min(most, (int)(Borrowed::left() / (n * sizeof(float)))));
+    float least = 1e30f, tile_us = (HALF ? 4.0f : 12.0f) * (TAPS > 1 ? 1.0f : 0.12f);  // measured on an H100
+    for (int s = 1; s <= most; s++) {
+        float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
+        if (time < least) least = time, g.splits = s;
+    }
+    g.partials = g.splits;
+    g.partial = g.splits > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
+    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
+    int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
+    if (weight_blocks + bias_blocks == 0) return;
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
+}
+
+// ---- bias gradient
+
+// parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
+// to 8 vectors of channels of its chunk; dout is read once.
+__global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
+    __shared__ float sums[32][8 * VEC + 1];
+    int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
+    int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
+    float sum[VEC] = {0};
+    for (int t = chunk * chunk_rows + group; t < end; t += 32) {
+        const floatX* row = dout + ((size_t)b * T + t) * O + o;
+        if (o < O) add_vector(sum, row);
+    }
+#pragma unroll
+    for (int e = 0; e < VEC; e++) sums[group][v * VEC + e] = sum[e];
+    __syncthreads();
+    int channel = threadIdx.x;
+    if (channel >= 8 * VEC || blockIdx.x * 8 * VEC + channel >= (unsigned)O) return;
+    float total = 0;
+    for (int i = 0; i < 32; i++) total += sums[i][channel];
+    parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
+}
+
+// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns
+// channels [32 b, 32 b + 32); eight threads a channel take every eighth image.
+__global__ void bias_finish_kernel(float* dbias, floatX* per_image, int pitch, const float* parts, int B,
+                                   int chunks, int O) {
+    __shared__ float sums[REDUCE_GROUPS][32];
+    int o = blockIdx.x * 32 + threadIdx.x;
+    float total = 0;
+    if (o < O)
+        for (int b = threadIdx.y; b < B; b += REDUCE_GROUPS) {
+            float sum = 0;
+#pragma unroll 8
+            for (int i = 0; i < chunks; i++) sum += parts[((size_t)b * chunks + i) * O + o];
+            if (per_image) per_image[(size_t)b * pitch + o] = (floatX)sum;
+            total += sum;
+        }
+    sums[threadIdx.y][threadIdx.x] = total;
+    __syncthreads();
+    if (threadIdx.y != 0 || o >= O) return;
+    for (int group = 1; group < REDUCE_GROUPS; group++) total += sums[group][threadIdx.x];
+    dbias[o] += total;
+}
+
+static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
+                          int O) {
+    int slabs = ceil_div(O, 8 * VEC), chunks = ceil_div(4 * gpu_multiprocessors, B * slabs);
+    chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
+    int rows = ceil_div(T, chunks);
+    chunks = ceil_div(T, rows);
+    Borrowed borrowed;
+    size_t most = std::max((size_t)1, Borrowed::left() / ((size_t)chunks * O * sizeof(float)));
+    int images = (int)std::min((size_t)B, most);  // as many at a time as fit
+    float* parts = take<float>(&lane->workspace, (size_t)images * chunks * O);
+    for (int b = 0; b < B; b += images) {
+        int count = std::min(images, B - b);
+        launch(bias_parts_kernel, dim3(slabs, chunks, count), 256, 0, parts, dout + (size_t)b * T * O, T, O,
+               rows);
+        // Without per-image sums every part may go to any of the eight threads.
+        launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias,
+               per_image ? per_image + (size_t)b * pitch : nullptr, pitch, parts,
+               per_image ? count : count * chunks, per_image ? chunks : 1, O);
+    }
+}
+
+// ---- launchers; maths and shapes stand above the CPU functions of the same names
+
+static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
+                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O,
+                           float2* moments, int T) {
+    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
+    Gemm g = {};
+    g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias, g.moments = moments;
+    g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = T;
+    launch_gemm<1, false>(g);
+}
+
+static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, const floatX* w, int M, int C,
+                                  int C2, int O, bool accumulate, const Normed& norm, int T) {
+    PROFILE("1x1 dX", convolution_work(M, 1, C + C2, O));
+    Gemm g = {};
+    g.out = dx, g.out2 = dx2, g.x = dout, g.w = w;
+    if (accumulate) g.residual = dx, g.residual2 = dx2;
+    g.M = M, g.N = C + C2, g.N1 = C, g.C = O, g.T = T, g.norm = norm;
+    launch_gemm<1, true>(g);
+}
+
+static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, const floatX* x,
+                                   const floatX* x2, int M, int C, int C2, int O) {
+    PROFILE("1x1 dW", convolution_work(M, 1, C + C2, O, sizeof(float)));
+    WeightGradient g = {};
+    g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
+    launch_weight_gradient<1>(g);
+}
+
+static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
+                            const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
+                            bool accumulate, const Normed& norm, int T) {
+    backend_aside([&] { linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O); });
+    if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate, norm, T);
+}
+
+static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
+                            const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
+                            int C, int O, float2* moments) {
+    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
+    Gemm g = {};
+    g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb, g.emb_pitch = emb_pitch;
+    g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W, g.moments = moments;
+    g.patch.B = B, g.patch.H = H, g.patch.W = W;
+    launch_gemm<9, false>(g);
+}
+
+static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
+                                   int C, int O, const Normed& norm) {
+    PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
+    Gemm g = {};
+    g.out = dx, g.x = dout, g.w = w;
+    g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W, g.norm = norm;
+    g.patch.B = B, g.patch.H = H, g.patch.W = W;
+    launch_gemm<9, true>(g);
+}
+
+static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int emb_pitch, const floatX* dout,
+                                    const floatX* x, int B, int H, int W, int C, int O) {
+    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
+    WeightGradient g = {};
+    g.dw = dw;
+    g.dbias = dbias, g.per_image = demb, g.image_pitch = emb_pitch;
+    g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
+    g.patch.B = B, g.patch.H = H, g.patch.W = W;
+    launch_weight_gradient<9>(g);
+}
+
+static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
+                             const floatX* dout, const floatX* x, const floatX* w, int B, int H, int W, int C,
+                             int O, const Normed& norm) {
+    backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, emb_pitch, dout, x, B, H, W, C, O); });
+    if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O, norm);
+}
+
+}  // namespace gpu
+#endif  // __CUDACC__
+
+// ===========================================================================================================
+// 13  HOPPER
+// ===========================================================================================================
+
+#ifdef HOPPER
+namespace gpu {
+
+// ---- Hopper: tensor copies and warpgroup products
+
+// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows
+// of 64 channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion
+// counts down the bytes that a barrier in shared memory expects.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to the copy engine.
+__device__ inline void barrier_publish() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Until the phase of this parity is over.
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
+        "AGAIN;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+// Where a thread stands in a ring of N barriers: the slot, and the parity of the phase to wait for. Who waits
+// for slots to become empty begins with parity 1: the first time round at once.
+template <int N>
+struct Ring {
+    int slot = 0, parity = 0;
+    __device__ int before() const { return slot ? slot - 1 : N - 1; }
+    __device__ void next() {
+        if (++slot == N) slot = 0, parity ^= 1;
+    }
+};
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int c, int x, int y,
+                                int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+        "%3, %4, %5}], "
+        "[%6];" ::"r"(to),
+        "l"(&map), "r"(c), "r"(x), "r"(y), "r"(b), "r"(barrier)
+        : "memory");
+}
+
+// All threads of a cluster meet.
+__device__ inline void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+// From the shared memory of block `rank` of the cluster.
+__device__ inline float4 load_cluster(uint32_t address, int rank) {
+    float4 v;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, "
+        "%2, %3}, [there];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return v;
+}
+
+// What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
+// bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the
+// next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a start may be any row: a
+// tap of a 3x3 convolution is a shift of the start address.
+__device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint32_t next = 16) {
+    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
+           (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+}
+__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+#define REGISTERS_8(c, i)                                                                       \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+        "+f"(c[i + 6]), "+f"(c[i + 7])
+#define REGISTERS_32(c, i) \
+    REGISTERS_8(c, i), REGISTERS_8(c, i + 8), REGISTERS_8(c, i + 16), REGISTERS_8(c, i + 24)
+#define NAMES_10(t) \
+    "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
+#define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
+#define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
+// c (64, N) += a (64, 16) b (16, N); c[4 j + e] of thread t: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
+// 8 j + t % 4 * 2 + e % 2.
+template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
+__device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
+    static_assert(N == 64 || N == 128 || N == 192, "");
+    if constexpr (N == 64)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_30
+                     ",%30,%31}, %32, %33, 1, 1, 1, %34, %35;"
+                     : REGISTERS_32(c, 0)
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+    if constexpr (N == 128)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_60
+                     ",%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
+                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32)
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+    if constexpr (N == 192)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES_90
+                     ",%90,%91,%92,%93,%94,%95}, %96, %97, 1, 1, 1, %98, %99;"
+                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64)
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+}
+
+// The map of x (B, H, W, C) for boxes of 64 channels, `width` columns, `height` lines and `images`.
+static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int width, int height,
+                              int images) {
+    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+    if (!encode) {
+        cudaDriverEntryPointQueryResult found;
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
+                                                    cudaEnableDefault, &found));
+        ASSERT(found == cudaDriverEntryPointSuccess);
+    }
+    CUtensorMap map;
+    cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
+    cuuint64_t sizes[4] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B},
+               strides[3] = {row, row * W, row * W * H};
+    cuuint32_t box[4] = {64, (cuuint32_t)width, (cuuint32_t)height, (cuuint32_t)images},
+               steps[4] = {1, 1, 1, 1};
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, box, steps,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    ASSERT(status == CUDA_SUCCESS);
+    return map;
+}
+
+// ---- Hopper: forward and input gradient
+
+struct HopperGemm {
+    CUtensorMap x, x2, w, out, out2;
+    CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
+    const floatX *bias, *emb;     // (N), (B, emb_pitch)[:, :N]; null: none
+    int emb_pitch;
+    float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
+    Normed norm;
+    int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
+    int beside1;                    // beside2 those from here on
+    bool has_beside;
+    int B, H, W, T, tiles_x, tiles_y, tiles;
+    int share;  // the chunks of one of a cluster's blocks
+};
+
+// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS,
+// for images no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
+template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int BLOCKS_, int STAGES_, int RESIDENT_>
+struct HopperTile {
+    static constexpr int TAPS = TAPS_, BLOCKS = BLOCKS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_ && TAPS > 1;
+    static constexpr int THREADS = BLOCKS * 128 + 32;                          // one more warp: the producer
+    static constexpr int PITCH = TAPS == 1 ? 8 : PAIRS ? 10 : 8 * BLOCKS + 2;  // rows from line to line
+    static constexpr int PATCH_ROWS = TAPS == 1 ? 128 * BLOCKS : PAIRS ? 200 * BLOCKS : 18 * PITCH;
+    static constexpr int PATCH_BYTES = (PATCH_ROWS * 128 + 1023) / 1024 * 1024;  // and enough for the outputs
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2, W_BYTES = 8192;
+    static constexpr int SHARED_BYTES = PATCHES * PATCH_BYTES + STAGES * W_BYTES + 256;
+};
+
+__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, int x, int y, int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+        "r"(c), "r"(x), "r"(y), "r"(b), "r"(from)
+        : "memory");
+}
+// Before the copy engine or the tensor cores read what this thread stored to shared memory.
+__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void barrier_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
+// tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what
+// is added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
+// multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks
+// take one and the same tile, and a share of its chunks each. Per tile: its patch and 64 channels' weights
+// come from L2 once.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int STAGES = Tile::STAGES, PATCHES = Tile::PATCHES, TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
+    constexpr bool PAIRS = Tile::PAIRS;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    const uint32_t patches = shared_address(hopper_shared), w_ring = patches + PATCHES * Tile::PATCH_BYTES,
+                   barriers = w_ring + STAGES * Tile::W_BYTES;
+    auto patch_full = [&](int i) { return barriers + 8 * i; };
+    auto patch_empty = [&](int i) { return barriers + 8 * (PATCHES + i); };
+    auto w_full = [&](int i) { return barriers + 8 * (2 * PATCHES + i); };
+    auto w_empty = [&](int i) { return barriers + 8 * (2 * PATCHES + STAGES + i); };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int o = blockIdx.y * 64, splits = BLOCKS == 1 ? gridDim.x : 1, rank = BLOCKS == 1 ? blockIdx.x : 0;
+    const int first = rank * g.share, last = min(first + g.share, g.chunks);
+    struct Place {  // of a tile's first pixel
+        int b, y, x;
+    };
+    auto place = [&](int tile) {
+        if (TAPS == 1) return Place{0, 0, tile * 128 * BLOCKS};
+        if (PAIRS) return Place{tile * 2 * BLOCKS, 0, 0};
+        return Place{tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * 16,
+                     tile % g.tiles_x * 8 * BLOCKS};
+    };
+    // A chunk's tensor, its first channel there and in the concatenation.
+    auto second = [&](int chunk) { return chunk >= g.chunks1; };
+    auto channel = [&](int chunk) { return (second(chunk) ? chunk - g.chunks1 : chunk) * 64; };
+    auto joined = [&](int chunk) { return channel(chunk) + (second(chunk) ? g.C : 0); };
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PATCHES; i++)
+            barrier_init(patch_full(i), 1), barrier_init(patch_empty(i), BLOCKS);
+        for (int i = 0; i < STAGES; i++) barrier_init(w_full(i), 1), barrier_init(w_empty(i), BLOCKS);
+        barrier_publish();
+    }
+    __syncthreads();
+
+    if (warp == BLOCKS * 4) {  // the producer
+        Ring<PATCHES> patch = {0, 1};
+        Ring<STAGES> stage = {0, 1};
+        for (int tile = blockIdx.z; lane == 0 && tile < g.tiles; tile += gridDim.z) {
+            const Place at = place(tile);
+            auto load_patch = [&](int chunk) {
+                uint32_t to = patches + patch.slot * Tile::PATCH_BYTES, full = patch_full(patch.slot);
+                barrier_wait(patch_empty(patch.slot), patch.parity);
+                if (chunk < last) {
+                    barrier_expect(full, Tile::PATCH_ROWS * 128);
+                    copy_box(to, second(chunk) ? g.x2 : g.x, full, channel(chunk),
+                             TAPS == 1 ? at.x : at.x - 1, TAPS == 1 ? 0 : at.y - 1, at.b);
+                } else if (g.has_beside && rank == 0) {  // where the outputs will be put together
+                    bool other = g.beside1 < g.N && o >= g.beside1;
+                    barrier_expect(full, BLOCKS * 16384);
+                    for (int k = 0; k < BLOCKS; k++)
+                        copy_box(to + k * 16384, other ? g.beside2 : g.beside, full,
+                                 other ? o - g.beside1 : o,
+                                 TAPS == 1 ? at.x + 128 * k
+                                 : PAIRS   ? 0
+                                           : at.x + 8 * k,
+                                 at.y, PAIRS ? at.b + 2 * k : at.b);
+                } else {
+                    barrier_arrive(full);
+                }
+                patch.next();
+            };
+            load_patch(first);
+            for (int chunk = first; chunk < last; chunk++)
+                for (int tap = 0; tap < TAPS; tap++, stage.next()) {
+                    if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
+                        load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
+                    uint32_t to = w_ring + stage.slot * Tile::W_BYTES, full = w_full(stage.slot);
+                    barrier_wait(w_empty(stage.slot), stage.parity);
+                    barrier_expect(full, Tile::W_BYTES);
+                    if (Tile::TRANSPOSED)
+                        copy_box(to, g.w, full, o, TAPS - 1 - tap, joined(chunk), 0);
+                    else
+                        copy_box(to, g.w, full, joined(chunk), tap, o, 0);
+                    if (TAPS == 1) load_patch(chunk + 1);
+                }
+        }
+        __syncwarp();
+        if (splits > 1) cluster_barrier(), cluster_barrier();
+        return;
+    }
+
+    const int group = warp / 4;
+    const bool leads = threadIdx.x % 128 == 0;
+    Ring<PATCHES> patch;
+    Ring<STAGES> stage;
+    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+        const Place at = place(tile);
+        float c[64];
+#pragma unroll
+        for (int e = 0; e < 64; e++) c[e] = 0;
+        for (int chunk = first; chunk < last; chunk++, patch.next()) {
+            barrier_wait(patch_full(patch.slot), patch.parity);
+            uint32_t pixels = patches + patch.slot * Tile::PATCH_BYTES;
+            for (int tap = 0; tap < TAPS; tap++, stage.next()) {
+                barrier_wait(w_full(stage.slot), stage.parity);
+                uint32_t w = w_ring + stage.slot * Tile::W_BYTES,
+                         shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
+                wgmma_begin();
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
+                    if (PAIRS) {
+                        uint32_t from = shifted + group * 200 * 128 + k * 32;
+                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, 1280));
+                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(from + 100 * 128, 1280));
+                    } else {
+                        uint32_t from = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
+                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, Tile::PITCH * 128));
+                    }
+                }
+                wgmma_commit();
+                wgmma_wait<1>();  // the step before is done
+                if (leads && (tap > 0 || chunk > first)) {
+                    barrier_arrive(w_empty(stage.before()));
+                    if (tap == 0) barrier_arrive(patch_empty(patch.before()));
+                }
+            }
+        }
+        wgmma_wait<0>();
+        if (leads) barrier_arrive(w_empty(stage.before())), barrier_arrive(patch_empty(patch.before()));
+        if (splits > 1) {  // the first of the cluster adds the others' sums to its own, rank by rank
+            constexpr int ADDERS = BLOCKS * 128;
+            static_assert(ADDERS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
+            float4* mine = (float4*)hopper_shared + threadIdx.x;
+            if (rank > 0) {
+                barrier_threads(1, ADDERS);  // the patches have been read
+#pragma unroll
+                for (int e = 0; e < 64; e += 4)
+                    mine[e / 4 * ADDERS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+            }
+            cluster_barrier();
+            if (rank == 0)
+                for (int r = 1; r < splits; r++)
+#pragma unroll
+                    for (int e = 0; e < 64; e += 4) {
+                        float4 part = load_cluster(patches + (e / 4 * ADDERS + threadIdx.x) * 16, r);
+                        c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
+                    }
+            cluster_barrier();  // nobody leaves while another reads its shared memory
+            if (rank > 0) return;
+        }
+
+        // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
+        // memory.
+        const int row = o + warp % 4 * 16 + lane / 4;  // this thread's channels: row, row + 8
+        const int block_x = TAPS == 1 ? at.x + 128 * group : PAIRS ? 0 : at.x + 8 * group;
+        constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
+        const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
+        const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? at.b + 2 * group : at.b;
+        uint32_t to = patches + patch.slot * Tile::PATCH_BYTES + group * 16384;
+        int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
+        uint32_t rows = to + line * 128 + ((vector ^ (line & 7)) << 4);
+        const bool gradient = Tile::TRANSPOSED && g.norm.mean;
+        float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
+        float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
+#pragma unroll
+        for (int i = 0; i < IMAGES; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
+                if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
+                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
+                if (!gradient) continue;
+                int of = b * g.norm.G + n / (g.N / g.norm.G);
+                mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
+                shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
+            }
+        barrier_wait(patch_full(patch.slot), patch.parity);
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const int i = j * IMAGES / 16;
+            uint32_t r[4];
+            if (g.has_beside) load_matrices_transposed(r, rows + j * 1024);
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const int h = e / 2 % 2;
+                float& value = c[4 * j + e];
+                float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
+                if (!Tile::TRANSPOSED) value += added[i][h];
+                if (gradient) {
+                    if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
+                    sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
+                } else if (g.has_beside) {
+                    value += beside;
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+            store_matrices_transposed(rows + j * 1024, r);
+        }
+        fence_shared();
+        barrier_threads(1 + group, 128);
+        if (leads) {
+            bool second = g.N1 < g.N && o >= g.N1;
+            store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, at.y,
+                      TAPS == 1 ? 0 : block_b);
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+        if (g.sums) {
+            auto total = [](float x) {  // over the four lanes that share a row
+                x += __shfl_xor_sync(~0u, x, 1);
+                return x + __shfl_xor_sync(~0u, x, 2);
+            };
+            if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
+#pragma unroll
+                for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
+                if (IMAGES == 2 && images == 1)
+                    sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
+            }
+            if (!Tile::TRANSPOSED) {
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+#pragma unroll
+                for (int e = 0; e < 64; e++) {
+                    float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
+                    other[e * IMAGES / 64][e / 2 % 2] += d * d;
+                }
+            }
+            int pixel = TAPS == 1 ? block_x
+                                  : block_b * g.T + (PAIRS ? 0 : (at.y / 16 * (g.W / 8) + block_x / 8) * 128);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
+                if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
+#pragma unroll
+                for (int i = 0; i < IMAGES; i++) {
+                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
+                    if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                    if (gradient)
+                        other[i][h] *=
+                            g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
+                    g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
+                }
+            }
+        }
+        if (leads) {  // the copy engine has read the outputs
+            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            barrier_arrive(patch_empty(patch.slot));
+        }
+        patch.next();
+    }
+#endif
+}
+
+// B images of H x W; 1x1: all pixels are one line.
+struct HopperShape {
+    int B, H, W;
+};
+template <class Tile>
+static void launch_hopper_tile(const Gemm& g, HopperShape s) {
+    constexpr int TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
+    constexpr bool PAIRS = Tile::PAIRS;
+    HopperGemm h;
+    int width = TAPS == 1 ? 128 * BLOCKS : Tile::PITCH, height = TAPS == 1 ? 1 : PAIRS ? 10 : 18;
+    int images = PAIRS ? 2 * BLOCKS : 1;
+    auto pixels = [&](const floatX* x, int C) {
+        return tensor_map(x, C, s.W, s.H, s.B, width, height, images);
+    };
+    auto outputs = [&](const floatX* x, int C) {
+        return tensor_map(x, C, s.W, s.H, s.B, TAPS == 1 ? 128 : 8,
+                          TAPS == 1 ? 1
+                          : PAIRS   ? 8
+                                    : 16,
+                          PAIRS ? 2 : 1);
+    };
+    int K = g.C + g.C2;
+    h.x = pixels(g.x, g.C);
+    if (g.C2) h.x2 = pixels(g.x2, g.C2);
+    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, 1, 64, 1)
+                           : tensor_map(g.w, K, TAPS, g.N, 1, 1, 64, 1);
+    h.out = outputs(g.out, g.N1);
+    if (g.N1 < g.N) h.out2 = outputs(g.out2, g.N - g.N1);
+    const floatX *beside = g.norm.mean ? g.norm.x : g.residual,
+                 *beside2 = g.norm.mean ? g.norm.x2 : g.residual2;
+    h.has_beside = beside, h.beside1 = g.norm.mean ? g.norm.C : g.N1;
+    if (beside) h.beside = outputs(beside, h.beside1);
+    if (beside && h.beside1 < g.N) h.beside2 = outputs(beside2, g.N - h.beside1);
+    h.bias = g.bias, h.emb = g.emb, h.emb_pitch = g.emb_pitch, h.norm = g.norm,
+    h.sums = g.norm.mean ? g.norm.sums : g.moments;
+    h.C = g.C, h.N = g.N, h.N1 = g.N1;
+    h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
+    h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
+    h.tiles_x = ceil_div(s.W, 8 * BLOCKS), h.tiles_y = ceil_div(s.H, 16);
+    int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
+                : PAIRS   ? ceil_div(s.B, images)
+                          : s.B * h.tiles_x * h.tiles_y;
+    // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
+    // below were measured on an H100.
+    int columns = ceil_div(g.N, 64), splits = 1;
+    while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
+           h.chunks * TAPS >= 18 * splits)
+        splits *= 2;
+    h.tiles = tiles, h.share = ceil_div(h.chunks, splits);
+    splits = ceil_div(h.chunks, h.share);  // none without a chunk
+    // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
+    // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
+    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns), rounds = ceil_div(tiles, slots);
+    int blocks = TAPS == 1 || tiles >= 0.8f * rounds * slots ? std::min(tiles, slots) : tiles;
+    ASSERT(splits == 1 || blocks == tiles);
+    launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
+                    Tile::SHARED_BYTES, splits, h);
+}
+// Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
+// wanted of g.
+template <int TAPS, bool TRANSPOSED>
+static bool launch_hopper(Gemm* g) {
+    HopperShape s = {g->patch.B, g->patch.H, g->patch.W};
+    bool small = TAPS > 1 && s.H <= 8 && s.W <= 8;
+    if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
+    if (TAPS == 1 && g->emb) return false;
+    // A warpgroup's 128 pixels are a part of an image, or two images of 64.
+    bool whole_parts =
+        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (s.H % 16 == 0 && s.W % 8 == 0));
+    bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
+    Gemm asked = *g;
+    if (!whole_parts) asked.moments = nullptr;
+    if (!whole_parts || !norm_fits) asked.norm = Normed();
+    if (asked.moments) g->moments = nullptr;
+    if (asked.norm.mean) g->norm = Normed();
+    if constexpr (TAPS == 1) {
+        s = {1, 1, g->M};
+        // many tiles: more of them on a multiprocessor; few: more loads under way in each
+        bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
+        if (TRANSPOSED && many)
+            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked, s);
+        else
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+    } else if (small) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked, s);
+    } else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g->N, 64) >=
+               3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked, s);
+    } else {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+    }
+    return true;
+}
+
+// ---- Hopper: weight gradient
+
+// What a block multiplies: each of GROUPS warpgroups has 64 output channels by 64 input channels at a line's
+// three taps; the groups are the three lines of taps; or one line a block, where reading the pixels three
+// times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
+template <int GROUPS_>
+struct HopperWeightTile {
+    static constexpr int GROUPS = GROUPS_, THREADS = GROUPS * 128 + 32, RESIDENT = GROUPS == 1 ? 2 : 1;
+    static constexpr int PITCH = 10, LINES = 7 + GROUPS;  // of x a step, in shared memory
+    static constexpr int D_BYTES = 8192, X_BYTES = PITCH * LINES * 128;
+    static constexpr int STAGE_BYTES = D_BYTES + (X_BYTES + 1023) / 1024 * 1024;
+    static constexpr int STAGES = (216 << 10) / RESIDENT / STAGE_BYTES;
+    // Behind the last stage, besides barriers and ones, room that nobody reads: compute-sanitizer takes the
+    // 6144 bytes of x of a product, lines apart in truth, for one piece that begins at the first.
+    static constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 384 + 4096;
+    static constexpr int SUMS_PITCH = 64 + 8;  // floats a row of the finished sums
+    static constexpr int SUMS_BYTES = GROUPS * 3 * 64 * SUMS_PITCH * (int)sizeof(float);
+    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
+};
+
+// *p += v, without waiting for it.
+__device__ inline void add_global(float* p, float4 v) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+// c (64, 8) += a (64, 16), transposed, times b (16, 8), eight n of eight k each, 16 bytes a row; the same for
+// both halves of k.
+__device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "l"(a), "l"((uint64_t)((b & 0x3ffff) >> 4)));
+}
+
+// per_image and dbias += from bias_parts of channels [o0 + rank * channels, + channels), by 128 threads; at
+// most eight splits.
+__device__ inline void finish_bias(const WeightGradient& g, float* totals, int o0, int channels, int rank,
+                                   int thread) {
+    int o = o0 + rank * channels + thread % channels, lanes = 128 / channels;
+    float total = 0;
+    for (int b0 = thread / channels; b0 < g.B && o < g.O; b0 += 4 * lanes) {
+        float sum[4];  // of images b0, b0 + lanes, ...: four loads under way
+        int split[4], last[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            unsigned b = min(b0 + k * lanes, g.B - 1);  // split_of in 32 bits
+            split[k] = ((b * g.group_tiles + 1) * g.splits - 1) / (unsigned)g.tiles;
+            last[k] = ((b + 1) * g.group_tiles * g.splits - 1) / (unsigned)g.tiles;
+            sum[k] = __ldcg(g.bias_parts + (size_t)(split[k] + b) * g.O + o);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int b = b0 + k * lanes;
+            if (b >= g.B) break;
+            while (split[k] < last[k]) sum[k] += __ldcg(g.bias_parts + (size_t)(++split[k] + b) * g.O + o);
+            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum[k];
+            total += sum[k];
+        }
+    }
+    totals[thread] = total;
+    barrier_threads(2, 128);
+    if (thread >= channels || o >= g.O) return;
+    for (int i = 1; i < lanes; i++) total += totals[thread + i * channels];
+    g.dbias[o] += total;
+}
+
+// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
+// dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
+// which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
+// once. The splits of a cluster then add up their sums through each other's shared memory, in the order of
+// their ranks, each a part of the tile, so that one part in `cluster` of the partial sums goes to device
+// memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
+// channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_weight_gradient_kernel(const __grid_constant__ WeightGradient g,
+                                  const __grid_constant__ CUtensorMap dout_map,
+                                  const __grid_constant__ CUtensorMap x_map, int cluster) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int GROUPS = Tile::GROUPS, STAGES = Tile::STAGES;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    const uint32_t ring = shared_address(hopper_shared), full = ring + STAGES * Tile::STAGE_BYTES,
+                   empty = full + 8 * STAGES, ones = empty + 8 * STAGES;
+    int group = threadIdx.x / 128, lane = threadIdx.x % 32, split = blockIdx.x, rank = split % cluster;
+    int c_tiles = ceil_div(g.C, 64), tile = blockIdx.y, dy = group;
+    if (GROUPS == 1) dy = tile % 3, tile /= 3;
+    int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+    int first = (int)((long long)split * g.tiles / g.splits);
+    int last = (int)((long long)(split + 1) * g.tiles / g.splits);
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, GROUPS);
+        barrier_publish();
+    }
+    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
+    if (threadIdx.x < 60)
+        ((uint32_t*)(hopper_shared + (ones - ring)))[threadIdx.x] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+    fence_shared();
+    __syncthreads();
+
+    if (group == GROUPS) {
+        if (lane == 0) {
+            Patch::Origin from = g.patch.origin(first);
+            Ring<STAGES> stage = {0, 1};
+            for (int t = first; t < last; t++, stage.next()) {
+                uint32_t to = ring + stage.slot * Tile::STAGE_BYTES, barrier = full + 8 * stage.slot;
+                barrier_wait(empty + 8 * stage.slot, stage.parity);
+                barrier_expect(barrier, Tile::D_BYTES + Tile::X_BYTES);
+                copy_box(to + Tile::D_BYTES, x_map, barrier, c0, from.x, from.y + (GROUPS == 1 ? dy : 0),
+                         from.b);
+                copy_box(to, dout_map, barrier, o0, from.x + 1, from.y + 1, from.b);
+                // The next tile; divisions would take this one thread longer than the product.
+                if ((from.x += 8) >= g.patch.W - 1) from.x = -1, from.y += 8;
+                if (from.y >= g.patch.H - 1) from.y = -1, from.b++;
+            }
+        }
+        __syncwarp();
+        if (cluster > 1) cluster_barrier(), cluster_barrier();
+        return;
+    }
+
+    int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + o0;  // of the sums: an output channel, and that + 8
+    float c[96];
+#pragma unroll
+    for (int i = 0; i < 96; i++) c[i] = 0;
+    Ring<STAGES> stage;
+    auto release = [&] {  // the stage before
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage.before());
+    };
+    auto multiply = [&](auto sums_bias) {
+        constexpr bool BIAS = decltype(sums_bias)::value;
+        // The ends of a run of steps: with the bias, of those that share the eight columns' images.
+        for (int begin = first, end; begin < last; begin = end) {
+            int first_image = begin / g.group_tiles, images = first_image / 8 * 8;
+            end = BIAS ? min(last, (images + 8) * g.group_tiles) : last;
+            int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
+            uint32_t one = ones + 112 - (first_image - images) * 16;
+            float sums[4] = {0, 0, 0, 0};
+            for (int t = begin; t < end; t++, stage.next()) {
+                uint32_t d = ring + stage.slot * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
+                if (GROUPS > 1) x += group * Tile::PITCH * 128;
+                barrier_wait(full + 8 * stage.slot, stage.parity);
+                wgmma_begin();
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    uint64_t a = shared_matrix(d + k * 2048, 1024);
+                    uint32_t lines = x + k * 2 * Tile::PITCH * 128;
+                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, Tile::PITCH * 128, 128));  // a tap: a row on
+                    if (BIAS) wgmma_narrow(sums, a, one);
+                }
+                wgmma_commit();
+                wgmma_wait<1>();  // the step before is over
+                if (t > begin) release();
+                if (BIAS && --left == 0) left = g.group_tiles, one -= 16;
+            }
+            wgmma_wait<0>();
+            release();
+            if (BIAS)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    int o = row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
+                    if (o < g.O && image >= first_image && image <= (end - 1) / g.group_tiles)
+                        g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
+                }
+        }
+    };
+    bool sums_bias = g.bias_parts && c0 == 0 && dy == 0;
+    if (sums_bias)
+        multiply(std::true_type());
+    else
+        multiply(std::false_type());
+
+    // The sums go where the ring was, as rows of 64 columns, (dy, dx, output channel), 8 banks apart.
+    barrier_threads(1, GROUPS * 128);  // the ring has been read
+    float* own = (float*)hopper_shared + lane % 4 * 2 +
+                 (group * 3 * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) * Tile::SUMS_PITCH;
+#pragma unroll
+    for (int v = 0; v < 24; v++) {
+        float* p = own + v / 8 * 64 * Tile::SUMS_PITCH + v % 8 * 8;
+        *(float2*)p = make_float2(c[4 * v], c[4 * v + 1]);
+        *(float2*)(p + 8 * Tile::SUMS_PITCH) = make_float2(c[4 * v + 2], c[4 * v + 3]);
+    }
+    if (cluster > 1)
+        cluster_barrier();
+    else
+        barrier_threads(1, GROUPS * 128);
+    float* to = g.partial ? g.partial + (size_t)(split / cluster) * g.O * 9 * g.C : g.dw;
+    int rows = GROUPS * 3 * 64 / cluster;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < rows * 16; i += GROUPS * 128) {
+        int row = rank * rows + i / 16, o = o0 + row % 64, column = c0 + i % 16 * 4;
+        int tap = (GROUPS == 1 ? dy * 3 : 0) + row / 64;
+        uint32_t at = (row * Tile::SUMS_PITCH + i % 16 * 4) * sizeof(float);
+        float4 sum;
+        if (cluster == 1) {
+            sum = *(float4*)(hopper_shared + at);
+        } else {
+            float4 parts[8];
+#pragma unroll
+            for (int r = 0; r < 8; r++)
+                if (r < cluster) parts[r] = load_cluster(ring + at, r);
+            sum = parts[0];
+#pragma unroll
+            for (int r = 1; r < 8; r++)
+                if (r < cluster)
+                    sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
+        }
+        if (o >= g.O || column >= g.C) continue;
+        float* p = to + ((size_t)o * 9 + tap) * g.C + column;
+        if (g.partial)
+            *(float4*)p = sum;
+        else
+            add_global(p, sum);
+    }
+    // Without other clusters all parts are here: ranks share the channels, threads the images.
+    if (sums_bias && !g.partial)
+        finish_bias(g, (float*)(hopper_shared + Tile::SUMS_BYTES), o0, 64 / cluster, rank, threadIdx.x % 128);
+    if (cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
+#endif
+}
+
+struct HopperWeightPlan {
+    int tiles, splits, cluster;
+    float us;  // estimated
+};
+// The splits and clusters with the least estimated time. The figures, microseconds and bytes a microsecond,
+// were fitted to 900 timings on an H100; the choices cost 1% more than the best ones.
+template <class Tile>
+static HopperWeightPlan plan_hopper_weight(const WeightGradient& g, size_t bytes) {
+    int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
+    size_t n = (size_t)g.O * 9 * g.C;
+    HopperWeightPlan best = {tiles, 1, 1, 1e30f};
+    // Every block loads its own pixels from L2; all of them come from device memory once.
+    float load =
+        std::max((float)tiles * g.tiles * Tile::STAGE_BYTES / 8.1e6f, (float)g.M * (g.O + g.C) * 2 / 2.7e6f);
+    float step = Tile::GROUPS == 3 ? 0.73f : 0.27f;
+    for (int cluster = 1; cluster <= 8; cluster *= 2) {
+        // Larger clusters leave some multiprocessors without work: theirs are not a multiple of the cluster.
+        int slots = gpu_multiprocessors * Tile::RESIDENT * (cluster > 2 ? 10 : 11) / 11;
+        for (int splits = cluster; splits <= g.tiles && (splits == 1 || splits * tiles <= slots);
+             splits += cluster) {
+            int partials = splits / cluster;
+            bool partial = partials > 1;
+            if (partial && partials * n * sizeof(float) > bytes) break;
+            float product = ceil_div((size_t)splits * tiles, slots) * ceil_div(g.tiles, splits) * step;
+            if (Tile::RESIDENT > 1 && splits * tiles > gpu_multiprocessors) product *= 1.87f;
+            float us =
+                std::max(product, load) + 0.12f * std::min(product, load) + (Tile::GROUPS == 3 ? 4.5f : 3.5f);
+            if (cluster > 1) us += cluster < 8 ? 2.3f : 3.0f;
+            if (partial) us += 3.9f + n / 136e3f + 8.0f * partials * n / 8.9e6f;
+            if (us < best.us) best = {tiles, splits, cluster, us};
+        }
+    }
+    return best;
+}
+
+template <class Tile>
+static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
+    size_t n = (size_t)g.O * 9 * g.C;
+    g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
+    g.partial = g.partials > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
+    auto box = [&](const floatX* x, int channels, int width, int height) {
+        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
+    };
+    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
+                    Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
+                    box(g.x, g.C, 10, Tile::LINES), plan.cluster);
+    if (!g.partial) return;
+    int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
+}
+
+// launch_weight_gradient on Hopper, for 3x3.
+static void launch_hopper_weight_gradient(WeightGradient g) {
+    Borrowed borrowed;
+    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
+    g.tiles = g.patch.tiles, g.B = g.patch.B, g.group_images = 1;
+    g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
+    take_bias_parts(&g, (size_t)2 * gpu_multiprocessors + g.B);
+    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, Borrowed::left()),
+                     line = plan_hopper_weight<HopperWeightTile<1>>(g, Borrowed::left());
+    if (line.us < all.us)
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line);
+    else
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all);
+}
+
+}  // namespace gpu
+#endif  // HOPPER

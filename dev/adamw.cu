@@ -47,7 +47,7 @@ static const uint8_t* adamw_decays(Problem& p) {
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void adamw_step0(Problem& p) {
-    adamw_cpu(p.update<float>("w"), {{p.update<float>("ema")}}, nullptr, p.update<float>("m"),
+    cpu::adamw(p.update<float>("w"), {{p.update<float>("ema")}}, nullptr, p.update<float>("m"),
               p.update<float>("v"), p.in<float>("gradient"), adamw_decays(p), p.find("w").values.size(),
               adamw_state(p));
     memcpy(p.out<float>("working"), p.update<float>("w"), p.find("w").values.size() * sizeof(float));

@@ -32,12 +32,12 @@ static AttentionShape attention_shape(const Problem& p) {
 
 static void attention_forward0(Problem& p) {
     AttentionShape s = attention_shape(p);
-    attention_forward_cpu(p.out<float>("out"), p.out<float>("lse"), p.in<float>("qkv"), s.B, s.T, s.C,
+    cpu::attention_forward(p.out<float>("out"), p.out<float>("lse"), p.in<float>("qkv"), s.B, s.T, s.C,
                           s.heads);
 }
 static void attention_backward0(Problem& p) {
     AttentionShape s = attention_shape(p);
-    attention_backward_cpu(p.out<float>("dqkv"), p.in<float>("dout"), p.in<float>("out"), p.in<float>("lse"),
+    cpu::attention_backward(p.out<float>("dqkv"), p.in<float>("dout"), p.in<float>("out"), p.in<float>("lse"),
                            p.in<float>("qkv"), s.B, s.T, s.C, s.heads);
 }
 

@@ -193,7 +193,7 @@ struct Problem {
             if (role != SCRATCH && tensors.empty()) tensors = {name};
             for (auto& tensor : tensors) count += find(tensor).values.size();
             Slot slot = {name, role, layout, count, count * sizeof(T), tensors, {}, {}, {}};
-            slot.fill = [=](char* memory) {
+            slot.fill = [=, this](char* memory) {
                 std::vector<char> bytes(count * sizeof(T), (char)255);  // NaN in float and bf16
                 T* to = (T*)bytes.data();
                 if (role == IN || role == SUM || role == UPDATE)

@@ -17,11 +17,11 @@
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void downsample_forward0(Problem& p) {
-    downsample_forward_cpu(p.out<float>("out"), p.in<float>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
+    cpu::downsample_forward(p.out<float>("out"), p.in<float>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
                            p.dim("C"));
 }
 static void downsample_backward0(Problem& p) {
-    downsample_backward_cpu(p.out<float>("dx"), p.in<float>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
+    cpu::downsample_backward(p.out<float>("dx"), p.in<float>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
                             p.dim("C"), false);
 }
 

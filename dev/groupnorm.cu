@@ -38,13 +38,13 @@ static GroupnormShape groupnorm_shape(const Problem& p) {
 
 static void groupnorm_forward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    groupnorm_forward_cpu(p.out<float>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"),
+    cpu::groupnorm_forward(p.out<float>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"),
                           nullptr, nullptr, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0,
                           s.G, true);
 }
 static void groupnorm_backward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    groupnorm_backward_cpu(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
+    cpu::groupnorm_backward(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
                            (float2*)p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<float>("dout"),
                            nullptr, p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), nullptr,
                            p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
@@ -536,7 +536,7 @@ static void groupnorm_forward_by(Problem& p, const float2* moments) {
                       nullptr, moments, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G,
                       true);
 }
-static void groupnorm_backward_by(Problem& p, const floatX* dy, const float2* sums) {
+static void groupnorm_backward_by(Problem& p, const floatX* dy, float2* sums) {
     GroupnormShape s = groupnorm_shape(p);
     groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"), sums, dy,
                        nullptr, p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
@@ -573,7 +573,7 @@ static void groupnorm_forward6(Problem& p) {
     groupnorm_forward_by(p, (const float2*)p.in<float>("moments of x"));
 }
 static void groupnorm_backward6(Problem& p) {
-    groupnorm_backward_by(p, p.in<floatX>("dy"), (const float2*)p.in<float>("sums"));
+    groupnorm_backward_by(p, p.in<floatX>("dy"), (float2*)p.in<float>("sums"));
 }
 static void groupnorm_forward7(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);

@@ -26,14 +26,14 @@ static LinearShape linear_shape(const Problem& p) { return {p.dim("M"), p.dim("C
 
 static void linear_forward0(Problem& p) {
     LinearShape s = linear_shape(p);
-    linear_forward_cpu(p.out<float>("out"), p.in<float>("x"), nullptr, p.in<float>("w"), p.in<float>("bias"),
-                       nullptr, s.M, s.C, 0, s.O);
+    cpu::linear_forward(p.out<float>("out"), p.in<float>("x"), nullptr, p.in<float>("w"), p.in<float>("bias"),
+                       nullptr, s.M, s.C, 0, s.O, nullptr, 1);
 }
 static void linear_backward0(Problem& p) {
     LinearShape s = linear_shape(p);
-    linear_backward_cpu(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
+    cpu::linear_backward(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
                         p.in<float>("dout"), p.in<float>("x"), nullptr, p.in<float>("w"), s.M, s.C, 0, s.O,
-                        false);
+                        false, Normed(), 1);
 }
 
 #ifdef __CUDACC__
@@ -155,7 +155,7 @@ static void linear_backward2(Problem& p) {
 static void linear_forward3(Problem& p) {
     LinearShape s = linear_shape(p);
     linear_forward(p.out<floatX>("out"), p.in<floatX>("x"), nullptr, p.in<floatX>("w"), p.in<floatX>("bias"),
-                   nullptr, s.M, s.C, 0, s.O);
+                   nullptr, s.M, s.C, 0, s.O, nullptr, 1);
 }
 static void linear_backward3(Problem& p) {
     LinearShape s = linear_shape(p);

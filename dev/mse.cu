@@ -20,7 +20,7 @@
 
 static void mse_step0(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
-    mse_cpu(p.out<float>("losses"), p.out<float>("dx"), p.in<float>("x"), p.in<float>("target"),
+    cpu::mse(p.out<float>("losses"), p.out<float>("dx"), p.in<float>("x"), p.in<float>("target"),
             p.in<int>("t"), p.in<float>("weights"), B, n, (size_t)B * n);
 }
 

@@ -22,10 +22,10 @@ enum { SILU_GROUPS = 32 };
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void silu_forward0(Problem& p) {
-    silu_forward_cpu(p.out<float>("out"), p.in<float>("x"), p.find("x").values.size());
+    cpu::silu_forward(p.out<float>("out"), p.in<float>("x"), p.find("x").values.size());
 }
 static void silu_backward0(Problem& p) {
-    silu_backward_cpu(p.out<float>("dx"), p.in<float>("dout"), p.in<float>("x"), p.find("x").values.size());
+    cpu::silu_backward(p.out<float>("dx"), p.in<float>("dout"), p.in<float>("x"), p.find("x").values.size());
 }
 
 #ifdef __CUDACC__

@@ -20,7 +20,7 @@ enum { TIMESTEP_PERIOD = 10000 };
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void timestep_embedding_forward0(Problem& p) {
-    timestep_embedding_forward_cpu(p.out<float>("out"), p.in<int>("t"), p.dim("B"), p.dim("C"),
+    cpu::timestep_embedding_forward(p.out<float>("out"), p.in<int>("t"), p.dim("B"), p.dim("C"),
                                    TIMESTEP_PERIOD);
 }
 

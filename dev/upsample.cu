@@ -19,11 +19,11 @@
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void upsample_forward0(Problem& p) {
-    upsample_forward_cpu(p.out<float>("out"), p.in<float>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
+    cpu::upsample_forward(p.out<float>("out"), p.in<float>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
                          p.dim("C"));
 }
 static void upsample_backward0(Problem& p) {
-    upsample_backward_cpu(p.out<float>("dx"), p.in<float>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
+    cpu::upsample_backward(p.out<float>("dx"), p.in<float>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
                           p.dim("C"), false);
 }
 
