@@ -489,7 +489,7 @@ struct ProfileScope {
 enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
-struct Tensor {
+struct Parameter {
     char name[64];        // as PyTorch's named_parameters() calls it
     int shape[4], ndim;   // in PyTorch's order
     size_t count;         // elements, as in files
@@ -498,7 +498,7 @@ struct Tensor {
     int fan_in;
 };
 
-static bool is_conv3x3(const Tensor& t) { return t.ndim == 4 && t.shape[2] == 3; }
+static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
 
 // Kernels load 16 bytes of channels at a time, so that in the CUDA build channels come in multiples of 8. Only
 // an image's are no such multiple; zeros follow them. The weights of these are zeros too, which the optimiser
@@ -526,7 +526,7 @@ HOST_DEVICE static inline void set_padded(T* padded, size_t i, float value) {
 
 // From PyTorch's order, (count), to the order in memory, (size), or back. Only 3x3 weights differ, (O, C, 3,
 // 3) against (O, 3, 3, C), and what is padded.
-static void reorder(float* to, const float* from, const Tensor& t, bool to_memory) {
+static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
     if (to_memory) std::fill(to, to + t.size, 0.0f);
     if (!is_conv3x3(t)) {
         memcpy(to, from, t.count * sizeof(float));
@@ -616,35 +616,118 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 //  3  THE LAYERS, DECLARED
 // ===========================================================================================================
 
-// A group norm's sums go by parts of an image of NORM_PART pixels, the last perhaps of fewer, and by channel:
-// in the CUDA build whatever writes a tensor that is normalised next leaves its moments (B, parts, C) behind,
-// mean and sum of squares about it. On the CPU the norm measures its input itself.
-enum { NORM_PART = 128 };
-HOST_DEVICE static inline int norm_parts(int T) { return ceil_div(T, NORM_PART); }
+#ifdef __CUDACC__
+#define DEVICE gpu  // the namespace whose layers the network calls
+#else
+#define DEVICE cpu
+#endif
 
-// What a norm read and knew, for the input gradient of the product behind it, whose launcher then does the
-// first half of the norm's gradient: dx is taken through the SiLU, and its sums and those of dx x^ over each
-// part are left in `sums` (B, parts, C + C2). On the CPU groupnorm_backward does both halves.
-struct Normed {
-    const floatX *x, *x2;
-    const float *w, *bias;     // (C + C2): a norm's parameters are never rounded
-    const float *mean, *rstd;  // (B, G); null: there is no norm
-    int C, C2, G;
-    bool silu;
-    float2* sums;
+// ---- what layers take -------------------------------------------------------------------------------------
+
+// A tensor (B, H, W, C), NHWC, in memory that somebody else owns; without data there is none. The rows of an
+// embedding are (B, 1, 1, C). Real: float on the CPU, floatX on the GPU.
+template <typename Real>
+struct TensorOf {
+    Real* data = nullptr;
+    int B = 0, H = 0, W = 0, C = 0;
+    // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm reads
+    // the tensor next, whatever writes the tensor leaves them behind. Null on the CPU, whose norm measures.
+    float2* moments = nullptr;
+    explicit operator bool() const { return data; }
+    int rows() const { return B * H * W; }
+    size_t count() const { return (size_t)B * H * W * C; }
+    TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
 };
+
+// torch.cat([first, second], dim=1), read and written where the two lie; second: there or not.
+template <typename Real>
+struct JoinedOf {
+    TensorOf<Real> first, second;
+    JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}) : first(one), second(two) {}
+    int C() const { return first.C + second.C; }
+};
+
+// A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
+template <typename Real>
+struct RowsOf {
+    Real* data = nullptr;
+    int pitch = 0;
+};
+
+// The parameters of a product and their gradients, which are added to: w (O, 3, 3, C) or (O, C), bias (O).
+template <typename Real>
+struct WeightsOf {
+    const Real *w = nullptr, *bias = nullptr;
+    float *dw = nullptr, *dbias = nullptr;
+};
+
+// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of x.
+// w, bias (C) are never rounded. Forward writes the statistics (B, groups), which backward reads.
+template <typename Real>
+struct NormOf {
+    JoinedOf<Real> x = {};
+    int groups = 1;
+    bool silu = false;
+    const float *w = nullptr, *bias = nullptr;
+    float *dw = nullptr, *dbias = nullptr;
+    float *mean = nullptr, *rstd = nullptr;
+    float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
+};
+
+// What a product may add to its output: a row for all pixels of an image, and a tensor, which may be the output.
+template <typename Real>
+struct ForwardOptionsOf {
+    RowsOf<Real> emb = {};
+    TensorOf<Real> residual = {};
+};
+
+// What a product's backward may do besides: the sums of dout over each image; += dx; and where its x is what a
+// norm wrote, the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
+template <typename Real>
+struct BackwardOptionsOf {
+    RowsOf<Real> demb = {};
+    bool accumulate = false;
+    const NormOf<Real>* norm = nullptr;
+};
+
+// What a norm's backward may add to dx: the gradient of a branch around the norm, and the old dx.
+template <typename Real>
+struct NormOptionsOf {
+    TensorOf<Real> residual = {};
+    bool accumulate = false;
+};
+
+#define LAYER_TYPES(Real)                     \
+    typedef TensorOf<Real> Tensor;            \
+    typedef JoinedOf<Real> Joined;            \
+    typedef RowsOf<Real> Rows;                \
+    typedef WeightsOf<Real> Conv, Linear;     \
+    typedef NormOf<Real> Norm;                \
+    typedef ForwardOptionsOf<Real> Forward;   \
+    typedef BackwardOptionsOf<Real> Backward; \
+    typedef NormOptionsOf<Real> NormOptions;
+
+namespace cpu {
+LAYER_TYPES(float)
+// A norm's sums and moments go by parts of an image; here an image is one part, and nobody keeps moments.
+enum { KEEPS_MOMENTS = false };
+static inline int norm_parts(int) { return 1; }
+}  // namespace cpu
+#ifdef __CUDACC__
+namespace gpu {
+LAYER_TYPES(floatX)
+enum { KEEPS_MOMENTS = true, NORM_PART = 128 };  // pixels; the last part of an image may have fewer
+static __host__ __device__ inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
+}  // namespace gpu
+#endif
+
+// ---- the layers -------------------------------------------------------------------------------------------
 
 // What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one.
 static Work convolution_work(double M, int taps, int C, int O, size_t weight = sizeof(floatX)) {
     double weights = (double)taps * C * O;
     return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
 }
-
-#ifdef __CUDACC__
-#define DEVICE gpu
-#else
-#define DEVICE cpu
-#endif
 
 namespace DEVICE {
 
@@ -661,61 +744,41 @@ static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_
 static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
                           int O);
 
-// out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
-// embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
-// (O), residual (M, O) or null.
-static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
-                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O,
-                           float2* moments = nullptr, int T = 1);
-// dx (M, C) and dx2 (M, C2) = [+=] dout w; dw += dout^T [x, x2]; dbias += the column sums of dout. dx null:
-// not wanted. The launcher leaves dw and dbias under way, until backend_join; so does conv3x3_backward.
-static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
-                            const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
-                            bool accumulate, const Normed& norm = Normed(), int T = 1);
+// out (B, H, W, O) = F.linear(x, w, bias) + residual: a 1x1 convolution, or the rows of an embedding.
+static void linear_forward(Tensor out, Joined x, Linear layer, Forward options = {});
+// dx = [+=] dout w; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)). dx without data: not wanted. On the
+// GPU dw and dbias are under way until backend_join; so they are in conv3x3_backward.
+static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options = {});
 
-// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, with x (B, H, W, C),
-// w (O, 3, 3, C), bias (O), emb (B, emb_pitch)[:, :O] or null, residual (B, H, W, O) or null; residual may be
-// out itself.
-static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
-                            const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
-                            int C, int O, float2* moments = nullptr);
-// dx (B, H, W, C) = the same convolution of dout with flipped taps (null: not wanted); dw += ; dbias += ;
-// demb (B, emb_pitch)[:, :O] = the sums of dout over each image (null: not wanted).
-static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
-                             const floatX* dout, const floatX* x, const floatX* w, int B, int H, int W, int C,
-                             int O, const Normed& norm = Normed());
+// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual.
+static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options = {});
+// dx = the same convolution of dout with flipped taps (without data: not wanted); layer.dw, layer.dbias +=;
+// options.demb = dout.sum((1, 2)).
+static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options = {});
 
-// out (B, T, C + C2) = F.silu(F.group_norm(cat([x, x2], 1), G, w, bias, eps=1e-5)), or without the SiLU. x
-// (B, T, C) and x2 (B, T, C2) are read where they lie; a group may straddle them. mean, rstd (B, G). Wu and
-// He, "Group Normalization" (2018), equations 1 to 6.
-static void channel_moments(float2* moments, const floatX* x, int B, int T, int C);
-static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                              const float2* moments, const float2* moments2, const float* w,
-                              const float* bias, int B, int T, int C, int C2, int G, bool silu);
-static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
-                            const floatX* x2, const float* w, const float* bias, int B, int T, int C, int C2,
-                            int G, bool silu);
-// With dy the gradient at the norm's output before the SiLU and x^ = (x - mean) rstd, over the N elements of
-// a group:
+// x.moments, of a tensor that no product wrote.
+static void channel_moments(Tensor x);
+// out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
+static void groupnorm_forward(Tensor out, const Norm& norm);
+// The same again from the statistics that forward left.
+static void groupnorm_apply(Tensor out, const Norm& norm);
+// Backward in two halves. With dy the gradient before the SiLU and x^ = (x - mean) rstd, over the N elements of a
+// group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// dx (B, T, C), dx2 (B, T, C2): overwritten, or added to with `accumulate`; dresidual (B, T, C), where not
-// null, is the gradient of a branch around the norm and is added to dx (only with C2 = 0). sums: scratch, (B,
-// C + C2). With C2 = 0 and nothing to add to, dx may be dout or x itself.
-static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, float2* sums,
-                               const floatX* dy, const floatX* dresidual, const float* mean,
-                               const float* rstd, const floatX* x, const floatX* x2, const float* w,
-                               const float* bias, int B, int T, int C, int C2, int G, bool silu,
-                               bool accumulate);
+// First dy from dout, the gradient of what the norm wrote, and norm.sums: of dy and of dy x^ over each part, by
+// channel. dy may be dout.
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
+// Then dw, dbias and dx. dx.first may be dy or x where there is no second and nothing is added to.
+static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options = {});
 
-// out (B, T, C) = F.scaled_dot_product_attention(q, k, v) in heads of d = C / heads channels; qkv (B, T, 3C)
-// holds all of q, then k, then v, heads inside each. lse (B, heads, T): log of the softmax's denominator, all
-// that backward needs to make the probabilities again. Vaswani et al., "Attention Is All You Need" (2017),
-// equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
-static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads);
-// dqkv (B, T, 3C) overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
+// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C / heads
+// channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log of the
+// softmax's denominator, all that backward needs to make the probabilities again. Vaswani et al., "Attention Is
+// All You Need" (2017), equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
+static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
+// dqkv is overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
-static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
-                               const floatX* qkv, int B, int T, int C, int heads);
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads);
 
 // upsample:   out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), x (B, H, W, C).
 // downsample: out (B, H/2, W/2, C) = F.avg_pool2d(x, 2).
@@ -784,7 +847,7 @@ struct Block {
 
 struct Plan {
     std::vector<Block> blocks;
-    std::vector<Tensor> tensors;
+    std::vector<Parameter> tensors;
     size_t num_parameters;
     size_t num_floats;  // that they take in memory
     size_t arena_bytes;
@@ -826,87 +889,116 @@ struct Model {
     size_t bytes;
 };
 
-static floatX* weight_of(const Model* m, const Block& block, int k) {
-    return m->weights + m->plan.tensors[block.param + k].offset;
+// ---- what a block reads and writes ------------------------------------------------------------------------
+
+static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
+    return {(floatX*)(m->arena + b.offset), B, H, H, C};
 }
-static const float* norm_of(const Model* m, const Block& block, int k) {
-    return m->exact + m->plan.tensors[block.param + k].offset;
+static Tensor output_of(const Model* m, const Block& block, int B) {
+    Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
+    if (block.moments.bytes) out.moments = (float2*)(m->arena + block.moments.offset);
+    return out;
 }
-static float* gradient_of(const Model* m, const Block& block, int k) {
-    return m->gradients + m->plan.tensors[block.param + k].offset;
+static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
+    return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
 }
-static floatX* activation(const Model* m, const Buffer& b) { return (floatX*)(m->arena + b.offset); }
-static float* block_stats(const Model* m, const Block& b) { return (float*)(m->arena + b.stats.offset); }
-static float2* moments_of(const Model* m, const Block& b) { return (float2*)(m->arena + b.moments.offset); }
-static floatX* output_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].out); }
-static floatX* output_gradient_of(const Model* m, int i) { return activation(m, m->plan.blocks[i].gradient); }
-// What a block reads: its input, its skip (null: none).
-static const floatX* input_of(const Model* m, const Block& block) { return output_of(m, block.input); }
-static const floatX* skip_of(const Model* m, const Block& block) {
-    return block.skip < 0 ? nullptr : output_of(m, block.skip);
+static Joined input_of(const Model* m, const Block& block, int B) {
+    if (block.kind == BLOCK_CONV_IN) return Tensor{m->input, B, block.H, block.H, PIXEL};
+    const Block* blocks = m->plan.blocks.data();
+    return {output_of(m, blocks[block.input], B),
+            block.skip < 0 ? Tensor() : output_of(m, blocks[block.skip], B)};
+}
+// Without data where nothing before the block is trained.
+static Joined input_gradient_of(const Model* m, const Block& block, int B) {
+    if (block.input < 0) return {};
+    const Block* blocks = m->plan.blocks.data();
+    return {output_gradient_of(m, blocks[block.input], B),
+            block.skip < 0 ? Tensor() : output_gradient_of(m, blocks[block.skip], B)};
+}
+
+// Layer `n` of a block: a weight, and behind it its bias.
+static Conv layer_of(const Model* m, const Block& block, int n) {
+    size_t w = m->plan.tensors[block.param + 2 * n].offset,
+           bias = m->plan.tensors[block.param + 2 * n + 1].offset;
+    Conv layer = {.w = m->weights + w, .bias = m->weights + bias};
+    if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
+    return layer;
+}
+// Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
+static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
+    Norm norm = {.x = x, .groups = m->plan.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
+    size_t w = m->plan.tensors[block.param + 2 * n].offset,
+           bias = m->plan.tensors[block.param + 2 * n + 1].offset;
+    norm.w = m->exact + w, norm.bias = m->exact + bias;
+    if (m->gradients) norm.dw = m->gradients + w, norm.dbias = m->gradients + bias;
+    size_t statistics = (size_t)x.first.B * norm.groups;
+    norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
+    norm.rstd = norm.mean + statistics;
+    return norm;
+}
+
+// Scratch of the block under way.
+static Tensor take_tensor(Model* m, int B, int H, int C) {
+    return {take<floatX>(&m->scratch, (size_t)B * H * H * C), B, H, H, C};
+}
+static float2* take_sums(Model* m, int B, int H, int C) {
+    return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
 }
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 
-enum { EMBED_W1, EMBED_B1, EMBED_W2, EMBED_B2 };
+enum { EMBED_LINEAR1, EMBED_LINEAR2 };
 
-// The residual blocks' embedding layers in one product; their parameters lie first, and together (see
-// join_projections). embedding (B, E), with its SiLU -> block 0's output (B, O): O channels in all.
-static void project_embedding(Model* m, const floatX* embedding, int B) {
-    int E = m->plan.embed, O = m->plan.blocks[0].O;
-    linear_forward(output_of(m, 0), embedding, nullptr, m->weights, m->weights + (size_t)E * O, nullptr, B, E,
-                   0, O);
-}
-static void project_embedding_backward(Model* m, floatX* dembedding, const floatX* embedding, int B) {
-    int E = m->plan.embed, O = m->plan.blocks[0].O;
-    linear_backward(dembedding, nullptr, m->gradients, m->gradients + (size_t)E * O, output_gradient_of(m, 0),
-                    embedding, nullptr, m->weights, B, E, 0, O, false);
+struct EmbedBlock {
+    Tensor sinusoids;                   // (B, num_channels)
+    Tensor hidden, linear2, embedding;  // (B, E)
+    Linear linear1_layer, linear2_layer;
+    // The residual blocks' embedding layers in one; their parameters lie first, and together: join_projections.
+    Linear projections;
+};
+static EmbedBlock embed_block(const Model* m, const Block& block, int B) {
+    int E = m->plan.embed, O = block.O;
+    EmbedBlock e;
+    e.sinusoids = tensor_at(m, block.inner, B, 1, m->plan.base);
+    e.hidden = e.linear2 = e.embedding = tensor_at(m, block.hidden, B, 1, E);
+    e.linear2.data = e.hidden.data + (size_t)B * E, e.embedding.data = e.linear2.data + (size_t)B * E;
+    e.linear1_layer = layer_of(m, block, EMBED_LINEAR1), e.linear2_layer = layer_of(m, block, EMBED_LINEAR2);
+    e.projections = {.w = m->weights, .bias = m->weights + (size_t)E * O};
+    if (m->gradients) e.projections.dw = m->gradients, e.projections.dbias = m->gradients + (size_t)E * O;
+    return e;
 }
 
 static void embed_forward(Model* m, const Block& block, int B, const int* timesteps) {
-    int base = m->plan.base, E = m->plan.embed;
-    floatX *sinusoids = activation(m, block.inner),
-           *hidden = activation(m, block.hidden);                                    // (B, base), (B, E)
-    floatX *linear2 = hidden + (size_t)B * E, *embedding = linear2 + (size_t)B * E;  // (B, E)
-    floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
-    timestep_embedding_forward(sinusoids, timesteps, B, base, m->plan.max_period);
-    linear_forward(hidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), weight_of(m, block, EMBED_B1),
-                   nullptr, B, base, 0, E);
-    silu_forward(active, hidden, (size_t)B * E);
-    linear_forward(linear2, active, nullptr, weight_of(m, block, EMBED_W2), weight_of(m, block, EMBED_B2),
-                   nullptr, B, E, 0, E);
-    silu_forward(embedding, linear2, (size_t)B * E);
-    project_embedding(m, embedding, B);
+    EmbedBlock e = embed_block(m, block, B);
+    Tensor active = take_tensor(m, B, 1, e.hidden.C);
+    timestep_embedding_forward(e.sinusoids.data, timesteps, B, e.sinusoids.C, m->plan.max_period);
+    linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
+    silu_forward(active.data, e.hidden.data, active.count());
+    linear_forward(e.linear2, active, e.linear2_layer);
+    silu_forward(e.embedding.data, e.linear2.data, e.embedding.count());
+    linear_forward(output_of(m, block, B), e.embedding, e.projections);
 }
 
 static void embed_backward(Model* m, const Block& block, int B) {
-    int base = m->plan.base, E = m->plan.embed;
-    floatX *sinusoids = activation(m, block.inner), *hidden = activation(m, block.hidden),
-           *linear2 = hidden + (size_t)B * E, *embedding = linear2 + (size_t)B * E;
-    floatX* active = take<floatX>(&m->scratch, (size_t)B * E);
-    floatX* dlinear2 = take<floatX>(&m->scratch, (size_t)B * E);
-    floatX* dhidden = take<floatX>(&m->scratch, (size_t)B * E);
-    floatX *dembedding = dhidden, *dactive = dhidden;  // one after the other
-    project_embedding_backward(m, dembedding, embedding, B);
-    silu_backward(dlinear2, dembedding, linear2, (size_t)B * E);
-    silu_forward(active, hidden, (size_t)B * E);
-    linear_backward(dactive, nullptr, gradient_of(m, block, EMBED_W2), gradient_of(m, block, EMBED_B2),
-                    dlinear2, active, nullptr, weight_of(m, block, EMBED_W2), B, E, 0, E, false);
-    silu_backward(dhidden, dactive, hidden, (size_t)B * E);
-    linear_backward(nullptr, nullptr, gradient_of(m, block, EMBED_W1), gradient_of(m, block, EMBED_B1),
-                    dhidden, sinusoids, nullptr, weight_of(m, block, EMBED_W1), B, base, 0, E, false);
+    EmbedBlock e = embed_block(m, block, B);
+    Tensor active = take_tensor(m, B, 1, e.hidden.C), dlinear2 = take_tensor(m, B, 1, e.hidden.C),
+           dhidden = take_tensor(m, B, 1, e.hidden.C);
+    Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
+    linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
+    silu_backward(dlinear2.data, dembedding.data, e.linear2.data, dlinear2.count());
+    silu_forward(active.data, e.hidden.data, active.count());
+    linear_backward(dactive, dlinear2, active, e.linear2_layer);
+    silu_backward(dhidden.data, dactive.data, e.hidden.data, dhidden.count());
+    linear_backward({}, dhidden, e.sinusoids, e.linear1_layer);
 }
 
 // ---- first convolution ------------------------------------------------------------------------------------
 
 static void conv_in_forward(Model* m, const Block& block, int B) {
-    conv3x3_forward(activation(m, block.out), m->input, weight_of(m, block, 0), weight_of(m, block, 1),
-                    nullptr, 0, nullptr, B, block.H, block.H, PIXEL, block.O, moments_of(m, block));
+    conv3x3_forward(output_of(m, block, B), input_of(m, block, B).first, layer_of(m, block, 0));
 }
-
-static void conv_in_backward(Model* m, const Block& block, int B, const floatX* dout) {
-    conv3x3_backward(nullptr, gradient_of(m, block, 0), gradient_of(m, block, 1), nullptr, 0, dout, m->input,
-                     weight_of(m, block, 0), B, block.H, block.H, PIXEL, block.O);
+static void conv_in_backward(Model* m, const Block& block, int B) {
+    conv3x3_backward({}, output_gradient_of(m, block, B), input_of(m, block, B).first, layer_of(m, block, 0));
 }
 
 // ---- residual block ---------------------------------------------------------------------------------------
@@ -914,171 +1006,147 @@ static void conv_in_backward(Model* m, const Block& block, int B, const floatX* 
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
 // through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics; the
 // normed tensors are made again.
-enum {
-    RES_NORM1_W,
-    RES_NORM1_B,
-    RES_CONV1_W,
-    RES_CONV1_B,
-    RES_EMB_W,
-    RES_EMB_B,
-    RES_NORM2_W,
-    RES_NORM2_B,
-    RES_CONV2_W,
-    RES_CONV2_B,
-    RES_SKIP_W,
-    RES_SKIP_B
+enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
+
+struct ResBlock {
+    Joined x;
+    Tensor h, out;
+    Norm norm1, norm2;
+    Conv conv1, conv2;
+    bool widens;
+    Linear skip;     // where it widens
+    Rows emb, demb;  // of the embedding's projections, the block's channels
 };
-
-static void res_forward(Model* m, const Block& block, int B) {
-    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups;
-    const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
-    floatX *h = activation(m, block.hidden), *out = activation(m, block.out);
-    float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
-          *rstd2 = mean2 + B * G;
-    const floatX* emb = output_of(m, 0) + block.emb;  // (B, emb_pitch)[:, :O]
-    int emb_pitch = m->plan.blocks[0].O;
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, K), then (B, T, O)
-    float2* moments = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * O);  // of h
-    const float2 *moments1 = moments_of(m, m->plan.blocks[block.input]),
-                 *moments2 = block.skip < 0 ? nullptr : moments_of(m, m->plan.blocks[block.skip]);
-
-    const floatX* residual = x;
-    if (block.num_params > RES_SKIP_W) {
-        residual = out;
-        backend_aside([&] {
-            linear_forward(out, x, x2, weight_of(m, block, RES_SKIP_W), weight_of(m, block, RES_SKIP_B),
-                           nullptr, B * T, C, C2, O);
-        });
-    }
-    groupnorm_forward(normed, mean1, rstd1, x, x2, moments1, moments2, norm_of(m, block, RES_NORM1_W),
-                      norm_of(m, block, RES_NORM1_B), B, T, C, C2, G, true);
-    backend_join();
-    conv3x3_forward(h, normed, weight_of(m, block, RES_CONV1_W), weight_of(m, block, RES_CONV1_B), emb,
-                    emb_pitch, nullptr, B, H, H, K, O, moments);
-    groupnorm_forward(normed, mean2, rstd2, h, nullptr, moments, nullptr, norm_of(m, block, RES_NORM2_W),
-                      norm_of(m, block, RES_NORM2_B), B, T, O, 0, G, true);
-    conv3x3_forward(out, normed, weight_of(m, block, RES_CONV2_W), weight_of(m, block, RES_CONV2_B), nullptr,
-                    0, residual, B, H, H, O, O, moments_of(m, block));
+static ResBlock res_block(const Model* m, const Block& block, int B) {
+    const Block& embedding = m->plan.blocks[0];
+    ResBlock r;
+    r.x = input_of(m, block, B), r.out = output_of(m, block, B);
+    r.h = tensor_at(m, block.hidden, B, block.H, block.O);
+    r.norm1 = norm_of(m, block, RES_NORM1, r.x, 0), r.norm2 = norm_of(m, block, RES_NORM2, r.h, 1);
+    r.conv1 = layer_of(m, block, RES_CONV1), r.conv2 = layer_of(m, block, RES_CONV2);
+    r.widens = r.x.C() != block.O;
+    if (r.widens) r.skip = layer_of(m, block, RES_SKIP);
+    r.emb = {output_of(m, embedding, B).data + block.emb, embedding.O};
+    r.demb = {output_gradient_of(m, embedding, B).data + block.emb, embedding.O};
+    return r;
 }
 
-static void res_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx, floatX* dx2) {
-    int C = block.C, C2 = block.C2, K = C + C2, O = block.O, H = block.H, T = H * H, G = m->plan.norm_groups;
-    const floatX *x = input_of(m, block), *x2 = skip_of(m, block);
-    float *mean1 = block_stats(m, block), *rstd1 = mean1 + B * G, *mean2 = rstd1 + B * G,
-          *rstd2 = mean2 + B * G;
-    floatX *h = activation(m, block.hidden), *dh = h;     // (B, T, O)
-    floatX* demb = output_gradient_of(m, 0) + block.emb;  // (B, emb_pitch)[:, :O]
-    int emb_pitch = m->plan.blocks[0].O;
-    float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * std::max(K, O));
-    // The weight gradients are made aside, and the normed tensors, which only they read. The rest waits for
-    // no more than the last reading of h.
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));   // (B, T, O), then (B, T, K)
-    floatX* dnormed = take<floatX>(&m->scratch, (size_t)B * T * std::max(K, O));  // (B, T, O), then (B, T, K)
+static void res_forward(Model* m, const Block& block, int B) {
+    ResBlock r = res_block(m, block, B);
+    Tensor normed = take_tensor(m, B, block.H, std::max(r.x.C(), block.O)), residual = r.x.first;
+    Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
+    if (KEEPS_MOMENTS) r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
+    if (r.widens) {
+        residual = r.out.with_channels(block.O);  // whose moments are still to come
+        backend_aside([&] { linear_forward(residual, r.x, r.skip); });
+    }
+    groupnorm_forward(normed1, r.norm1);
+    backend_join();
+    conv3x3_forward(r.h, normed1, r.conv1, {.emb = r.emb});
+    groupnorm_forward(normed2, r.norm2);
+    conv3x3_forward(r.out, normed2, r.conv2, {.residual = residual});
+}
 
-    const float *norm1_w = norm_of(m, block, RES_NORM1_W), *norm1_b = norm_of(m, block, RES_NORM1_B),
-                *norm2_w = norm_of(m, block, RES_NORM2_W), *norm2_b = norm_of(m, block, RES_NORM2_B);
-    Normed norm1 = {x, x2, norm1_w, norm1_b, mean1, rstd1, C, C2, G, true, sums},
-           norm2 = {h, nullptr, norm2_w, norm2_b, mean2, rstd2, O, 0, G, true, sums};
-
-    int made = backend_aside(
-        [&] { groupnorm_apply(normed, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G, true); });
-    conv3x3_backward(dnormed, gradient_of(m, block, RES_CONV2_W), gradient_of(m, block, RES_CONV2_B), nullptr,
-                     0, dout, normed, weight_of(m, block, RES_CONV2_W), B, H, H, O, O, norm2);
-    bool widens = block.num_params > RES_SKIP_W;
-    if (widens)
-        linear_backward(dx, dx2, gradient_of(m, block, RES_SKIP_W), gradient_of(m, block, RES_SKIP_B), dout,
-                        x, x2, weight_of(m, block, RES_SKIP_W), B * T, C, C2, O, block.accumulate);
-    backend_join(made);  // h is read no more
-    groupnorm_backward(dh, nullptr, gradient_of(m, block, RES_NORM2_W), gradient_of(m, block, RES_NORM2_B),
-                       sums, dnormed, nullptr, mean2, rstd2, h, nullptr, norm2_w, norm2_b, B, T, O, 0, G,
-                       true, false);
-    backend_aside(
-        [&] { groupnorm_apply(normed, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2, G, true); });
-    conv3x3_backward(dnormed, gradient_of(m, block, RES_CONV1_W), gradient_of(m, block, RES_CONV1_B), demb,
-                     emb_pitch, dh, normed, weight_of(m, block, RES_CONV1_W), B, H, H, K, O, norm1);
-    groupnorm_backward(dx, dx2, gradient_of(m, block, RES_NORM1_W), gradient_of(m, block, RES_NORM1_B), sums,
-                       dnormed, widens ? nullptr : dout, mean1, rstd1, x, x2, norm1_w, norm1_b, B, T, C, C2,
-                       G, true, widens || block.accumulate);
+static void res_backward(Model* m, const Block& block, int B) {
+    ResBlock r = res_block(m, block, B);
+    Joined dx = input_gradient_of(m, block, B);
+    Tensor dout = output_gradient_of(m, block, B), dh = r.h;
+    int wide = std::max(r.x.C(), block.O);
+    r.norm1.sums = r.norm2.sums = take_sums(m, B, block.H, wide);
+    Tensor normed = take_tensor(m, B, block.H, wide), dnormed = take_tensor(m, B, block.H, wide);
+    Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
+    Tensor dnormed1 = dnormed.with_channels(r.x.C()), dnormed2 = dnormed.with_channels(block.O);
+    // The weight gradients are made on the side lane, and the normed tensors, which only they read. The rest
+    // waits for no more than the last reading of h.
+    int normed_ready = backend_aside([&] { groupnorm_apply(normed2, r.norm2); });
+    conv3x3_backward(dnormed2, dout, normed2, r.conv2, {.norm = &r.norm2});
+    if (r.widens) linear_backward(dx, dout, r.x, r.skip, {.accumulate = block.accumulate});
+    backend_join(normed_ready);
+    groupnorm_backward(dh, dnormed2, r.norm2);
+    backend_aside([&] { groupnorm_apply(normed1, r.norm1); });
+    conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = r.demb, .norm = &r.norm1});
+    groupnorm_backward(dx, dnormed1, r.norm1,
+                       {.residual = r.widens ? Tensor() : dout, .accumulate = r.widens || block.accumulate});
 }
 
 // ---- attention block --------------------------------------------------------------------------------------
 
 // out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
-enum { ATT_NORM_W, ATT_NORM_B, ATT_QKV_W, ATT_QKV_B, ATT_PROJ_W, ATT_PROJ_B };
+enum { ATT_NORM, ATT_QKV, ATT_PROJ };
 
-static void attention_block_forward(Model* m, const Block& block, int B) {
-    int C = block.C, T = block.H * block.H, G = m->plan.norm_groups, heads = C / m->plan.num_head_channels;
-    const floatX* x = input_of(m, block);
-    floatX *qkv = activation(m, block.hidden), *joined = activation(m, block.inner);
-    float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);  // (B, T, C)
-    groupnorm_forward(normed, mean, rstd, x, nullptr, moments_of(m, m->plan.blocks[block.input]), nullptr,
-                      norm_of(m, block, ATT_NORM_W), norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
-    linear_forward(qkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), weight_of(m, block, ATT_QKV_B),
-                   nullptr, B * T, C, 0, 3 * C);
-    attention_forward(joined, lse, qkv, B, T, C, heads);
-    linear_forward(activation(m, block.out), joined, nullptr, weight_of(m, block, ATT_PROJ_W),
-                   weight_of(m, block, ATT_PROJ_B), x, B * T, C, 0, C, moments_of(m, block), T);
+struct AttentionBlock {
+    Tensor x, qkv, joined;
+    Norm norm;
+    float* lse;
+    int heads;
+};
+static AttentionBlock attention_block(const Model* m, const Block& block, int B) {
+    AttentionBlock a;
+    a.x = input_of(m, block, B).first;
+    a.qkv = tensor_at(m, block.hidden, B, block.H, 3 * block.C);
+    a.joined = tensor_at(m, block.inner, B, block.H, block.C);
+    a.norm = norm_of(m, block, ATT_NORM, a.x);
+    a.lse = a.norm.rstd + (size_t)B * a.norm.groups;
+    a.heads = block.C / m->plan.num_head_channels;
+    return a;
 }
 
-static void attention_block_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
-    int C = block.C, T = block.H * block.H, G = m->plan.norm_groups, heads = C / m->plan.num_head_channels;
-    const floatX *x = input_of(m, block), *qkv = activation(m, block.hidden),
-                 *joined = activation(m, block.inner);
-    float *mean = block_stats(m, block), *rstd = mean + B * G, *lse = rstd + B * G;
-    floatX* dqkv = take<floatX>(&m->scratch, (size_t)B * T * 3 * C);  // (B, T, 3C)
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * T * C);    // (B, T, C)
-    floatX* djoined = take<floatX>(&m->scratch, (size_t)B * T * C);   // (B, T, C)
-    floatX* dnormed = djoined;                                        // (B, T, C)
-    float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(T) * C);
-    Normed norm = {
-        x,     nullptr, norm_of(m, block, ATT_NORM_W), norm_of(m, block, ATT_NORM_B), mean, rstd, C, 0, G,
-        false, sums};
-    backend_aside([&] {
-        groupnorm_apply(normed, mean, rstd, x, nullptr, norm_of(m, block, ATT_NORM_W),
-                        norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false);
-    });
-    linear_backward(djoined, nullptr, gradient_of(m, block, ATT_PROJ_W), gradient_of(m, block, ATT_PROJ_B),
-                    dout, joined, nullptr, weight_of(m, block, ATT_PROJ_W), B * T, C, 0, C, false);
-    attention_backward(dqkv, djoined, joined, lse, qkv, B, T, C, heads);
-    linear_backward(dnormed, nullptr, gradient_of(m, block, ATT_QKV_W), gradient_of(m, block, ATT_QKV_B),
-                    dqkv, normed, nullptr, weight_of(m, block, ATT_QKV_W), B * T, C, 0, 3 * C, false, norm,
-                    T);
-    groupnorm_backward(dx, nullptr, gradient_of(m, block, ATT_NORM_W), gradient_of(m, block, ATT_NORM_B),
-                       sums, dnormed, dout, mean, rstd, x, nullptr, norm_of(m, block, ATT_NORM_W),
-                       norm_of(m, block, ATT_NORM_B), B, T, C, 0, G, false, block.accumulate);
+static void attention_block_forward(Model* m, const Block& block, int B) {
+    AttentionBlock a = attention_block(m, block, B);
+    Tensor normed = take_tensor(m, B, block.H, block.C);
+    groupnorm_forward(normed, a.norm);
+    linear_forward(a.qkv, normed, layer_of(m, block, ATT_QKV));
+    attention_forward(a.joined, a.lse, a.qkv, a.heads);
+    linear_forward(output_of(m, block, B), a.joined, layer_of(m, block, ATT_PROJ), {.residual = a.x});
+}
+
+static void attention_block_backward(Model* m, const Block& block, int B) {
+    AttentionBlock a = attention_block(m, block, B);
+    Tensor dout = output_gradient_of(m, block, B), dqkv = take_tensor(m, B, block.H, 3 * block.C);
+    Tensor normed = take_tensor(m, B, block.H, block.C), djoined = take_tensor(m, B, block.H, block.C);
+    Tensor dnormed = djoined;  // one after the other
+    a.norm.sums = take_sums(m, B, block.H, block.C);
+    backend_aside([&] { groupnorm_apply(normed, a.norm); });
+    linear_backward(djoined, dout, a.joined, layer_of(m, block, ATT_PROJ));
+    attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, a.heads);
+    linear_backward(dnormed, dqkv, normed, layer_of(m, block, ATT_QKV), {.norm = &a.norm});
+    groupnorm_backward(input_gradient_of(m, block, B), dnormed, a.norm,
+                       {.residual = dout, .accumulate = block.accumulate});
+}
+
+// ---- down- and up-sampling --------------------------------------------------------------------------------
+
+static void resample_forward(Model* m, const Block& block, int B) {
+    Tensor x = input_of(m, block, B).first, out = output_of(m, block, B);
+    auto resample = block.kind == BLOCK_UP ? upsample_forward : downsample_forward;
+    resample(out.data, x.data, B, x.H, x.W, x.C);
+    channel_moments(out);
+}
+static void resample_backward(Model* m, const Block& block, int B) {
+    Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
+    auto resample = block.kind == BLOCK_UP ? upsample_backward : downsample_backward;
+    resample(dx.data, dout.data, B, dx.H, dx.W, dx.C, block.accumulate);
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
 
-enum { OUT_NORM_W, OUT_NORM_B, OUT_CONV_W, OUT_CONV_B };
+enum { OUT_NORM, OUT_CONV };
 
 static void out_forward(Model* m, const Block& block, int B) {
-    int C = block.C, H = block.H, G = m->plan.norm_groups;
-    float *mean = block_stats(m, block), *rstd = mean + B * G;
-    floatX* normed = take<floatX>(&m->scratch, (size_t)B * H * H * C);  // (B, H, H, C)
-    groupnorm_forward(normed, mean, rstd, input_of(m, block), nullptr,
-                      moments_of(m, m->plan.blocks[block.input]), nullptr, norm_of(m, block, OUT_NORM_W),
-                      norm_of(m, block, OUT_NORM_B), B, H * H, C, 0, G, true);
-    conv3x3_forward(activation(m, block.out), normed, weight_of(m, block, OUT_CONV_W),
-                    weight_of(m, block, OUT_CONV_B), nullptr, 0, nullptr, B, H, H, C, PIXEL);
+    Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
+    Tensor normed = take_tensor(m, B, block.H, block.C);
+    groupnorm_forward(normed, norm);
+    conv3x3_forward(output_of(m, block, B), normed, layer_of(m, block, OUT_CONV));
 }
 
-static void out_backward(Model* m, const Block& block, int B, const floatX* dout, floatX* dx) {
-    int C = block.C, H = block.H, G = m->plan.norm_groups;
-    float *mean = block_stats(m, block), *rstd = mean + B * G;
-    const floatX* x = input_of(m, block);
-    const float *norm_w = norm_of(m, block, OUT_NORM_W), *norm_b = norm_of(m, block, OUT_NORM_B);
-    float2* sums = take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
-    Normed norm = {x, nullptr, norm_w, norm_b, mean, rstd, C, 0, G, true, sums};
-    floatX *normed = take<floatX>(&m->scratch, (size_t)B * H * H * C), *dnormed = dx;  // (B, H, H, C)
-    backend_aside(
-        [&] { groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G, true); });
-    conv3x3_backward(dnormed, gradient_of(m, block, OUT_CONV_W), gradient_of(m, block, OUT_CONV_B), nullptr,
-                     0, dout, normed, weight_of(m, block, OUT_CONV_W), B, H, H, C, PIXEL, norm);
-    groupnorm_backward(dx, nullptr, gradient_of(m, block, OUT_NORM_W), gradient_of(m, block, OUT_NORM_B),
-                       sums, dnormed, nullptr, mean, rstd, x, nullptr, norm_w, norm_b, B, H * H, C, 0, G,
-                       true, false);
+static void out_backward(Model* m, const Block& block, int B) {
+    Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
+    norm.sums = take_sums(m, B, block.H, block.C);
+    Tensor normed = take_tensor(m, B, block.H, block.C), dx = input_gradient_of(m, block, B).first;
+    backend_aside([&] { groupnorm_apply(normed, norm); });
+    conv3x3_backward(dx, output_gradient_of(m, block, B), normed, layer_of(m, block, OUT_CONV),
+                     {.norm = &norm});
+    groupnorm_backward(dx, dx, norm);
 }
 
 // ===========================================================================================================
@@ -1089,7 +1157,7 @@ static void out_backward(Model* m, const Block& block, int B, const floatX* dout
 
 static void add_tensor(Plan* plan, Block* block, const char* name, std::vector<int> shape, Init init,
                        int fan_in) {
-    Tensor t;
+    Parameter t;
     memset(&t, 0, sizeof t);
     snprintf(t.name, sizeof t.name, "%s.%s", block->name, name);
     t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in;
@@ -1174,18 +1242,18 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
 // before the other parameters, one behind the other, then their biases. Files keep PyTorch's order.
 static void join_projections(Plan* plan) {
     Block& embedding = plan->blocks[0];
-    std::vector<Tensor*> order;
+    std::vector<Parameter*> order;
     embedding.O = 0;
     for (Block& b : plan->blocks) {
         if (b.kind != BLOCK_RES) continue;
         b.emb = embedding.O, embedding.O += b.O;
-        order.push_back(&plan->tensors[b.param + RES_EMB_W]);
+        order.push_back(&plan->tensors[b.param + 2 * RES_EMB]);
     }
     for (size_t i = 0, n = order.size(); i < n; i++) order.push_back(order[i] + 1);
-    for (Tensor& t : plan->tensors)
+    for (Parameter& t : plan->tensors)
         if (std::find(order.begin(), order.end(), &t) == order.end()) order.push_back(&t);
     size_t offset = 0;
-    for (Tensor* t : order) t->offset = offset, offset += t->size;
+    for (Parameter* t : order) t->offset = offset, offset += t->size;
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -1206,7 +1274,7 @@ static void size_buffers(Plan* plan) {
         size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
         size_t norm = 2 * B * plan->norm_groups, parts = norm_parts((int)T);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
-               moments = aligned(B * parts * O * sizeof(float2));
+               moments = KEEPS_MOMENTS * aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
                 hidden = room(3 * B * E), inner = room(B * C);
@@ -1231,7 +1299,7 @@ static void size_buffers(Plan* plan) {
         size_t out = room(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
-        size_t normed = b.kind == BLOCK_EMBED ? 0 : O;  // channels that a norm reads
+        size_t normed = b.kind == BLOCK_EMBED ? 0 : KEEPS_MOMENTS * O;  // channels that a norm reads
         b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * normed * sizeof(float2)), i, i};
         b.inner = {0, inner, i, kept};
         b.stats = {0, aligned(stats * sizeof(float)), i, kept};
@@ -1338,7 +1406,7 @@ static double training_flops(const Plan& plan) {
     for (const Block& b : plan.blocks) {
         double pixels = (double)b.H * b.H;
         for (int k = 0; k < b.num_params; k++) {
-            const Tensor& t = plan.tensors[b.param + k];
+            const Parameter& t = plan.tensors[b.param + k];
             int products = k == 0 && b.input < 0 ? 2 : 3;
             if (t.ndim > 1) flops += products * 2.0 * (double)t.count * (t.ndim == 2 ? 1 : pixels);
         }
@@ -1358,7 +1426,6 @@ static void enter(Model* m, const Block& block, const Buffer& scratch) {
 // be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
-        floatX* out = activation(m, block.out);
         enter(m, block, block.scratch_forward);
         switch (block.kind) {
             case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
@@ -1366,40 +1433,31 @@ static void unet_forward(Model* m, int B, int first = 0) {
             case BLOCK_RES: res_forward(m, block, B); break;
             case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
             case BLOCK_DOWN:
-            case BLOCK_UP:
-                (block.kind == BLOCK_UP ? upsample_forward : downsample_forward)(out, input_of(m, block), B,
-                                                                                 block.H, block.H, block.C);
-                channel_moments(moments_of(m, block), out, B, block.out_H * block.out_H, block.O);
-                break;
+            case BLOCK_UP: resample_forward(m, block, B); break;
             case BLOCK_OUT: out_forward(m, block, B); break;
         }
     }
     profile.block = "step";
 }
 
-static floatX* unet_output(const Model* m) { return output_of(m, (int)m->plan.blocks.size() - 1); }
+static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 static floatX* unet_output_gradient(const Model* m) {
-    return output_gradient_of(m, (int)m->plan.blocks.size() - 1);
+    return output_gradient_of(m, m->plan.blocks.back(), 1).data;
 }
 
 // The last block's output gradient -> every weight gradient (added to).
 static void unet_backward(Model* m, int B) {
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
-        const floatX* dout = output_gradient_of(m, i);
-        floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
-        floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
         enter(m, block, block.scratch_backward);
         switch (block.kind) {
             case BLOCK_EMBED: embed_backward(m, block, B); break;
-            case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
-            case BLOCK_RES: res_backward(m, block, B, dout, dx, dx2); break;
-            case BLOCK_ATTENTION: attention_block_backward(m, block, B, dout, dx); break;
+            case BLOCK_CONV_IN: conv_in_backward(m, block, B); break;
+            case BLOCK_RES: res_backward(m, block, B); break;
+            case BLOCK_ATTENTION: attention_block_backward(m, block, B); break;
             case BLOCK_DOWN:
-                downsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate);
-                break;
-            case BLOCK_UP: upsample_backward(dx, dout, B, block.H, block.H, block.C, block.accumulate); break;
-            case BLOCK_OUT: out_backward(m, block, B, dout, dx); break;
+            case BLOCK_UP: resample_backward(m, block, B); break;
+            case BLOCK_OUT: out_backward(m, block, B); break;
         }
         backend_join();
     }
@@ -1833,7 +1891,7 @@ static void build_model(Model* m, const Config& config, int batch, bool training
     lay_out_model(m, m->memory);
     if (!training) return;
     std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
-    for (const Tensor& t : m->plan.tensors) {
+    for (const Parameter& t : m->plan.tensors) {
         ASSERT(t.offset % DECAY_CHUNK == 0);
         for (size_t i = 0; t.ndim > 1 && i < t.size; i += DECAY_CHUNK)
             decays[(t.offset + i) / DECAY_CHUNK] = 1;
@@ -1868,7 +1926,7 @@ static void start_from_master(Model* m) {
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
-        const Tensor& t = m->plan.tensors[index];
+        const Parameter& t = m->plan.tensors[index];
         values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
         reordered.resize(t.size);
         float bound = (float)(1.0 / sqrt((double)t.fan_in));
@@ -3320,7 +3378,7 @@ static void read_parameters(float* to, const WeightsFile& file, const char* sect
     Reader in(file.path);
     std::vector<float> stored, reordered;
     in.seek(file.find(section)->offset);
-    for (const Tensor& t : plan.tensors) {
+    for (const Parameter& t : plan.tensors) {
         stored.resize(t.count), reordered.resize(t.size);
         in.read(stored.data(), t.count * sizeof(float));
         if (!all_finite(stored.data(), t.count))
@@ -3333,7 +3391,7 @@ static void read_parameters(float* to, const WeightsFile& file, const char* sect
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     std::vector<float> held, reordered;
-    for (const Tensor& t : plan.tensors) {
+    for (const Parameter& t : plan.tensors) {
         held.resize(t.size), reordered.resize(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size)) {
@@ -4734,57 +4792,57 @@ static void bias_backward(float* dbias, float* per_image, int pitch, const float
 
 // ---- linear and 1x1 convolution ---------------------------------------------------------------------------
 
-static void linear_forward(float* out, const float* x, const float* x2, const float* w, const float* bias,
-                           const float* residual, int M, int C, int C2, int O, float2*, int) {
-    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
+static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    int M = out.rows(), O = out.C, C = x.first.C, C2 = x.second.C, K = C + C2;
+    PROFILE("1x1 forward", convolution_work(M, 1, K, O));
     Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int i = 0; i < rows.count; i++)
         for (int j = 0; j < columns.count; j++) {
-            int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j), K = C + C2;
-            float* target = out + (size_t)m0 * O + o0;
-            const float* weight = w + (size_t)o0 * K;
-            matmul(target, x + (size_t)m0 * C, weight, m1 - m0, o1 - o0, C, O, C, K, false, true, false);
+            int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j);
+            float* target = out.data + (size_t)m0 * O + o0;
+            const float *weight = layer.w + (size_t)o0 * K, *added = options.residual.data;
+            matmul(target, x.first.data + (size_t)m0 * C, weight, m1 - m0, o1 - o0, C, O, C, K, false, true,
+                   false);
             if (C2)
-                matmul(target, x2 + (size_t)m0 * C2, weight + C, m1 - m0, o1 - o0, C2, O, C2, K, false, true,
-                       true);
+                matmul(target, x.second.data + (size_t)m0 * C2, weight + C, m1 - m0, o1 - o0, C2, O, C2, K,
+                       false, true, true);
             for (int m = m0; m < m1; m++)
 #pragma omp simd
                 for (int o = o0; o < o1; o++)
-                    out[(size_t)m * O + o] += bias[o] + (residual ? residual[(size_t)m * O + o] : 0.0f);
+                    out.data[(size_t)m * O + o] += layer.bias[o] + (added ? added[(size_t)m * O + o] : 0.0f);
         }
 }
 
-static void linear_backward(float* dx, float* dx2, float* dw, float* dbias, const float* dout, const float* x,
-                            const float* x2, const float* w, int M, int C, int C2, int O, bool accumulate,
-                            const Normed&, int) {
-    int K = C + C2;
-    bias_backward(dbias, nullptr, 0, dout, 1, M, O);
-    for (int input = 0; input < (C2 ? 2 : 1); input++) {
-        const float* source = input ? x2 : x;
-        float* target = input ? dx2 : dx;
-        int width = input ? C2 : C, first = input ? C : 0;
-        Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS);
+static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
+    int M = dout.rows(), O = dout.C, K = x.C();
+    bias_backward(layer.dbias, nullptr, 0, dout.data, 1, M, O);
+    for (bool second : {false, true}) {
+        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
+        int width = source.C, first = second ? x.first.C : 0;
+        if (!width) continue;
+        Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS), outputs = cut(O, 120, TILE_ROWS);
         if (target) {
             PROFILE("1x1 dX", convolution_work(M, 1, width, O));
 #pragma omp parallel for collapse(2) schedule(dynamic)
             for (int i = 0; i < rows.count; i++)
                 for (int j = 0; j < columns.count; j++) {
                     int m0 = rows.begin(i), c0 = columns.begin(j);
-                    matmul(target + (size_t)m0 * width + c0, dout + (size_t)m0 * O, w + first + c0,
-                           rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false, false, accumulate);
+                    matmul(target.data + (size_t)m0 * width + c0, dout.data + (size_t)m0 * O,
+                           layer.w + first + c0, rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false,
+                           false, options.accumulate);
                 }
         }
         PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
-        Pieces outputs = cut(O, 120, TILE_ROWS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int i = 0; i < outputs.count; i++)
             for (int j = 0; j < columns.count; j++) {
                 int o0 = outputs.begin(i), c0 = columns.begin(j);
-                matmul(dw + (size_t)o0 * K + first + c0, dout + o0, source + c0, outputs.end(i) - o0,
-                       columns.end(j) - c0, M, K, O, width, true, false, true);
+                matmul(layer.dw + (size_t)o0 * K + first + c0, dout.data + o0, source.data + c0,
+                       outputs.end(i) - o0, columns.end(j) - c0, M, K, O, width, true, false, true);
             }
     }
+    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
 }
 
 // ---- 3x3 convolution --------------------------------------------------------------------------------------
@@ -4817,289 +4875,261 @@ static Pieces conv3x3_bands(int pixels, int columns) {
     return cut(pixels, std::min(252, (int)THREAD_FLOATS / columns));
 }
 
-static void conv3x3_forward(float* out, const float* x, const float* w, const float* bias, const float* emb,
-                            int emb_pitch, const float* residual, int B, int H, int W, int C, int O,
-                            float2*) {
-    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
-    Pieces bands = conv3x3_bands(B * H * W, 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
+static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
+    int C = x.C, O = out.C, H = x.H, W = x.W;
+    PROFILE("3x3 forward", convolution_work(x.rows(), 9, C, O));
+    Pieces bands = conv3x3_bands(x.rows(), 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
+    bool in_place = options.residual.data == out.data;
+    const float* residual = in_place ? nullptr : options.residual.data;
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int i = 0; i < bands.count; i++)
         for (int j = 0; j < outputs.count; j++) {
             int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
             float* columns = thread_floats();  // (p1 - p0, 9, C)
-            im2col(columns, x, p0, p1, 0, 9 * C, H, W, C);
-            matmul(out + (size_t)p0 * O + o0, columns, w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0, 9 * C, O,
-                   9 * C, 9 * C, false, true, residual == out);
+            im2col(columns, x.data, p0, p1, 0, 9 * C, H, W, C);
+            matmul(out.data + (size_t)p0 * O + o0, columns, layer.w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0,
+                   9 * C, O, 9 * C, 9 * C, false, true, in_place);
             for (int p = p0; p < p1; p++) {
-                const float* per_image = emb ? emb + (size_t)(p / (H * W)) * emb_pitch : nullptr;
-                const float* added = residual && residual != out ? residual + (size_t)p * O : nullptr;
+                size_t b = p / (H * W);
+                const float* emb = options.emb.data ? options.emb.data + b * options.emb.pitch : nullptr;
+                const float* added = residual ? residual + (size_t)p * O : nullptr;
 #pragma omp simd
                 for (int o = o0; o < o1; o++)
-                    out[(size_t)p * O + o] +=
-                        bias[o] + (per_image ? per_image[o] : 0.0f) + (added ? added[o] : 0.0f);
+                    out.data[(size_t)p * O + o] +=
+                        layer.bias[o] + (emb ? emb[o] : 0.0f) + (added ? added[o] : 0.0f);
             }
         }
 }
 
-static void conv3x3_backward(float* dx, float* dw, float* dbias, float* demb, int emb_pitch,
-                             const float* dout, const float* x, const float* w, int B, int H, int W, int C,
-                             int O, const Normed&) {
-    bias_backward(dbias, demb, emb_pitch, dout, B, H * W, O);
+static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options) {
+    int B = x.B, H = x.H, W = x.W, C = x.C, O = dout.C, pixels = x.rows();
+    bias_backward(layer.dbias, options.demb.data, options.demb.pitch, dout.data, B, H * W, O);
     if (dx) {
-        PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
-        Pieces bands = conv3x3_bands(B * H * W, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
+        PROFILE("3x3 dX", convolution_work(pixels, 9, C, O));
+        Pieces bands = conv3x3_bands(pixels, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int i = 0; i < bands.count; i++)
             for (int j = 0; j < inputs.count; j++) {
                 int p0 = bands.begin(i), p1 = bands.end(i), c0 = inputs.begin(j), c1 = inputs.end(j);
                 float* columns = thread_floats();  // (p1 - p0, 9, O)
-                im2col(columns, dout, p0, p1, 0, 9 * O, H, W, O);
+                im2col(columns, dout.data, p0, p1, 0, 9 * O, H, W, O);
                 for (int tap = 0; tap < 9; tap++)
-                    matmul(dx + (size_t)p0 * C + c0, columns + tap * O, w + (8 - tap) * C + c0, p1 - p0,
-                           c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
+                    matmul(dx.data + (size_t)p0 * C + c0, columns + tap * O, layer.w + (8 - tap) * C + c0,
+                           p1 - p0, c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
             }
     }
-    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
-    // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
-    Pieces owned = cut(9 * C, 96);
+    {
+        PROFILE("3x3 dW", convolution_work(pixels, 9, C, O, sizeof(float)));
+        // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
+        Pieces owned = cut(9 * C, 96);
 #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < owned.count; i++) {
-        int j0 = owned.begin(i), n = owned.end(i) - j0;
-        float* columns = thread_floats();  // (p1 - p0, n)
-        for (int p0 = 0; p0 < B * H * W; p0 += 2 * KC) {
-            int p1 = std::min(p0 + 2 * KC, B * H * W);
-            im2col(columns, x, p0, p1, j0, j0 + n, H, W, C);
-            matmul(dw + j0, dout + (size_t)p0 * O, columns, O, n, p1 - p0, 9 * C, O, n, true, false, true);
+        for (int i = 0; i < owned.count; i++) {
+            int j0 = owned.begin(i), n = owned.end(i) - j0;
+            float* columns = thread_floats();  // (p1 - p0, n)
+            for (int p0 = 0; p0 < pixels; p0 += 2 * KC) {
+                int p1 = std::min(p0 + 2 * KC, pixels);
+                im2col(columns, x.data, p0, p1, j0, j0 + n, H, W, C);
+                matmul(layer.dw + j0, dout.data + (size_t)p0 * O, columns, O, n, p1 - p0, 9 * C, O, n, true,
+                       false, true);
+            }
         }
     }
+    if (options.norm) groupnorm_backward_sums(dx, dx, *options.norm);
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
-// A work item: some whole groups of one image, as one or two runs of channels, one a tensor.
-struct NormRun {
-    const float* x;  // the run's first channel at the image's first pixel
-    int stride;      // channels of its tensor
-    int c0, n;       // its first channel within the concatenation, and how many
-};
+// A work item: whole groups of image b, their channels being [c0, c1); so many that the channels are about
+// NORM_CHANNELS, which is also how many are summed at a time.
 struct NormItem {
-    NormRun runs[2];
-    int b, g0, g1, group;  // group: channels in one
+    int b, c0, c1, width;  // width: of a group
 };
-enum { NORM_CHANNELS = 64 };  // channels an item aims at
+enum { NORM_CHANNELS = 64 };
 
-static Pieces norm_pieces(int C, int C2, int G) {
-    return cut(G, std::max(1, NORM_CHANNELS / ((C + C2) / G)));
+template <typename Work>
+static void each_item(const Norm& norm, Work work) {
+    int B = norm.x.first.B, width = norm.x.C() / norm.groups;
+    Pieces groups = cut(norm.groups, std::max(1, NORM_CHANNELS / width));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < groups.count; i++)
+            work(NormItem{b, groups.begin(i) * width, groups.end(i) * width, width});
 }
 
-static NormItem norm_item(const Pieces& groups, int b, int piece, const float* x, const float* x2, int T,
-                          int C, int C2, int G) {
-    NormItem item;
-    item.b = b, item.g0 = groups.begin(piece), item.g1 = groups.end(piece), item.group = (C + C2) / G;
-    int c0 = item.g0 * item.group, c1 = item.g1 * item.group;
-    item.runs[0] = {x + (size_t)b * T * C + c0, C, c0, std::max(0, std::min(c1, C) - c0)};
-    int first = std::max(c0, C);
-    item.runs[1] = {C2 ? x2 + (size_t)b * T * C2 + (first - C) : nullptr, C2, first, std::max(0, c1 - first)};
-    return item;
+// run(c, n, x, stride) for channels [c, c + n) that lie together in one tensor: x is the first pixel's, stride
+// from one pixel to the next.
+template <typename Run>
+static void each_run(const Joined& joined, const NormItem& item, Run run) {
+    for (int c = item.c0, n; c < item.c1; c += n) {
+        bool second = c >= joined.first.C;
+        const Tensor& x = second ? joined.second : joined.first;
+        int within = second ? c - joined.first.C : c;
+        n = std::min({(int)NORM_CHANNELS, item.c1 - c, x.C - within});
+        run(c, n, x.data + (size_t)item.b * x.H * x.W * x.C + within, x.C);
+    }
 }
 
-// Sums over the image's pixels: accumulate(sum, row, c0, n, t) adds pixel t's channels [c0, c0 + n) to the
-// SUMS rows of sum, short float sums that are then added up in double. sums (SUMS, channels of the item).
-template <int SUMS, typename Accumulate>
-static void norm_reduce(double* sums, const NormItem& item, int T, Accumulate accumulate) {
-    int channels = (item.g1 - item.g0) * item.group;
-    for (const NormRun& run : item.runs)
-        for (int start = 0; start < run.n; start += NORM_CHANNELS) {
-            int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
-            double total[SUMS][NORM_CHANNELS] = {};
-            for (int t0 = 0; t0 < T; t0 += 64) {
-                float sum[SUMS][NORM_CHANNELS] = {};
-                for (int t = t0; t < std::min(t0 + 64, T); t++)
-                    accumulate(sum, run.x + (size_t)t * run.stride + start, c0, n, t);
-                for (int i = 0; i < SUMS; i++)
-                    for (int c = 0; c < n; c++) total[i][c] += sum[i][c];
-            }
+// Sums over the item's pixels: add(sum, t, c, n, row) adds pixel t's channels [c, c + n) to the SUMS rows of sum,
+// short float sums that are then added up in double. sums (SUMS, c1 - c0).
+template <int SUMS, typename Add>
+static void sum_pixels(double* sums, const Joined& x, const NormItem& item, Add add) {
+    int T = x.first.H * x.first.W, channels = item.c1 - item.c0;
+    each_run(x, item, [&](int c, int n, const float* row, int stride) {
+        double total[SUMS][NORM_CHANNELS] = {};
+        for (int t0 = 0; t0 < T; t0 += 64) {
+            float sum[SUMS][NORM_CHANNELS] = {};
+            for (int t = t0; t < std::min(t0 + 64, T); t++) add(sum, t, c, n, row + (size_t)t * stride);
             for (int i = 0; i < SUMS; i++)
-                for (int c = 0; c < n; c++) sums[i * channels + c0 + c - item.g0 * item.group] = total[i][c];
+                for (int k = 0; k < n; k++) total[i][k] += sum[i][k];
         }
+        for (int i = 0; i < SUMS; i++) std::copy(total[i], total[i] + n, sums + i * channels + c - item.c0);
+    });
 }
 
-// The affine map of each channel of the item: y = x * scale + shift.
-static void norm_affine(float* scale, float* shift, const NormItem& item, const float* mean,
-                        const float* rstd, const float* w, const float* bias, int G) {
-    for (int g = item.g0; g < item.g1; g++)
-        for (int c = g * item.group; c < (g + 1) * item.group; c++) {
-            int i = c - item.g0 * item.group;
-            scale[i] = rstd[item.b * G + g] * w[c];
-            shift[i] = bias[c] - mean[item.b * G + g] * scale[i];
-        }
+// The affine map of each channel of the item, y = x scale + shift; channel c is number c - c0.
+static void norm_affine(float* scale, float* shift, const Norm& norm, const NormItem& item) {
+    for (int c = item.c0; c < item.c1; c++) {
+        int g = item.b * norm.groups + c / item.width;
+        scale[c - item.c0] = norm.rstd[g] * norm.w[c];
+        shift[c - item.c0] = norm.bias[c] - norm.mean[g] * scale[c - item.c0];
+    }
 }
 
-// out from stored statistics; backward calls it to make again what forward did not keep.
-static void groupnorm_apply_item(float* out, const NormItem& item, const float* mean, const float* rstd,
-                                 const float* w, const float* bias, int T, int channels, int G, bool silu,
-                                 float* scale, float* shift) {
-    norm_affine(scale, shift, item, mean, rstd, w, bias, G);
-    int base = item.g0 * item.group;
-    for (const NormRun& run : item.runs)
-        for (int t = 0; run.n && t < T; t++) {
-            const float* row = run.x + (size_t)t * run.stride;
-            float* target = out + ((size_t)item.b * T + t) * channels + run.c0;
-            const float *s = scale + run.c0 - base, *h = shift + run.c0 - base;
-            if (silu)
+static void groupnorm_apply(Tensor out, const Norm& norm) {
+    PROFILE("group norm apply", {0, 2.0 * sizeof(float) * out.count()});
+    int T = out.H * out.W;
+    each_item(norm, [&](NormItem item) {
+        float *scale = thread_floats() - item.c0, *shift = scale + item.c1 - item.c0;  // by channel
+        norm_affine(scale + item.c0, shift + item.c0, norm, item);
+        each_run(norm.x, item, [&](int c, int n, const float* row, int stride) {
+            const float *s = scale + c, *h = shift + c;
+            float* target = out.data + (size_t)item.b * T * out.C + c;
+            for (int t = 0; t < T; t++, row += stride, target += out.C)
+                if (norm.silu)
 #pragma omp simd
-                for (int c = 0; c < run.n; c++) {
-                    float y = row[c] * s[c] + h[c];
-                    target[c] = y * sigmoid(y);
-                }
-            else
-#pragma omp simd
-                for (int c = 0; c < run.n; c++) target[c] = row[c] * s[c] + h[c];
-        }
-}
-
-static void groupnorm_forward(float* out, float* mean, float* rstd, const float* x, const float* x2,
-                              const float2*, const float2*, const float* w, const float* bias, int B, int T,
-                              int C, int C2, int G, bool silu) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    Pieces groups = norm_pieces(C, C2, G);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int piece = 0; piece < groups.count; piece++) {
-            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
-            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
-            float* room = thread_floats();
-            float *center = room, *scale = room + channels, *shift = room + 2 * channels;
-            double* sums = (double*)(room + 4 * channels);
-            norm_reduce<1>(sums, item, T, [](float sum[][NORM_CHANNELS], const float* row, int, int n, int) {
-#pragma omp simd
-                for (int c = 0; c < n; c++) sum[0][c] += row[c];
-            });
-            for (int g = item.g0; g < item.g1; g++) {
-                double total = 0;
-                for (int c = g * item.group; c < (g + 1) * item.group; c++) total += sums[c - base];
-                mean[b * G + g] = (float)(total / ((double)item.group * T));
-                for (int c = g * item.group; c < (g + 1) * item.group; c++)
-                    center[c - base] = mean[b * G + g];
-            }
-            norm_reduce<1>(sums, item, T,
-                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int) {
-                               const float* middle = center + c0 - base;
-#pragma omp simd
-                               for (int c = 0; c < n; c++)
-                                   sum[0][c] += (row[c] - middle[c]) * (row[c] - middle[c]);
-                           });
-            for (int g = item.g0; g < item.g1; g++) {
-                double squares = 0;
-                for (int c = g * item.group; c < (g + 1) * item.group; c++) squares += sums[c - base];
-                rstd[b * G + g] = (float)(1.0 / sqrt(squares / ((double)item.group * T) + NORM_EPS));
-            }
-            groupnorm_apply_item(out, item, mean, rstd, w, bias, T, C + C2, G, silu, scale, shift);
-        }
-}
-
-static void groupnorm_apply(float* out, const float* mean, const float* rstd, const float* x, const float* x2,
-                            const float* w, const float* bias, int B, int T, int C, int C2, int G,
-                            bool silu) {
-    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    Pieces groups = norm_pieces(C, C2, G);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int piece = 0; piece < groups.count; piece++) {
-            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
-            int channels = (item.g1 - item.g0) * item.group;
-            float* room = thread_floats();
-            groupnorm_apply_item(out, item, mean, rstd, w, bias, T, C + C2, G, silu, room, room + channels);
-        }
-}
-
-static void groupnorm_backward(float* dx, float* dx2, float* dw, float* dbias, float2* sums,
-                               const float* dout, const float* dresidual, const float* mean,
-                               const float* rstd, const float* x, const float* x2, const float* w,
-                               const float* bias, int B, int T, int C, int C2, int G, bool silu,
-                               bool accumulate) {
-    PROFILE("group norm backward",
-            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
-    Pieces groups = norm_pieces(C, C2, G);
-    int K = C + C2;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int piece = 0; piece < groups.count; piece++) {
-            NormItem item = norm_item(groups, b, piece, x, x2, T, C, C2, G);
-            int channels = (item.g1 - item.g0) * item.group, base = item.g0 * item.group;
-            float* room = thread_floats();
-            float *scale = room, *shift = room + channels, *slope = room + 2 * channels,
-                  *offset = room + 3 * channels;
-            double* totals = (double*)(room + 4 * channels);
-            norm_affine(scale, shift, item, mean, rstd, w, bias, G);
-            for (int g = item.g0; g < item.g1; g++)
-                for (int c = g * item.group; c < (g + 1) * item.group; c++)  // x^ = x slope + offset
-                    slope[c - base] = rstd[b * G + g], offset[c - base] = -mean[b * G + g] * rstd[b * G + g];
-            // dy of pixel t's channels [c0, c0 + n)
-            auto dy_row = [=](float* dy, const float* row, int c0, int n, int t) {
-                const float *upstream = dout + ((size_t)b * T + t) * K + c0, *s = scale + c0 - base,
-                            *h = shift + c0 - base;
-                if (silu)
-#pragma omp simd
-                    for (int c = 0; c < n; c++) dy[c] = upstream[c] * silu_gradient(row[c] * s[c] + h[c]);
+                    for (int k = 0; k < n; k++) {
+                        float y = row[k] * s[k] + h[k];
+                        target[k] = y * sigmoid(y);
+                    }
                 else
 #pragma omp simd
-                    for (int c = 0; c < n; c++) dy[c] = upstream[c];
-            };
-            norm_reduce<2>(totals, item, T,
-                           [=](float sum[][NORM_CHANNELS], const float* row, int c0, int n, int t) {
-                               float dy[NORM_CHANNELS];
-                               const float *s = slope + c0 - base, *h = offset + c0 - base;
-                               dy_row(dy, row, c0, n, t);
+                    for (int k = 0; k < n; k++) target[k] = row[k] * s[k] + h[k];
+        });
+    });
+}
+
+static void groupnorm_forward(Tensor out, const Norm& norm) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
+    double n = (double)out.H * out.W * (out.C / norm.groups);  // elements of a group
+    each_item(norm, [&](NormItem item) {
+        int channels = item.c1 - item.c0;
+        float* center = thread_floats();
+        double* sums = (double*)(center + channels + channels % 2);
+        auto group_sum = [&](int c0) {
+            double total = 0;
+            for (int c = c0; c < c0 + item.width; c++) total += sums[c - item.c0];
+            return total;
+        };
+        sum_pixels<1>(sums, norm.x, item, [](float sum[][NORM_CHANNELS], int, int, int n, const float* row) {
 #pragma omp simd
-                               for (int c = 0; c < n; c++)
-                                   sum[0][c] += dy[c], sum[1][c] += dy[c] * (row[c] * s[c] + h[c]);
-                           });
-            float2* sum = sums + (size_t)b * K;
-            for (int c = 0; c < channels; c++)
-                sum[base + c] = {(float)totals[c], (float)totals[channels + c]};
-            // dx = scale dy - (x alpha + beta), from the group's two sums
-            float *alpha = slope, *beta = offset;
-            for (int g = item.g0; g < item.g1; g++) {
-                double a = 0, q = 0;
-                for (int c = g * item.group; c < (g + 1) * item.group; c++)
-                    a += (double)w[c] * sum[c].x, q += (double)w[c] * sum[c].y;
-                double n = (double)item.group * T, r = rstd[b * G + g], m = mean[b * G + g];
-                for (int c = g * item.group; c < (g + 1) * item.group; c++) {
-                    alpha[c - base] = (float)(r * r * q / n);
-                    beta[c - base] = (float)(r * (a - r * m * q) / n);
-                }
-            }
-            for (int r = 0; r < 2; r++)
-                for (int start = 0; start < item.runs[r].n; start += NORM_CHANNELS) {
-                    const NormRun& run = item.runs[r];
-                    int n = std::min((int)NORM_CHANNELS, run.n - start), c0 = run.c0 + start;
-                    const float *s = scale + c0 - base, *a = alpha + c0 - base, *h = beta + c0 - base;
-                    for (int t = 0; t < T; t++) {
-                        float dy[NORM_CHANNELS];
-                        const float* row = run.x + (size_t)t * run.stride + start;
-                        size_t at = ((size_t)b * T + t) * run.stride + c0 - (r ? C : 0);
-                        float* target = (r ? dx2 : dx) + at;
-                        dy_row(dy, row, c0, n, t);
-#pragma omp simd
-                        for (int c = 0; c < n; c++) dy[c] = s[c] * dy[c] - (row[c] * a[c] + h[c]);
-                        if (dresidual)
-#pragma omp simd
-                            for (int c = 0; c < n; c++) dy[c] += dresidual[at + c];
-                        if (accumulate)
-#pragma omp simd
-                            for (int c = 0; c < n; c++) target[c] += dy[c];
-                        else
-                            memcpy(target, dy, n * sizeof(float));
-                    }
-                }
+            for (int k = 0; k < n; k++) sum[0][k] += row[k];
+        });
+        for (int c = item.c0; c < item.c1; c += item.width) {
+            float mean = norm.mean[item.b * norm.groups + c / item.width] = (float)(group_sum(c) / n);
+            std::fill_n(center + c - item.c0, item.width, mean);
         }
+        sum_pixels<1>(sums, norm.x, item,
+                      [&](float sum[][NORM_CHANNELS], int, int c, int n, const float* row) {
+                          const float* middle = center + c - item.c0;
+#pragma omp simd
+                          for (int k = 0; k < n; k++)
+                              sum[0][k] += (row[k] - middle[k]) * (row[k] - middle[k]);
+                      });
+        for (int c = item.c0; c < item.c1; c += item.width)
+            norm.rstd[item.b * norm.groups + c / item.width] =
+                (float)(1.0 / sqrt(group_sum(c) / n + NORM_EPS));
+    });
+    groupnorm_apply(out, norm);
+}
+
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
+    PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
+    int T = dy.H * dy.W, C = dy.C;
+    each_item(norm, [&](NormItem item) {
+        int channels = item.c1 - item.c0;
+        float *scale = thread_floats(), *shift = scale + channels;
+        float *slope = shift + channels, *offset = slope + channels;  // x^ = x slope + offset
+        double* totals = (double*)(offset + channels);
+        norm_affine(scale, shift, norm, item);
+        for (int c = 0; c < channels; c++) {
+            int g = item.b * norm.groups + (item.c0 + c) / item.width;
+            slope[c] = norm.rstd[g], offset[c] = -norm.mean[g] * norm.rstd[g];
+        }
+        sum_pixels<2>(
+            totals, norm.x, item, [&](float sum[][NORM_CHANNELS], int t, int c, int n, const float* row) {
+                size_t at = ((size_t)item.b * T + t) * C + c;
+                const float *upstream = dout.data + at, *s = scale + c - item.c0, *h = shift + c - item.c0,
+                            *a = slope + c - item.c0, *o = offset + c - item.c0;
+                float d[NORM_CHANNELS], *target = dy.data + at;
+                if (norm.silu)
+#pragma omp simd
+                    for (int k = 0; k < n; k++) d[k] = upstream[k] * silu_gradient(row[k] * s[k] + h[k]);
+                else
+                    std::copy(upstream, upstream + n, d);
+#pragma omp simd
+                for (int k = 0; k < n; k++) sum[0][k] += d[k], sum[1][k] += d[k] * (row[k] * a[k] + o[k]);
+                std::copy(d, d + n, target);
+            });
+        for (int c = 0; c < channels; c++)
+            norm.sums[(size_t)item.b * C + item.c0 + c] = {(float)totals[c], (float)totals[channels + c]};
+    });
+}
+
+static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
+    PROFILE("group norm backward",
+            {0, (3.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
+    int T = dy.H * dy.W, C = dy.C, B = dy.B;
+    double n = (double)T * (C / norm.groups);  // elements of a group
+    each_item(norm, [&](NormItem item) {
+        int channels = item.c1 - item.c0;
+        float *scale = thread_floats(), *alpha = scale + channels, *beta = alpha + channels;
+        const float2* sum = norm.sums + (size_t)item.b * C;
+        // dx = scale dy - (x alpha + beta), from the group's two sums
+        norm_affine(scale, beta, norm, item);
+        for (int c0 = item.c0; c0 < item.c1; c0 += item.width) {
+            int g = item.b * norm.groups + c0 / item.width;
+            double a = 0, q = 0, r = norm.rstd[g], m = norm.mean[g];
+            for (int c = c0; c < c0 + item.width; c++)
+                a += (double)norm.w[c] * sum[c].x, q += (double)norm.w[c] * sum[c].y;
+            std::fill_n(alpha + c0 - item.c0, item.width, (float)(r * r * q / n));
+            std::fill_n(beta + c0 - item.c0, item.width, (float)(r * (a - r * m * q) / n));
+        }
+        each_run(norm.x, item, [&](int c, int n, const float* row, int stride) {
+            const Tensor& target = c >= dx.first.C ? dx.second : dx.first;
+            const float *s = scale + c - item.c0, *a = alpha + c - item.c0, *h = beta + c - item.c0;
+            size_t at = (size_t)item.b * T * stride + (c >= dx.first.C ? c - dx.first.C : c);
+            for (int t = 0; t < T; t++, row += stride, at += stride) {
+                const float* upstream = dy.data + ((size_t)item.b * T + t) * C + c;
+                float d[NORM_CHANNELS], *out = target.data + at;
+#pragma omp simd
+                for (int k = 0; k < n; k++) d[k] = s[k] * upstream[k] - (row[k] * a[k] + h[k]);
+                if (options.residual)
+#pragma omp simd
+                    for (int k = 0; k < n; k++) d[k] += options.residual.data[at + k];
+                if (options.accumulate)
+#pragma omp simd
+                    for (int k = 0; k < n; k++) out[k] += d[k];
+                else
+                    std::copy(d, d + n, out);
+            }
+        });
+    });
 #pragma omp parallel for
-    for (int c = 0; c < K; c++) {
-        double scale_gradient = 0, shift_gradient = 0;
+    for (int c = 0; c < C; c++) {
+        double dw = 0, dbias = 0;
         for (int b = 0; b < B; b++)
-            shift_gradient += sums[(size_t)b * K + c].x, scale_gradient += sums[(size_t)b * K + c].y;
-        dw[c] += (float)scale_gradient, dbias[c] += (float)shift_gradient;
+            dbias += norm.sums[(size_t)b * C + c].x, dw += norm.sums[(size_t)b * C + c].y;
+        norm.dw[c] += (float)dw, norm.dbias[c] += (float)dbias;
     }
 }
 
@@ -5111,14 +5141,14 @@ static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
 // Rows of the score matrix that a thread holds at a time.
 static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
 
-static void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads, R = attention_rows(T);
+static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
+    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads, R = attention_rows(T);
+    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(float) * B * T * C});
     float scale = 1.0f / sqrtf((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int head = 0; head < heads; head++) {
-            const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+            const float *q = qkv.data + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
             float* scores = thread_floats();  // (rows, T)
             for (int t0 = 0; t0 < T; t0 += R) {
                 int rows = std::min(R, T - t0);
@@ -5134,29 +5164,29 @@ static void attention_forward(float* out, float* lse, const float* qkv, int B, i
                     for (int j = 0; j < T; j++) s[j] *= inverse;
                     lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
                 }
-                matmul(out + ((size_t)b * T + t0) * C + head * d, scores, v, rows, d, T, C, T, 3 * C, false,
-                       false, false);
+                matmul(out.data + ((size_t)b * T + t0) * C + head * d, scores, v, rows, d, T, C, T, 3 * C,
+                       false, false, false);
             }
         }
 }
 
-static void attention_backward(float* dqkv, const float* dout, const float* out, const float* lse,
-                               const float* qkv, int B, int T, int C, int heads) {
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads, R = attention_rows(T);
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                               int heads) {
+    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads, R = attention_rows(T);
+    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(float) * B * T * C});
     float scale = 1.0f / sqrtf((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int head = 0; head < heads; head++) {
             size_t at = (size_t)b * T * 3 * C + head * d;
-            const float *q = qkv + at, *k = q + C, *v = q + 2 * C;
-            float *dq = dqkv + at, *dk = dq + C, *dv = dq + 2 * C;
+            const float *q = qkv.data + at, *k = q + C, *v = q + 2 * C;
+            float *dq = dqkv.data + at, *dk = dq + C, *dv = dq + 2 * C;
             float *p = thread_floats(), *ds = p + (size_t)R * T;  // (rows, T) each
             for (int t0 = 0; t0 < T; t0 += R) {
                 int rows = std::min(R, T - t0);
                 const float *q_rows = q + (size_t)t0 * 3 * C,
-                            *dout_rows = dout + ((size_t)b * T + t0) * C + head * d;
-                const float* out_rows = out + ((size_t)b * T + t0) * C + head * d;
+                            *dout_rows = dout.data + ((size_t)b * T + t0) * C + head * d;
+                const float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
                 matmul(p, q_rows, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
                 matmul(ds, dout_rows, v, rows, T, d, T, C, 3 * C, false, true, false);
                 for (int i = 0; i < rows; i++) {
@@ -5396,7 +5426,7 @@ static void fill_timesteps(int* timesteps, int B, int value) {
 }
 
 #ifndef __CUDACC__
-static void channel_moments(float2*, const float*, int, int, int) {}
+static void channel_moments(Tensor) {}
 #endif
 
 }  // namespace cpu
@@ -5819,6 +5849,24 @@ static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
+// A norm as the kernels take it.
+struct Normed {
+    const floatX *x, *x2;              // (B, T, C), (B, T, C2)
+    const float2 *moments, *moments2;  // theirs
+    const float *w, *bias;             // (C + C2)
+    float *dw, *dbias;
+    float *mean, *rstd;  // (B, G); null: there is no norm
+    float2* sums;
+    int B, T, C, C2, G;
+    bool silu;
+};
+static Normed normed_of(const Norm& norm) {
+    const Tensor &x = norm.x.first, &x2 = norm.x.second;
+    return {x.data,    x2.data,    x.moments, x2.moments,  norm.w,    norm.bias,
+            norm.dw,   norm.dbias, norm.mean, norm.rstd,   norm.sums, x.B,
+            x.H * x.W, x.C,        x2.C,      norm.groups, norm.silu};
+}
+
 // Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
 // in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
 // NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle x and x2:
@@ -5903,6 +5951,7 @@ static void channel_moments(float2* moments, const floatX* x, int B, int T, int 
     launch(channel_moments_kernel, dim3(norm_parts(T), ceil_div(C, 8 * VEC), B), NORM_PART_THREADS, 0,
            moments, x, T, C);
 }
+static void channel_moments(Tensor x) { channel_moments(x.moments, x.data, x.B, x.H * x.W, x.C); }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
 // the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
@@ -5939,8 +5988,8 @@ struct NormPlace {
     bool second;              // the channels lie in x2
     size_t at, at_joined;     // the thread's first element in its tensor, and in one of C + C2 channels
     int step, step_joined;    // from one of its pixels to the next
-    __device__ NormPlace(const NormGrid& s, int block, int T, int C, int C2, int G) {
-        int K = C + C2;
+    __device__ NormPlace(const NormGrid& s, int block, const Normed& norm) {
+        int T = norm.T, C = norm.C, C2 = norm.C2, G = norm.G, K = C + C2;
         rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
         int vectors = min(s.channels, K - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
         c = slab + threadIdx.x % vectors * VEC;
@@ -5987,12 +6036,11 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
 // each block reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by
 // Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                             const float2* moments, const float2* moments2, const float* w, const float* bias,
-                             int T, int C, int C2, int G, bool silu, NormGrid s) {
+    groupnorm_forward_kernel(floatX* out, const Normed norm, NormGrid s) {
     __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
-    NormPlace p(s, blockIdx.x, T, C, C2, G);
-    const floatX* source = (p.second ? x2 : x) + p.at;
+    const int T = norm.T, C = norm.C, C2 = norm.C2;
+    NormPlace p(s, blockIdx.x, norm);
+    const floatX* source = (p.second ? norm.x2 : norm.x) + p.at;
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
     auto load_first = [&] {
@@ -6000,8 +6048,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     };
-    mean += p.b * G + p.g0, rstd += p.b * G + p.g0;
-    if (!moments) {
+    float *mean = norm.mean + p.b * norm.G + p.g0, *rstd = norm.rstd + p.b * norm.G + p.g0;
+    if (!norm.moments) {
         load_first();
         if ((int)threadIdx.x < p.groups)
             statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
@@ -6009,7 +6057,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         int parts = norm_parts(T);
         auto moment = [&](int part, int c) {
             size_t row = (size_t)p.b * parts + part;
-            return c < C ? moments[row * C + c] : moments2[row * C2 + c - C];
+            return c < C ? norm.moments[row * C + c] : norm.moments2[row * C2 + c - C];
         };
         auto item = [&](int part, int c, int c0) {
             float2 m = moment(part, c);
@@ -6028,7 +6076,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    norm_parameters(scale, w + p.c), norm_parameters(shift, bias + p.c);
+    norm_parameters(scale, norm.w + p.c), norm_parameters(shift, norm.bias + p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
@@ -6041,45 +6089,44 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
 #pragma unroll
             for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
-            if (silu)
+            if (norm.silu)
 #pragma unroll
                 for (int e = 0; e < VEC; e++) y[e] *= sigmoid(y[e]);
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
-static void groupnorm_forward(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* x2,
-                              const float2* moments, const float2* moments2, const float* w,
-                              const float* bias, int B, int T, int C, int C2, int G, bool silu) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    NormGrid s = norm_grid(B, T, C + C2, 0);
-    launch(groupnorm_forward_kernel, s.ranks * s.slabs * B, NORM_THREADS, 0, out, mean, rstd, x, x2, moments,
-           moments2, w, bias, T, C, C2, G, silu, s);
+static void launch_norm(floatX* out, const Normed& norm) {
+    NormGrid s = norm_grid(norm.B, norm.T, norm.C + norm.C2, 0);
+    launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.B, NORM_THREADS, 0, out, norm, s);
 }
-static void groupnorm_apply(floatX* out, const float* mean, const float* rstd, const floatX* x,
-                            const floatX* x2, const float* w, const float* bias, int B, int T, int C, int C2,
-                            int G, bool silu) {
-    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * B * T * (C + C2)});
-    groupnorm_forward(out, (float*)mean, (float*)rstd, x, x2, nullptr, nullptr, w, bias, B, T, C, C2, G,
-                      silu);
+static void groupnorm_forward(Tensor out, const Norm& norm) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
+    ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
+    launch_norm(out.data, normed_of(norm));
+}
+static void groupnorm_apply(Tensor out, const Norm& norm) {
+    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * out.count()});
+    Normed again = normed_of(norm);
+    again.moments = nullptr;
+    launch_norm(out.data, again);
 }
 
 // The gradient before the SiLU, dy = dnormed * silu'(x scale + shift), and its sums. Blocks as in
 // channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
 __global__ void __launch_bounds__(NORM_PART_THREADS)
-    groupnorm_gradient_kernel(float2* sums, floatX* dy, const floatX* dnormed, const floatX* x,
-                              const floatX* x2, const float* mean, const float* rstd, const float* w,
-                              const float* bias, int T, int C, int C2, int G, bool silu) {
-    int K = C + C2, group = K / G, r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    groupnorm_gradient_kernel(floatX* dy, const floatX* dnormed, const Normed norm) {
+    int T = norm.T, C = norm.C, C2 = norm.C2, K = C + C2, group = K / norm.G;
+    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
-    const floatX* source = c < C ? x + pixel * C + c : x2 + pixel * C2 + c - C;
-    mean += blockIdx.z * G, rstd += blockIdx.z * G;
+    const floatX* source = c < C ? norm.x + pixel * C + c : norm.x2 + pixel * C2 + c - C;
+    const float *mean = norm.mean + blockIdx.z * norm.G, *rstd = norm.rstd + blockIdx.z * norm.G;
     float sum[VEC] = {}, sum_normed[VEC] = {};
     if (c < K) {
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
         norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        norm_parameters(scale, w + c), norm_parameters(shift, bias + c);
+        norm_parameters(scale, norm.w + c), norm_parameters(shift, norm.bias + c);
         norm_each_channel(c, group, [&](int i, int g) {
             middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
         });
@@ -6088,44 +6135,46 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (r + i * NORM_PART_STEP >= n) break;
             float value[VEC], d[VEC];
             unpack(value, in[i]), unpack(d, upstream[i]);
-            if (silu)
+            if (norm.silu)
 #pragma unroll
                 for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
 #pragma unroll
             for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
-            if (silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
+            if (norm.silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
         }
     }
     norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
         if (c < K)
-            sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
+            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
                 make_float2(total.x, total.y * rstd[c / group]);
     });
 }
-static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm, int B, int T) {
+static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm) {
     int K = norm.C + norm.C2;
-    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * B * T * K});
-    launch(groupnorm_gradient_kernel, dim3(norm_parts(T), ceil_div(K, 8 * VEC), B), NORM_PART_THREADS, 0,
-           norm.sums, dy, dnormed, norm.x, norm.x2, norm.mean, norm.rstd, norm.w, norm.bias, T, norm.C,
-           norm.C2, norm.G, norm.silu);
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * norm.B * norm.T * K});
+    launch(groupnorm_gradient_kernel, dim3(norm_parts(norm.T), ceil_div(K, 8 * VEC), norm.B),
+           NORM_PART_THREADS, 0, dy, dnormed, norm);
+}
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
+    groupnorm_gradient(dy.data, dout.data, normed_of(norm));
 }
 
 // dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
-__device__ static inline void norm_weights(float* dw, float* dbias, const float2* sums, int rows, int K) {
+__device__ static inline void norm_weights(const Normed& norm, int rows, int K) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 room[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < rows; i += WARPS) {
-        float2 more = sums[(size_t)i * K + c];
+        float2 more = norm.sums[(size_t)i * K + c];
         total.x += more.x, total.y += more.y;
     }
     room[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
     for (int i = 1; i < WARPS; i++) total.x += room[i][lane].x, total.y += room[i][lane].y;
-    dbias[c] += total.x, dw[c] += total.y;
+    norm.dbias[c] += total.x, norm.dw[c] += total.y;
 }
 
 // dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
@@ -6133,18 +6182,16 @@ __device__ static inline void norm_weights(float* dw, float* dbias, const float2
 // reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(floatX* dx, floatX* dx2, float* dw, float* dbias, const float2* sums,
-                              const floatX* dy, const floatX* dresidual, const float* mean, const float* rstd,
-                              const floatX* x, const floatX* x2, const float* w, int B, int T, int C, int C2,
-                              int G, NormGrid s, int weight_blocks) {
+    groupnorm_backward_kernel(floatX* dx, floatX* dx2, const floatX* dy, const floatX* dresidual,
+                              const Normed norm, NormGrid s, int weight_blocks) {
     __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
-    int K = C + C2, parts = norm_parts(T);
+    const int T = norm.T, K = norm.C + norm.C2, parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks) {
-        norm_weights(dw, dbias, sums, B * parts, K);
+        norm_weights(norm, norm.B * parts, K);
         return;
     }
-    NormPlace p(s, blockIdx.x - weight_blocks, T, C, C2, G);
-    const floatX *source = (p.second ? x2 : x) + p.at, *gradient = dy + p.at_joined;
+    NormPlace p(s, blockIdx.x - weight_blocks, norm);
+    const floatX *source = (p.second ? norm.x2 : norm.x) + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
     floatX* target = (p.second ? dx2 : dx) + p.at;
     uint4 in, upstream, residual, old;
@@ -6154,10 +6201,11 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
         if (ACCUMULATE) old = *(const uint4*)before;
     };
-    mean += p.b * G + p.g0, rstd += p.b * G + p.g0, sums += (size_t)p.b * parts * K;
+    const float *mean = norm.mean + p.b * norm.G + p.g0, *rstd = norm.rstd + p.b * norm.G + p.g0;
+    const float2* sums = norm.sums + (size_t)p.b * parts * K;
     auto item = [&](int part, int c, int) {
         float2 sum = sums[(size_t)part * K + c];
-        float weight = w[c];
+        float weight = norm.w[c];
         return make_float2(weight * sum.x, weight * sum.y);
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
@@ -6169,7 +6217,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-    norm_parameters(scale, w + p.c);
+    norm_parameters(scale, norm.w + p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         float3 of_group = coefficients[g];
         scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
@@ -6190,20 +6238,16 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + p.stride < T) load(target);
     }
 }
-static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, float2* sums,
-                               const floatX* dy, const floatX* dresidual, const float* mean,
-                               const float* rstd, const floatX* x, const floatX* x2, const float* w,
-                               const float*, int B, int T, int C, int C2, int G, bool, bool accumulate) {
-    PROFILE("group norm backward",
-            {0, (3.0 + (dresidual != nullptr) + accumulate) * sizeof(floatX) * B * T * (C + C2)});
-    int weight_blocks = (C + C2) / 32;
-    NormGrid s = norm_grid(B, T, C + C2, weight_blocks);
-    auto pass = groupnorm_backward_kernel<false, false>;
-    if (dresidual)
-        pass = accumulate ? groupnorm_backward_kernel<true, true> : groupnorm_backward_kernel<true, false>;
-    if (!dresidual && accumulate) pass = groupnorm_backward_kernel<false, true>;
-    launch(pass, weight_blocks + s.ranks * s.slabs * B, NORM_THREADS, 0, dx, dx2, dw, dbias, sums, dy,
-           dresidual, mean, rstd, x, x2, w, B, T, C, C2, G, s, weight_blocks);
+static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
+    bool residual = !!options.residual;
+    PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
+    int weight_blocks = dy.C / 32;
+    NormGrid s = norm_grid(dy.B, dy.H * dy.W, dy.C, weight_blocks);
+    static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
+        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
+    launch(passes[residual][options.accumulate], weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
+           dx.first.data, dx.second.data, dy.data, options.residual.data, normed_of(norm), s, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -6618,28 +6662,24 @@ static void attention_backward_launch(float* dqkv, const float* dout, const floa
 
 #endif
 
-static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads) {
+static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
+    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
     PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads;
     ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
-    if (d <= 32)
-        attention_forward_launch<32>(out, lse, qkv, B, T, C, heads);
-    else if (d <= 64)
-        attention_forward_launch<64>(out, lse, qkv, B, T, C, heads);
-    else
-        attention_forward_launch<128>(out, lse, qkv, B, T, C, heads);
+    auto pass = d <= 32   ? attention_forward_launch<32>
+                : d <= 64 ? attention_forward_launch<64>
+                          : attention_forward_launch<128>;
+    pass(out.data, lse, qkv.data, B, T, C, heads);
 }
-static void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
-                               const floatX* qkv, int B, int T, int C, int heads) {
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                               int heads) {
+    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    int d = C / heads;
     ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
-    if (d <= 32)
-        attention_backward_launch<32>(dqkv, dout, out, lse, qkv, B, T, C, heads);
-    else if (d <= 64)
-        attention_backward_launch<64>(dqkv, dout, out, lse, qkv, B, T, C, heads);
-    else
-        attention_backward_launch<128>(dqkv, dout, out, lse, qkv, B, T, C, heads);
+    auto pass = d <= 32   ? attention_backward_launch<32>
+                : d <= 64 ? attention_backward_launch<64>
+                          : attention_backward_launch<128>;
+    pass(dqkv.data, dout.data, out.data, lse, qkv.data, B, T, C, heads);
 }
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
@@ -7590,7 +7630,7 @@ static void launch_gemm(Gemm g) {
 #endif
     if (!done) launch_portable<TAPS, TRANSPOSED>(g);
     if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
-    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm, g.M / g.T, g.T);
+    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm);
 }
 
 // ---- weight gradient
@@ -8091,78 +8131,61 @@ static void bias_backward(float* dbias, floatX* per_image, int pitch, const floa
 
 // ---- launchers; maths and shapes stand above the CPU functions of the same names
 
-static void linear_forward(floatX* out, const floatX* x, const floatX* x2, const floatX* w,
-                           const floatX* bias, const floatX* residual, int M, int C, int C2, int O,
-                           float2* moments, int T) {
-    PROFILE("1x1 forward", convolution_work(M, 1, C + C2, O));
+// A product's fields but the output's, its input being x; T: pixels of an image.
+static Gemm gemm_of(Joined x, const floatX* w, Forward options = {}) {
+    const Tensor& first = x.first;
     Gemm g = {};
-    g.out = out, g.residual = residual, g.x = x, g.x2 = x2, g.w = w, g.bias = bias, g.moments = moments;
-    g.M = M, g.N = g.N1 = O, g.C = C, g.C2 = C2, g.T = T;
-    launch_gemm<1, false>(g);
+    g.x = first.data, g.x2 = x.second.data, g.C = first.C, g.C2 = x.second.C, g.w = w;
+    g.M = first.rows(), g.T = first.H * first.W;
+    g.patch.B = first.B, g.patch.H = first.H, g.patch.W = first.W;
+    g.residual = options.residual.data, g.emb = options.emb.data, g.emb_pitch = options.emb.pitch;
+    return g;
+}
+static void take_output(Gemm* g, Joined out) {
+    g->out = out.first.data, g->out2 = out.second.data, g->N = out.C(), g->N1 = out.first.C;
+    g->moments = out.first.moments;
+}
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
+    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
+    Gemm g = gemm_of(x, layer.w, options);
+    take_output(&g, out);
+    g.bias = layer.bias;
+    launch_gemm<TAPS, false>(g);
+}
+template <int TAPS>
+static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
+    backend_aside([&] {
+        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
+                convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
+        WeightGradient g = {};
+        g.dw = layer.dw, g.dbias = layer.dbias, g.dout = dout.data;
+        g.per_image = options.demb.data, g.image_pitch = options.demb.pitch;
+        g.x = x.first.data, g.x2 = x.second.data, g.C = x.first.C, g.C2 = x.second.C;
+        g.M = dout.rows(), g.O = dout.C;
+        g.patch.B = dout.B, g.patch.H = dout.H, g.patch.W = dout.W;
+        launch_weight_gradient<TAPS>(g);
+    });
+    if (!dx.first) return;
+    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, x.C(), dout.C));
+    Gemm g = gemm_of(dout, layer.w);
+    take_output(&g, dx);
+    if (options.accumulate) g.residual = g.out, g.residual2 = g.out2;
+    if (options.norm) g.norm = normed_of(*options.norm);
+    launch_gemm<TAPS, true>(g);
 }
 
-static void linear_input_gradient(floatX* dx, floatX* dx2, const floatX* dout, const floatX* w, int M, int C,
-                                  int C2, int O, bool accumulate, const Normed& norm, int T) {
-    PROFILE("1x1 dX", convolution_work(M, 1, C + C2, O));
-    Gemm g = {};
-    g.out = dx, g.out2 = dx2, g.x = dout, g.w = w;
-    if (accumulate) g.residual = dx, g.residual2 = dx2;
-    g.M = M, g.N = C + C2, g.N1 = C, g.C = O, g.T = T, g.norm = norm;
-    launch_gemm<1, true>(g);
+static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    product_forward<1>(out, x, layer, options);
 }
-
-static void linear_weight_gradient(float* dw, float* dbias, const floatX* dout, const floatX* x,
-                                   const floatX* x2, int M, int C, int C2, int O) {
-    PROFILE("1x1 dW", convolution_work(M, 1, C + C2, O, sizeof(float)));
-    WeightGradient g = {};
-    g.dw = dw, g.dbias = dbias, g.dout = dout, g.x = x, g.x2 = x2, g.M = M, g.O = O, g.C = C, g.C2 = C2;
-    launch_weight_gradient<1>(g);
+static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
+    product_backward<1>(dx, dout, x, layer, options);
 }
-
-static void linear_backward(floatX* dx, floatX* dx2, float* dw, float* dbias, const floatX* dout,
-                            const floatX* x, const floatX* x2, const floatX* w, int M, int C, int C2, int O,
-                            bool accumulate, const Normed& norm, int T) {
-    backend_aside([&] { linear_weight_gradient(dw, dbias, dout, x, x2, M, C, C2, O); });
-    if (dx) linear_input_gradient(dx, dx2, dout, w, M, C, C2, O, accumulate, norm, T);
+static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
+    product_forward<9>(out, x, layer, options);
 }
-
-static void conv3x3_forward(floatX* out, const floatX* x, const floatX* w, const floatX* bias,
-                            const floatX* emb, int emb_pitch, const floatX* residual, int B, int H, int W,
-                            int C, int O, float2* moments) {
-    PROFILE("3x3 forward", convolution_work((double)B * H * W, 9, C, O));
-    Gemm g = {};
-    g.out = out, g.residual = residual, g.x = x, g.w = w, g.bias = bias, g.emb = emb, g.emb_pitch = emb_pitch;
-    g.M = B * H * W, g.N = g.N1 = O, g.C = C, g.T = H * W, g.moments = moments;
-    g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_gemm<9, false>(g);
-}
-
-static void conv3x3_input_gradient(floatX* dx, const floatX* dout, const floatX* w, int B, int H, int W,
-                                   int C, int O, const Normed& norm) {
-    PROFILE("3x3 dX", convolution_work((double)B * H * W, 9, C, O));
-    Gemm g = {};
-    g.out = dx, g.x = dout, g.w = w;
-    g.M = B * H * W, g.N = g.N1 = C, g.C = O, g.T = H * W, g.norm = norm;
-    g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_gemm<9, true>(g);
-}
-
-static void conv3x3_weight_gradient(float* dw, float* dbias, floatX* demb, int emb_pitch, const floatX* dout,
-                                    const floatX* x, int B, int H, int W, int C, int O) {
-    PROFILE("3x3 dW", convolution_work((double)B * H * W, 9, C, O, sizeof(float)));
-    WeightGradient g = {};
-    g.dw = dw;
-    g.dbias = dbias, g.per_image = demb, g.image_pitch = emb_pitch;
-    g.dout = dout, g.x = x, g.M = B * H * W, g.O = O, g.C = C;
-    g.patch.B = B, g.patch.H = H, g.patch.W = W;
-    launch_weight_gradient<9>(g);
-}
-
-static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, int emb_pitch,
-                             const floatX* dout, const floatX* x, const floatX* w, int B, int H, int W, int C,
-                             int O, const Normed& norm) {
-    backend_aside([&] { conv3x3_weight_gradient(dw, dbias, demb, emb_pitch, dout, x, B, H, W, C, O); });
-    if (dx) conv3x3_input_gradient(dx, dout, w, B, H, W, C, O, norm);
+static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options) {
+    product_backward<9>(dx, dout, x, layer, options);
 }
 
 }  // namespace gpu
