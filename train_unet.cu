@@ -8154,25 +8154,30 @@ static void product_forward(Tensor out, Joined x, Conv layer, const Forward& opt
     launch_gemm<TAPS, false>(g);
 }
 template <int TAPS>
-static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
-    backend_aside([&] {
-        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
-                convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
-        WeightGradient g = {};
-        g.dw = layer.dw, g.dbias = layer.dbias, g.dout = dout.data;
-        g.per_image = options.demb.data, g.image_pitch = options.demb.pitch;
-        g.x = x.first.data, g.x2 = x.second.data, g.C = x.first.C, g.C2 = x.second.C;
-        g.M = dout.rows(), g.O = dout.C;
-        g.patch.B = dout.B, g.patch.H = dout.H, g.patch.W = dout.W;
-        launch_weight_gradient<TAPS>(g);
-    });
-    if (!dx.first) return;
-    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, x.C(), dout.C));
+static void input_gradient(Joined dx, Tensor dout, Conv layer, const Backward& options) {
+    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
     Gemm g = gemm_of(dout, layer.w);
     take_output(&g, dx);
     if (options.accumulate) g.residual = g.out, g.residual2 = g.out2;
     if (options.norm) g.norm = normed_of(*options.norm);
     launch_gemm<TAPS, true>(g);
+}
+template <int TAPS>
+static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
+    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
+            convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
+    WeightGradient g = {};
+    g.dw = layer.dw, g.dbias = layer.dbias, g.dout = dout.data;
+    g.per_image = demb.data, g.image_pitch = demb.pitch;
+    g.x = x.first.data, g.x2 = x.second.data, g.C = x.first.C, g.C2 = x.second.C;
+    g.M = dout.rows(), g.O = dout.C;
+    g.patch.B = dout.B, g.patch.H = dout.H, g.patch.W = dout.W;
+    launch_weight_gradient<TAPS>(g);
+}
+template <int TAPS>
+static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
+    backend_aside([&] { weight_gradient<TAPS>(layer, dout, x, options.demb); });
+    if (dx.first) input_gradient<TAPS>(dx, dout, layer, options);
 }
 
 static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
