@@ -279,14 +279,32 @@ struct Pair : AnyBuffer {
 typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
-// A launcher's arguments on either side; null where `present` is not.
+// A launcher's arguments on either side, null where `present` is not, and the layers there.
+#define LAYERS_OF(side)                                                            \
+    typedef side::Tensor Tensor;                                                   \
+    typedef side::Joined Joined;                                                   \
+    static constexpr auto linear_forward = side::linear_forward;                   \
+    static constexpr auto linear_backward = side::linear_backward;                 \
+    static constexpr auto conv3x3_forward = side::conv3x3_forward;                 \
+    static constexpr auto conv3x3_backward = side::conv3x3_backward;               \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;             \
+    static constexpr auto groupnorm_apply = side::groupnorm_apply;                 \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums; \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;           \
+    static constexpr auto attention_forward = side::attention_forward;             \
+    static constexpr auto attention_backward = side::attention_backward;
+
 struct OnDevice {
+    LAYERS_OF(gpu)
+    static constexpr bool here = false;
     template <typename T>
     T* operator()(Pair<T>& b, bool present = true) const {
         return present ? b.device : nullptr;
     }
 };
 struct OnHost {
+    LAYERS_OF(cpu)
+    static constexpr bool here = true;
     template <typename T>
     typename Pair<T>::Host* operator()(Pair<T>& b, bool present = true) const {
         return present ? b.host.data() : nullptr;
@@ -312,10 +330,10 @@ struct Output {
     }
 };
 
-// call(function, on) calls the launcher, then the CPU's function, which leaves its results in `host`.
-template <typename Gpu, typename Cpu, typename Call>
+// call(on) calls the launcher, then the CPU's layer, which leaves its results in `host`.
+template <typename Call>
 static void check(const std::string& layer, const std::string& shape, const std::vector<Output>& outputs,
-                  Gpu gpu, Cpu cpu, Call call) {
+                  Call call) {
     std::vector<std::vector<char>> bits[2];
     line_of(layer).shapes++;
     for (auto& of_run : bits) {
@@ -325,11 +343,11 @@ static void check(const std::string& layer, const std::string& shape, const std:
         }
         for (const Lane* l : {&main_lane, &side_lane})
             CUDA_CHECK(cudaMemsetAsync(l->workspace.base, 255, GPU_WORKSPACE_BYTES, main_lane.stream));
-        call(gpu, OnDevice());
+        call(OnDevice());
         backend_join();
         for (const Output& o : outputs) of_run.push_back(o.buffer->bits());
     }
-    call(cpu, OnHost());
+    call(OnHost());
     for (size_t i = 0; i < outputs.size(); i++) {
         const Output& o = outputs[i];
         if (bits[0][i] != bits[1][i]) fault(layer, shape + " " + o.name + ": two runs differ");
@@ -343,6 +361,17 @@ static void check(const std::string& layer, const std::string& shape, const std:
             line.worst_at = shape + " " + o.name;
     }
 }
+// With a function for each side: call(function, on).
+template <typename Gpu, typename Cpu, typename Call>
+static void check(const std::string& layer, const std::string& shape, const std::vector<Output>& outputs,
+                  Gpu gpu, Cpu cpu, Call call) {
+    check(layer, shape, outputs, [&](auto on) {
+        if constexpr (on.here)
+            call(cpu, on);
+        else
+            call(gpu, on);
+    });
+}
 
 // ---- matrix products --------------------------------------------------------------------------------------
 
@@ -350,28 +379,45 @@ static std::string forced() {
     return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
 }
 
-static void test_conv(int B, int H, int W, int C, int O, bool emb, bool residual, bool in_place, bool dx,
-                      bool demb) {
+// The parameters of a product, (O, taps, C) and (O), and their gradients.
+struct Weights {
+    Layer w, bias;
+    Floats dw, dbias;
+    Weights(int O, int taps, int C)
+        : w((size_t)O * taps * C, 1 / sqrtf((float)taps * C)), bias(O), dw(w.host.size()), dbias(O) {}
+    std::vector<Output> gradients(double limit) {
+        return {{&dw, KEPT, "dw", limit}, {&dbias, KEPT, "dbias", limit}};
+    }
+    template <typename On>
+    auto operator()(On on) {
+        return WeightsOf<std::remove_pointer_t<decltype(on(w))>>{on(w), on(bias), on(dw), on(dbias)};
+    }
+};
+
+struct ConvTest {
+    int B, H, W, C, O;
+    bool emb = false, residual = false, in_place = false, dx = true, demb = false;
+};
+static void test_conv(const ConvTest& s) {
+    int B = s.B, H = s.H, W = s.W, C = s.C, O = s.O;
     std::string shape = text("B%d H%d W%d C%d O%d", B, H, W, C, O) + forced();
     size_t M = (size_t)B * H * W;
     int pitch = O + 24;  // what lies behind an image's channels stays as it is
-    Layer x(M * C), w((size_t)O * 9 * C, 1 / sqrtf(9.0f * C)), bias(O), e((size_t)B * pitch), r(M * O),
-        out(M * O);
-    check("conv3x3 forward", shape, {{&out, in_place ? KEPT : WRITTEN, "out", LIMIT}}, conv3x3_forward,
-          cpu::conv3x3_forward, [&](auto f, auto on) {
-              f(on(out), on(x), on(w), on(bias), on(e, emb), pitch, in_place ? on(out) : on(r, residual), B,
-                H, W, C, O, nullptr);
-          });
+    Layer x(M * C), e((size_t)B * pitch), r(M * O), out(M * O);
+    Weights weights(O, 9, C);
+    check("conv3x3 forward", shape, {{&out, s.in_place ? KEPT : WRITTEN, "out", LIMIT}}, [&](auto on) {
+        typedef typename decltype(on)::Tensor Tensor;
+        Tensor to = {on(out), B, H, W, O}, added = s.in_place ? to : Tensor{on(r, s.residual), B, H, W, O};
+        on.conv3x3_forward(to, {on(x), B, H, W, C}, weights(on),
+                           {.emb = {on(e, s.emb), pitch}, .residual = added});
+    });
 
     Layer dout(M * O), gx(M * C), ge((size_t)B * pitch);
-    Floats dw(w.host.size()), db(O);
-    std::vector<Output> outputs = {{&dw, KEPT, "dw", WEIGHT_LIMIT}, {&db, KEPT, "dbias", WEIGHT_LIMIT}};
-    if (dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
-    if (demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
-    std::vector<float> before = dw.host;
-    auto cpu = [&](auto... arguments) {
-        cpu::conv3x3_backward(arguments...);
-        if (M < 300000) return;  // its fp32 sums are no measure for so many pixels
+    std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
+    if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
+    if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
+    std::vector<float> before = weights.dw.host;
+    auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
 #pragma omp parallel for
         for (int o = 0; o < O; o++) {
             std::vector<double> sums(&before[(size_t)o * 9 * C], &before[(size_t)o * 9 * C] + 9 * C);
@@ -383,32 +429,42 @@ static void test_conv(int B, int H, int W, int C, int O, bool emb, bool residual
                     double d = dout.host[(size_t)p * O + o];
                     for (int c = 0; c < C; c++) sums[tap * C + c] += d * pixel[c];
                 }
-            std::copy(sums.begin(), sums.end(), &dw.host[(size_t)o * 9 * C]);
+            std::copy(sums.begin(), sums.end(), &weights.dw.host[(size_t)o * 9 * C]);
         }
     };
-    check("conv3x3 backward", shape, outputs, conv3x3_backward, cpu, [&](auto f, auto on) {
-        f(on(gx, dx), on(dw), on(db), on(ge, demb), pitch, on(dout), on(x), on(w), B, H, W, C, O, Normed());
+    check("conv3x3 backward", shape, outputs, [&](auto on) {
+        on.conv3x3_backward({on(gx, s.dx), B, H, W, C}, {on(dout), B, H, W, O}, {on(x), B, H, W, C},
+                            weights(on), {.demb = {on(ge, s.demb), pitch}});
+        if (on.here && M >= 300000) sum_in_double();
     });
 }
 
-static void test_linear(int M, int C, int C2, int O, bool residual, bool dx, bool accumulate) {
-    std::string shape = text("M%d C%d+%d O%d", M, C, C2, O) + forced();
-    size_t m = M, K = C + C2;
-    Layer x(m * C), x2(m * C2), w(O * K, 1 / sqrtf((float)K)), bias(O), r(m * O), out(m * O);
-    check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, linear_forward, cpu::linear_forward,
-          [&](auto f, auto on) {
-              f(on(out), on(x), on(x2, C2), on(w), on(bias), on(r, residual), M, C, C2, O, nullptr, 1);
-          });
+struct LinearTest {
+    int M, C, C2 = 0, O = 0;
+    bool residual = false, dx = true, accumulate = false;
+};
+static void test_linear(const LinearTest& s) {
+    std::string shape = text("M%d C%d+%d O%d", s.M, s.C, s.C2, s.O) + forced();
+    size_t M = s.M;
+    Layer x(M * s.C), x2(M * s.C2), r(M * s.O), out(M * s.O);
+    Weights weights(s.O, 1, s.C + s.C2);
+    auto joined = [&](auto on, Layer& a, Layer& b, bool present = true) {
+        typedef typename decltype(on)::Tensor Tensor;
+        Tensor second = {on(b, present && s.C2), s.M, 1, 1, s.C2};
+        return typename decltype(on)::Joined(Tensor{on(a, present), s.M, 1, 1, s.C}, second);
+    };
+    check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
+        on.linear_forward({on(out), s.M, 1, 1, s.O}, joined(on, x, x2), weights(on),
+                          {.residual = {on(r, s.residual), s.M, 1, 1, s.O}});
+    });
 
-    Layer dout(m * O), gx(m * C), gx2(m * C2);
-    Floats dw(w.host.size()), db(O);
-    bool dx2 = dx && C2;
-    std::vector<Output> outputs = {{&dw, KEPT, "dw", WEIGHT_LIMIT}, {&db, KEPT, "dbias", WEIGHT_LIMIT}};
-    if (dx) outputs.push_back({&gx, accumulate ? KEPT : WRITTEN, "dx", LIMIT});
-    if (dx2) outputs.push_back({&gx2, accumulate ? KEPT : WRITTEN, "dx2", LIMIT});
-    check("linear backward", shape, outputs, linear_backward, cpu::linear_backward, [&](auto f, auto on) {
-        f(on(gx, dx), on(gx2, dx2), on(dw), on(db), on(dout), on(x), on(x2, C2), on(w), M, C, C2, O,
-          accumulate, Normed(), 1);
+    Layer dout(M * s.O), gx(M * s.C), gx2(M * s.C2);
+    std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
+    if (s.dx) outputs.push_back({&gx, s.accumulate ? KEPT : WRITTEN, "dx", LIMIT});
+    if (s.dx && s.C2) outputs.push_back({&gx2, s.accumulate ? KEPT : WRITTEN, "dx2", LIMIT});
+    check("linear backward", shape, outputs, [&](auto on) {
+        on.linear_backward(joined(on, gx, gx2, s.dx), {on(dout), s.M, 1, 1, s.O}, joined(on, x, x2),
+                           weights(on), {.accumulate = s.accumulate});
     });
 }
 
@@ -427,158 +483,167 @@ static void test_bias(int B, int T, int O, bool per_image) {
 typedef Pair<float2> Sums;
 static Sums sums_of(int B, int T, int C) { return Sums(std::vector<float2>((size_t)B * norm_parts(T) * C)); }
 
-static void test_norm(int B, int T, int C, int C2, int G, bool silu, bool accumulate, bool residual,
-                      float mean_value) {
-    std::string shape = text("B%d T%d C%d+%d G%d%s%s%s", B, T, C, C2, G, silu ? " SiLU" : "",
-                             accumulate ? " adding" : "", residual ? " residual" : "");
-    int K = C + C2;
-    size_t N = (size_t)B * T;
-    Layer x(N * C, 1, mean_value), x2(N * C2, 1, mean_value), out(N * K);
-    Floats mean(B * G), rstd(B * G), w(K, 0.5f, 1), bias(K, 0.5f);
-    Sums moments = sums_of(B, T, C), moments2 = sums_of(B, T, C2), sums = sums_of(B, T, K);
-    Output output = {&out, WRITTEN, "out", LIMIT};
-    auto forward = [&](auto... arguments) {
+// A group norm of (B, H, W, C) and (B, H, W, C2), with all that belongs to it.
+struct NormTensors {
+    int B, H, W, C, C2, G;
+    bool silu;
+    Layer x, x2;
+    Floats w, bias, dw, dbias, mean, rstd;
+    Sums moments, moments2, sums;
+    NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0)
+        : B(B),
+          H(H),
+          W(W),
+          C(C),
+          C2(C2),
+          G(G),
+          silu(silu),
+          x((size_t)B * H * W * C, 1, middle),
+          x2((size_t)B * H * W * C2, 1, middle),
+          w(C + C2, 0.5f, 1),
+          bias(C + C2, 0.5f),
+          dw(C + C2),
+          dbias(C + C2),
+          mean(B * G),
+          rstd(B * G),
+          moments(sums_of(B, H * W, C)),
+          moments2(sums_of(B, H * W, C2)),
+          sums(sums_of(B, H * W, C + C2)) {}
+    template <typename On>
+    auto joined(On on, Layer& first, Layer& second) {
+        typedef typename On::Tensor Tensor;
+        return typename On::Joined(Tensor{on(first), B, H, W, C}, Tensor{on(second, C2), B, H, W, C2});
+    }
+    template <typename On>
+    auto operator()(On on) {
+        auto joined_x = joined(on, x, x2);
+        if (!on.here) joined_x.first.moments = on(moments), joined_x.second.moments = on(moments2, C2);
+        typedef std::remove_pointer_t<decltype(on(x))> Real;
+        return NormOf<Real>{joined_x, G,         silu,     on(w),    on(bias),
+                            on(dw),   on(dbias), on(mean), on(rstd), on(sums)};
+    }
+    void measure() {
+        Norm norm = (*this)(OnDevice());
         moments.poison(), moments2.poison();
-        channel_moments(moments.device, x.device, B, T, C);
-        if (C2) channel_moments(moments2.device, x2.device, B, T, C2);
-        groupnorm_forward(arguments...);
-    };
+        channel_moments(norm.x.first);
+        if (C2) channel_moments(norm.x.second);
+    }
+};
+
+struct NormTest {
+    int B, T, C, C2 = 0, G = 32;
+    bool silu = true, accumulate = false, residual = false;
+    float mean = 0.3f;
+};
+static void test_norm(const NormTest& s) {
+    std::string shape = text("B%d T%d C%d+%d G%d%s%s%s", s.B, s.T, s.C, s.C2, s.G, s.silu ? " SiLU" : "",
+                             s.accumulate ? " adding" : "", s.residual ? " residual" : "");
+    int K = s.C + s.C2;
+    size_t N = (size_t)s.B * s.T;
+    NormTensors norm(s.B, 1, s.T, s.C, s.C2, s.G, s.silu, s.mean);
+    Layer out(N * K);
+    Output output = {&out, WRITTEN, "out", LIMIT};
     check("groupnorm forward", shape,
-          {output, {&mean, WRITTEN, "mean", FLOAT_LIMIT}, {&rstd, WRITTEN, "rstd", FLOAT_LIMIT}}, forward,
-          cpu::groupnorm_forward, [&](auto f, auto on) {
-              f(on(out), on(mean), on(rstd), on(x), on(x2, C2), (const float2*)on(moments),
-                (const float2*)on(moments2), on(w), on(bias), B, T, C, C2, G, silu);
+          {output, {&norm.mean, WRITTEN, "mean", FLOAT_LIMIT}, {&norm.rstd, WRITTEN, "rstd", FLOAT_LIMIT}},
+          [&](auto on) {
+              if (!on.here) norm.measure();
+              on.groupnorm_forward({on(out), s.B, 1, s.T, K}, norm(on));
           });
-    mean.upload(), rstd.upload();  // from here on both sides start from the CPU's
-    check("groupnorm apply", shape, {output}, groupnorm_apply, cpu::groupnorm_apply, [&](auto f, auto on) {
-        f(on(out), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2, G, silu);
+    norm.mean.upload(), norm.rstd.upload();  // from here on both sides start from the CPU's
+    check("groupnorm apply", shape, {output}, [&](auto on) {
+        on.groupnorm_apply({on(out), s.B, 1, s.T, K}, norm(on));
     });
 
-    bool in_place = !accumulate && !C2 && !residual;  // dx is then the memory of dout
-    Layer dout(N * K), dresidual(N * C), dx(N * C), dx2(N * C2);
-    Floats dw(K), db(K);
-    Before before = accumulate || in_place ? KEPT : WRITTEN;
+    bool in_place = !s.accumulate && !s.C2 && !s.residual;  // dx is then the memory of dout
+    Layer dout(N * K), dresidual(N * s.C), dx(N * s.C), dx2(N * s.C2);
+    Before before = s.accumulate || in_place ? KEPT : WRITTEN;
     // dy is rounded on the way to dx: up to half as much again
-    std::vector<Output> outputs = {{&dw, KEPT, "dw", FLOAT_LIMIT},
-                                   {&db, KEPT, "dbias", FLOAT_LIMIT},
+    std::vector<Output> outputs = {{&norm.dw, KEPT, "dw", FLOAT_LIMIT},
+                                   {&norm.dbias, KEPT, "dbias", FLOAT_LIMIT},
                                    {in_place ? &dout : &dx, before, "dx", 1.5 * LIMIT}};
-    if (C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
-    auto backward = [&](auto... arguments) {
-        Normed norm = {x.device,    C2 ? x2.device : nullptr,
-                       w.device,    bias.device,
-                       mean.device, rstd.device,
-                       C,           C2,
-                       G,           silu,
-                       sums.device};
-        dout.upload(), sums.poison();
-        groupnorm_gradient(dout.device, dout.device, norm, B, T);
-        groupnorm_backward(arguments...);
-    };
-    check("groupnorm backward", shape, outputs, backward, cpu::groupnorm_backward, [&](auto f, auto on) {
-        f(in_place ? on(dout) : on(dx), on(dx2, C2), on(dw), on(db), on(sums), on(dout),
-          on(dresidual, residual), on(mean), on(rstd), on(x), on(x2, C2), on(w), on(bias), B, T, C, C2, G,
-          silu, accumulate);
+    if (s.C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
+    check("groupnorm backward", shape, outputs, [&](auto on) {
+        typedef typename decltype(on)::Tensor Tensor;
+        Tensor dy = {on(dout), s.B, 1, s.T, K};
+        if (!on.here) dout.upload(), norm.sums.poison();
+        on.groupnorm_backward_sums(dy, dy, norm(on));
+        on.groupnorm_backward(
+            norm.joined(on, in_place ? dout : dx, dx2), dy, norm(on),
+            {.residual = {on(dresidual, s.residual), s.B, 1, s.T, s.C}, .accumulate = s.accumulate});
     });
 }
 
 // A norm between two products, 3x3 or 1x1: the first leaves its output's moments behind, the input gradient
-// of the second the sums of the norm's gradient. The norm's input is split into C and C2 channels on the way
-// back.
-static void test_normed_product(int B, int H, int W, int C, int C2, int O, int G, bool silu,
-                                bool neighbours) {
+// of the second makes the first half of the norm's gradient. The norm's input is split into C and C2 channels on
+// the way back.
+struct NormedProductTest {
+    int B, H, W, C, C2 = 0, O = 64, G = 32;
+    bool silu = true;
+};
+static void test_normed_product(const NormedProductTest& s, int taps) {
     std::string shape =
-        text("B%d H%d W%d C%d+%d O%d G%d%s", B, H, W, C, C2, O, G, silu ? " SiLU" : "") + forced();
-    int T = H * W, K = C + C2, M = B * T, taps = neighbours ? 9 : 1;
-    Layer x((size_t)M * O), w((size_t)K * taps * O, 1 / sqrtf((float)taps * O)), bias(K, 1),
-        made((size_t)M * K);
-    Layer out((size_t)M * K);
-    Floats mean(B * G), rstd(B * G), norm_w(K, 0.5f, 1), norm_b(K, 0.5f);
-    Sums moments = sums_of(B, T, K), sums = sums_of(B, T, K);
-    const char* layer = neighbours ? "conv3x3 then norm" : "linear then norm";
-    check(
-        layer, shape,
-        {{&out, WRITTEN, "out", 1.5 * LIMIT},
-         {&mean, WRITTEN, "mean", LIMIT},
-         {&rstd, WRITTEN, "rstd", LIMIT}},
-        [&](auto on) {
-            moments.poison();
-            if (neighbours)
-                conv3x3_forward(on(made), on(x), on(w), on(bias), nullptr, 0, nullptr, B, H, W, O, K,
-                                on(moments));
-            else
-                linear_forward(on(made), on(x), nullptr, on(w), on(bias), nullptr, M, O, 0, K, on(moments),
-                               T);
-            groupnorm_forward(on(out), on(mean), on(rstd), on(made), nullptr, on(moments), nullptr,
-                              on(norm_w), on(norm_b), B, T, K, 0, G, silu);
-        },
-        [&](auto on) {
-            if (neighbours)
-                cpu::conv3x3_forward(on(made), on(x), on(w), on(bias), nullptr, 0, nullptr, B, H, W, O, K,
-                                     nullptr);
-            else
-                cpu::linear_forward(on(made), on(x), nullptr, on(w), on(bias), nullptr, M, O, 0, K, nullptr,
-                                    1);
-            for (float& value : made.host) value = rounded(value);  // where the launchers round it too
-            cpu::groupnorm_forward(on(out), on(mean), on(rstd), on(made), nullptr, nullptr, nullptr,
-                                   on(norm_w), on(norm_b), B, T, K, 0, G, silu);
-        },
-        [&](auto f, auto on) { f(on); });
+        text("B%d H%d W%d C%d+%d O%d G%d%s", s.B, s.H, s.W, s.C, s.C2, s.O, s.G, s.silu ? " SiLU" : "") +
+        forced();
+    int B = s.B, H = s.H, W = s.W, T = H * W, K = s.C + s.C2, O = s.O;
+    size_t M = (size_t)B * T;
+    NormTensors norm(B, H, W, K, 0, s.G, s.silu);
+    Layer x(M * O), out(M * K);
+    Weights weights(K, taps, O);
+    for (float& value : weights.bias.host) value = rounded(1 + value);
+    weights.bias.upload();
+    check(taps == 9 ? "conv3x3 then norm" : "linear then norm", shape,
+          {{&out, WRITTEN, "out", 1.5 * LIMIT},
+           {&norm.mean, WRITTEN, "mean", LIMIT},
+           {&norm.rstd, WRITTEN, "rstd", LIMIT}},
+          [&](auto on) {
+              typedef typename decltype(on)::Tensor Tensor;
+              Tensor from = {on(x), B, H, W, O};
+              if (!on.here) norm.moments.poison();
+              if (taps == 9)
+                  on.conv3x3_forward(norm(on).x.first, from, weights(on), {});
+              else
+                  on.linear_forward(norm(on).x.first, from, weights(on), {});
+              if (on.here)
+                  for (float& value : norm.x.host)
+                      value = rounded(value);  // where the launchers round it too
+              on.groupnorm_forward({on(out), B, H, W, K}, norm(on));
+          });
 
-    Layer from((size_t)M * C), from2((size_t)M * C2), dout((size_t)M * O),
-        w2((size_t)O * taps * K, 1 / sqrtf((float)taps * O));
-    Layer dnormed((size_t)M * K), dx((size_t)M * C), dx2((size_t)M * C2);
+    NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu);
+    Weights second(O, taps, K);
+    Layer dout(M * O), dnormed(M * K), dx(M * s.C), dx2(M * s.C2);
 #ifdef HOPPER
     // a product that makes the first half of the norm's gradient rounds after it; others do before it too
-    const bool fused = forced_tile < 0 && (T == 64 || T % 128 == 0) && (!C2 || C % 64 == 0);
+    const bool fused = forced_tile < 0 && (T == 64 || T % 128 == 0) && (!s.C2 || s.C % 64 == 0);
 #else
     const bool fused = false;
 #endif
-    Floats dw(K), db(K), ignored(w2.host.size()), ignored_bias(O);
-    cpu::groupnorm_forward(out.host.data(), mean.host.data(), rstd.host.data(), from.host.data(),
-                           C2 ? from2.host.data() : nullptr, nullptr, nullptr, norm_w.host.data(),
-                           norm_b.host.data(), B, T, C, C2, G, silu);
-    mean.upload(), rstd.upload();
+    cpu::groupnorm_forward({out.host.data(), B, H, W, K}, split(OnHost()));
+    split.mean.upload(), split.rstd.upload();
     for (float& value : out.host) value = rounded(value);
     out.upload();
-    auto backward = [&](auto product, auto norm_backward, auto on) {
-        product(on);
-        norm_backward(on(dx), on(dx2, C2), on(dw), on(db), on(sums), on(dnormed), nullptr, on(mean), on(rstd),
-                      on(from), on(from2, C2), on(norm_w), on(norm_b), B, T, C, C2, G, silu, false);
-    };
-    std::vector<Output> outputs = {
-        {&dx, WRITTEN, "dx", 2 * LIMIT}, {&dw, KEPT, "dw", LIMIT}, {&db, KEPT, "dbias", LIMIT}};
-    if (C2) outputs.push_back({&dx2, WRITTEN, "dx2", 2 * LIMIT});
-    check(
-        neighbours ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
-        [&](auto on) {
-            Normed norm = {on(from), on(from2, C2), on(norm_w), on(norm_b), on(mean), on(rstd), C, C2,
-                           G,        silu,          on(sums)};
-            sums.poison();
-            backward(
-                [&](auto on) {
-                    if (neighbours)
-                        conv3x3_backward(on(dnormed), on(ignored), on(ignored_bias), nullptr, 0, on(dout),
-                                         on(out), on(w2), B, H, W, K, O, norm);
-                    else
-                        linear_backward(on(dnormed), nullptr, on(ignored), on(ignored_bias), on(dout),
-                                        on(out), nullptr, on(w2), M, K, 0, O, false, norm, T);
-                },
-                groupnorm_backward, on);
-        },
-        [&](auto on) {
-            backward(
-                [&](auto on) {
-                    if (neighbours)
-                        cpu::conv3x3_backward(on(dnormed), on(ignored), on(ignored_bias), nullptr, 0,
-                                              on(dout), on(out), on(w2), B, H, W, K, O, Normed());
-                    else
-                        cpu::linear_backward(on(dnormed), nullptr, on(ignored), on(ignored_bias), on(dout),
-                                             on(out), nullptr, on(w2), M, K, 0, O, false, Normed(), 1);
-                    for (float& value : dnormed.host) value = fused ? value : rounded(value);
-                },
-                cpu::groupnorm_backward, on);
-        },
-        [&](auto f, auto on) { f(on); });
+    std::vector<Output> outputs = {{&dx, WRITTEN, "dx", 2 * LIMIT},
+                                   {&split.dw, KEPT, "dw", LIMIT},
+                                   {&split.dbias, KEPT, "dbias", LIMIT}};
+    if (s.C2) outputs.push_back({&dx2, WRITTEN, "dx2", 2 * LIMIT});
+    check(taps == 9 ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
+          [&](auto on) {
+              typedef typename decltype(on)::Tensor Tensor;
+              Tensor dy = {on(dnormed), B, H, W, K}, gradient = {on(dout), B, H, W, O},
+                     normed = {on(out), B, H, W, K};
+              auto of = split(on);
+              bool apart = on.here && !fused;
+              if (!on.here) split.sums.poison();
+              if (taps == 9)
+                  on.conv3x3_backward(dy, gradient, normed, second(on), {.norm = apart ? nullptr : &of});
+              else
+                  on.linear_backward(dy, gradient, normed, second(on), {.norm = apart ? nullptr : &of});
+              if (apart) {
+                  for (float& value : dnormed.host) value = rounded(value);
+                  on.groupnorm_backward_sums(dy, dy, of);
+              }
+              on.groupnorm_backward(split.joined(on, dx, dx2), dy, of, {});
+          });
 }
 
 static void test_attention(int B, int T, int heads, int d) {
@@ -588,8 +653,9 @@ static void test_attention(int B, int T, int heads, int d) {
     Layer qkv(3 * N), out(N), dout(N), dqkv(3 * N);
     Floats lse((size_t)B * heads * T);
     check("attention forward", shape, {{&out, WRITTEN, "out", LIMIT}, {&lse, WRITTEN, "lse", FLOAT_LIMIT}},
-          attention_forward, cpu::attention_forward,
-          [&](auto f, auto on) { f(on(out), on(lse), on(qkv), B, T, C, heads); });
+          [&](auto on) {
+              on.attention_forward({on(out), B, 1, T, C}, on(lse), {on(qkv), B, 1, T, 3 * C}, heads);
+          });
     for (float& value : out.host) value = rounded(value);
     out.upload(), lse.upload();
 
@@ -598,8 +664,10 @@ static void test_attention(int B, int T, int heads, int d) {
     if (T > 1)  // of one pixel, dq and dk are zero: nothing to compare with
         outputs.insert(outputs.end(),
                        {{&dqkv, WRITTEN, "dq", limit, 0, 3, C}, {&dqkv, WRITTEN, "dk", limit, 1, 3, C}});
-    check("attention backward", shape, outputs, attention_backward, cpu::attention_backward,
-          [&](auto f, auto on) { f(on(dqkv), on(dout), on(out), on(lse), on(qkv), B, T, C, heads); });
+    check("attention backward", shape, outputs, [&](auto on) {
+        on.attention_backward({on(dqkv), B, 1, T, 3 * C}, {on(dout), B, 1, T, C}, {on(out), B, 1, T, C},
+                              on(lse), {on(qkv), B, 1, T, 3 * C}, heads);
+    });
 }
 
 // T pixels of one image and head, as many as the CPU can't do in full: every `stride`-th query, and every
@@ -610,8 +678,9 @@ static void test_long_attention(int T, int d, int stride) {
     size_t N = (size_t)T * d;
     Layer qkv(3 * N), out(N), dout(N), dqkv(3 * N);
     Floats lse(T);
-    attention_forward(out.device, lse.device, qkv.device, 1, T, d, 1);
-    attention_backward(dqkv.device, dout.device, out.device, lse.device, qkv.device, 1, T, d, 1);
+    attention_forward({out.device, 1, 1, T, d}, lse.device, {qkv.device, 1, 1, T, 3 * d}, 1);
+    attention_backward({dqkv.device, 1, 1, T, 3 * d}, {dout.device, 1, 1, T, d}, {out.device, 1, 1, T, d},
+                       lse.device, {qkv.device, 1, 1, T, 3 * d}, 1);
     std::vector<double> o = out.numbers(false), l = lse.numbers(false), g = dqkv.numbers(false), D(T);
     const float *q = qkv.host.data(), *k = q + d, *v = k + d;  // rows of 3 d
     double scale = 1 / sqrt((double)d);
@@ -948,25 +1017,25 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
 // ---- what is checked --------------------------------------------------------------------------------------
 
 static void check_tiny() {
-    test_conv(1, 7, 9, 96, 64, true, false, true, true, true);
+    test_conv({.B = 1, .H = 7, .W = 9, .C = 96, .O = 64, .emb = true, .in_place = true, .demb = true});
     forced_splits = 2;
-    test_conv(2, 8, 8, 128, 32, true, true, false, true, true);
+    test_conv({.B = 2, .H = 8, .W = 8, .C = 128, .O = 32, .emb = true, .residual = true, .demb = true});
     forced_splits = 0;
-    test_conv(1, 9, 7, 8, 32, false, false, false, false, false);
-    test_conv(1, 9, 7, 32, 8, false, false, false, true, false);
-    test_linear(77, 96, 64, 96, true, true, true);
-    test_linear(3, 64, 0, 1280, false, true, false);  // dX is split
+    test_conv({.B = 1, .H = 9, .W = 7, .C = 8, .O = 32, .dx = false});
+    test_conv({.B = 1, .H = 9, .W = 7, .C = 32, .O = 8});
+    test_linear({.M = 77, .C = 96, .C2 = 64, .O = 96, .residual = true, .accumulate = true});
+    test_linear({.M = 3, .C = 64, .O = 1280});  // dX is split
     test_bias(3, 49, 96, true);
-    test_norm(3, 63, 96, 32, 32, true, false, false, 0.3f);
-    test_norm(1, 63, 128, 64, 32, true, true, false, 0.3f);
-    test_norm(2, 49, 32, 0, 8, false, false, true, 30);
-    test_norm(2, 1024, 64, 0, 32, true, false, false, 0.3f);
-    for (bool neighbours : {true, false}) {
-        test_normed_product(3, 8, 8, 64, 64, 64, 32, true, neighbours);
-        test_normed_product(1, 16, 16, 96, 0, 32, 8, false, neighbours);
-        test_normed_product(2, 9, 7, 32, 64, 96, 32, true, neighbours);
+    test_norm({.B = 3, .T = 63, .C = 96, .C2 = 32});
+    test_norm({.B = 1, .T = 63, .C = 128, .C2 = 64, .accumulate = true});
+    test_norm({.B = 2, .T = 49, .C = 32, .G = 8, .silu = false, .residual = true, .mean = 30});
+    test_norm({.B = 2, .T = 1024, .C = 64});
+    for (int taps : {9, 1}) {
+        test_normed_product({.B = 3, .H = 8, .W = 8, .C = 64, .C2 = 64}, taps);
+        test_normed_product({.B = 1, .H = 16, .W = 16, .C = 96, .O = 32, .G = 8, .silu = false}, taps);
+        test_normed_product({.B = 2, .H = 9, .W = 7, .C = 32, .C2 = 64, .O = 96}, taps);
     }
-    test_norm(1, 4096, 64, 0, 32, true, false, true, 0.3f);
+    test_norm({.B = 1, .T = 4096, .C = 64, .residual = true});
     test_attention(1, 49, 2, 16), test_attention(3, 130, 1, 48), test_attention(1, 64, 2, 64);
     test_attention(1, 49, 1, 128);
     test_resample(3, 7, 9, 96), test_resample(1, 3, 5, 32);
@@ -985,32 +1054,42 @@ static void check_products(const Plan& plan) {
         for (int splits : {0, 3}) {
             forced_tile = tile, forced_splits = splits;
             if (tile < 0 && splits) continue;
-            test_conv(1, 7, 7, 96, 320, true, true, false, true, true);
-            test_conv(3, 9, 13, 320, 96, true, false, false, true, true);
-            test_conv(3, 13, 9, 32, 32, false, false, true, true, false);
-            test_conv(3, 8, 8, 192, 64, true, true, false, true, true);
-            test_conv(1, 17, 40, 64, 160, false, true, false, false, true);
-            test_linear(1, 64, 0, 256, false, true, false);
-            test_linear(3, 256, 0, 64, true, true, true);
-            test_linear(169, 96, 32, 320, true, true, true);
-            test_linear(500, 320, 96, 96, false, true, false);
-            test_linear(1000, 32, 32, 32, false, false, false);
+            test_conv(
+                {.B = 1, .H = 7, .W = 7, .C = 96, .O = 320, .emb = true, .residual = true, .demb = true});
+            test_conv({.B = 3, .H = 9, .W = 13, .C = 320, .O = 96, .emb = true, .demb = true});
+            test_conv({.B = 3, .H = 13, .W = 9, .C = 32, .O = 32, .in_place = true});
+            test_conv(
+                {.B = 3, .H = 8, .W = 8, .C = 192, .O = 64, .emb = true, .residual = true, .demb = true});
+            test_conv(
+                {.B = 1, .H = 17, .W = 40, .C = 64, .O = 160, .residual = true, .dx = false, .demb = true});
+            test_linear({.M = 1, .C = 64, .O = 256});
+            test_linear({.M = 3, .C = 256, .O = 64, .residual = true, .accumulate = true});
+            test_linear({.M = 169, .C = 96, .C2 = 32, .O = 320, .residual = true, .accumulate = true});
+            test_linear({.M = 500, .C = 320, .C2 = 96, .O = 96});
+            test_linear({.M = 1000, .C = 32, .C2 = 32, .O = 32, .dx = false});
         }
     forced_tile = -1, forced_splits = 0;
     for (int B : {1, 3}) {
-        test_conv(B, 13, 9, 8, 64, false, false, false, false, false);
-        test_conv(B, 9, 7, 8, 32, true, true, false, true, true);
-        test_conv(B, 9, 13, 64, 8, false, false, false, true, false);
-        test_conv(B, 7, 7, 96, 8, true, true, false, true, true);
+        test_conv({.B = B, .H = 13, .W = 9, .C = 8, .O = 64, .dx = false});
+        test_conv({.B = B, .H = 9, .W = 7, .C = 8, .O = 32, .emb = true, .residual = true, .demb = true});
+        test_conv({.B = B, .H = 9, .W = 13, .C = 64, .O = 8});
+        test_conv({.B = B, .H = 7, .W = 7, .C = 96, .O = 8, .emb = true, .residual = true, .demb = true});
     }
-    test_conv(1, 8, 8, 1024, 512, false, false, false, true, false);
-    test_conv(14, 64, 64, 96, 96, true, true, false, true, true);  // more tiles than blocks
-    test_linear(40000, 128, 0, 128, true, true, true);
-    for (bool neighbours : {true, false}) {
-        test_normed_product(14, 64, 64, 64, 64, 64, 32, true, neighbours);
-        test_normed_product(780, 8, 8, 64, 64, 64, 32, true, neighbours);
+    test_conv({.B = 1, .H = 8, .W = 8, .C = 1024, .O = 512});
+    test_conv({.B = 14,
+               .H = 64,
+               .W = 64,
+               .C = 96,
+               .O = 96,
+               .emb = true,
+               .residual = true,
+               .demb = true});  // more tiles than blocks
+    test_linear({.M = 40000, .C = 128, .O = 128, .residual = true, .accumulate = true});
+    for (int taps : {9, 1}) {
+        test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .C2 = 64}, taps);
+        test_normed_product({.B = 780, .H = 8, .W = 8, .C = 64, .C2 = 64}, taps);
     }
-    test_linear(3, 256, 0, 3712, false, true, false);
+    test_linear({.M = 3, .C = 256, .O = 3712});
     std::vector<std::vector<int>> seen;
     auto first = [&](std::vector<int> shape) {
         bool fresh = std::find(seen.begin(), seen.end(), shape) == seen.end();
@@ -1020,14 +1099,23 @@ static void check_products(const Plan& plan) {
     for (const Block& b : plan.blocks) {
         int M = 3 * b.H * b.H, K = padded(b.C + b.C2), O = padded(b.O);
         bool res = b.kind == BLOCK_RES, conv = res || b.kind == BLOCK_CONV_IN || b.kind == BLOCK_OUT;
-        if (conv && first({9, b.H, K, O})) test_conv(3, b.H, b.H, K, O, true, true, false, K > PIXEL, true);
+        if (conv && first({9, b.H, K, O}))
+            test_conv({.B = 3,
+                       .H = b.H,
+                       .W = b.H,
+                       .C = K,
+                       .O = O,
+                       .emb = true,
+                       .residual = true,
+                       .dx = K > PIXEL,
+                       .demb = true});
         if (res && first({9, b.H, b.O, b.O}))
-            test_conv(3, b.H, b.H, b.O, b.O, false, false, true, true, false);
+            test_conv({.B = 3, .H = b.H, .W = b.H, .C = b.O, .O = b.O, .in_place = true});
         if (res && K != b.O && first({1, b.H, b.C, b.C2, b.O}))
-            test_linear(M, b.C, b.C2, b.O, false, true, b.accumulate);
+            test_linear({.M = M, .C = b.C, .C2 = b.C2, .O = b.O, .accumulate = b.accumulate});
         if (b.kind == BLOCK_ATTENTION && first({1, b.H, b.C, 3})) {
-            test_linear(M, b.C, 0, 3 * b.C, false, true, false);
-            test_linear(M, b.C, 0, b.C, true, true, true);
+            test_linear({.M = M, .C = b.C, .O = 3 * b.C});
+            test_linear({.M = M, .C = b.C, .O = b.C, .residual = true, .accumulate = true});
         }
     }
     for (int O : {8, 32, 96, 320})
@@ -1050,26 +1138,39 @@ static void check_all(const Plan& plan) {
     int i = 0;
     for (auto& n : NORMS)
         for (int repeat = 0; repeat < 2; repeat++) {
-            test_norm(n.B, n.T, n.C, n.C2, n.G, i % 8 != 3, i % 3 == 1, !n.C2 && i % 4 < 2,
-                      i % 5 == 0 ? 30 : 0.3f);
-            if (n.T < 5000) test_norm(n.B, n.T, n.C, n.C2, n.G, true, i % 3 == 2, false, 0.3f);
+            test_norm({.B = n.B,
+                       .T = n.T,
+                       .C = n.C,
+                       .C2 = n.C2,
+                       .G = n.G,
+                       .silu = i % 8 != 3,
+                       .accumulate = i % 3 == 1,
+                       .residual = !n.C2 && i % 4 < 2,
+                       .mean = i % 5 == 0 ? 30 : 0.3f});
+            if (n.T < 5000)
+                test_norm({.B = n.B, .T = n.T, .C = n.C, .C2 = n.C2, .G = n.G, .accumulate = i % 3 == 2});
             i++;
         }
-    for (bool neighbours : {true, false})
+    for (int taps : {9, 1})
         for (int tile : {-1, 1}) {  // the fastest kernel, and a portable one
             forced_tile = tile;
             for (int H : {8, 16, 32, 12}) {
-                test_normed_product(3, H, H, 64, 64, 128, 32, true, neighbours);
-                test_normed_product(2, H, H, 96, 32, 64, 32, true, neighbours);
-                test_normed_product(1, H, H, 192, 0, 192, 32, false, neighbours);
+                test_normed_product({.B = 3, .H = H, .W = H, .C = 64, .C2 = 64, .O = 128}, taps);
+                test_normed_product({.B = 2, .H = H, .W = H, .C = 96, .C2 = 32}, taps);
+                test_normed_product({.B = 1, .H = H, .W = H, .C = 192, .O = 192, .silu = false}, taps);
             }
-            test_normed_product(2, 64, 64, 64, 128, 64, 32, true, neighbours);
+            test_normed_product({.B = 2, .H = 64, .W = 64, .C = 64, .C2 = 128}, taps);
             forced_tile = -1;
         }
     for (bool adding : {false, true})
         for (bool residual : {false, true})
             for (int H : {8, 16, 32, 64})
-                test_norm(256 / H, H * H, 192, residual ? 0 : 64, 32, true, adding, residual, 0.3f);
+                test_norm({.B = 256 / H,
+                           .T = H * H,
+                           .C = 192,
+                           .C2 = residual ? 0 : 64,
+                           .accumulate = adding,
+                           .residual = residual});
     static const int ATTENTIONS[][4] = {
         {1, 49, 2, 16},   {3, 130, 1, 48},   {1, 64, 2, 64},  {1, 49, 1, 128},  {2, 64, 8, 32},
         {2, 256, 6, 32},  {3, 256, 2, 16},   {1, 256, 4, 64}, {1, 256, 2, 128}, {1, 1024, 2, 32},
@@ -1102,28 +1203,44 @@ static void check_all(const Plan& plan) {
 static void check_limits() {
     for (int tile : {-1, 1}) {  // the fastest kernel, and a portable one
         forced_tile = tile;
-        test_conv(1, 1024, 1024, 8, 32, true, true, false, false, true);
-        test_conv(2, 808, 1000, 8, 32, true, false, false, false, true);
-        test_conv(1, 1024, 1024, 32, 8, false, false, false, true, false);
-        test_conv(65535, 2, 2, 8, 32, true, false, false, false, false);
-        test_conv(65535, 1, 1, 32, 160, true, true, false, true, true);  // too many images for bias_parts
-        test_conv(1, 4, 4, 4096, 32, false, false, false, true, false);
-        test_conv(1, 4, 4, 32, 8192, true, false, false, true, true);
-        test_linear(16, 8192, 8192, 64, false, true, true);
-        test_linear(16, 64, 0, 24576, false, true, false);
-        test_normed_product(65535, 2, 1, 64, 0, 32, 4, true, true);
-        test_normed_product(65535, 2, 1, 64, 0, 32, 4, false, false);
+        test_conv({.B = 1,
+                   .H = 1024,
+                   .W = 1024,
+                   .C = 8,
+                   .O = 32,
+                   .emb = true,
+                   .residual = true,
+                   .dx = false,
+                   .demb = true});
+        test_conv({.B = 2, .H = 808, .W = 1000, .C = 8, .O = 32, .emb = true, .dx = false, .demb = true});
+        test_conv({.B = 1, .H = 1024, .W = 1024, .C = 32, .O = 8});
+        test_conv({.B = 65535, .H = 2, .W = 2, .C = 8, .O = 32, .emb = true, .dx = false});
+        test_conv({.B = 65535,
+                   .H = 1,
+                   .W = 1,
+                   .C = 32,
+                   .O = 160,
+                   .emb = true,
+                   .residual = true,
+                   .demb = true});  // too many images for bias_parts
+        test_conv({.B = 1, .H = 4, .W = 4, .C = 4096, .O = 32});
+        test_conv({.B = 1, .H = 4, .W = 4, .C = 32, .O = 8192, .emb = true, .demb = true});
+        test_linear({.M = 16, .C = 8192, .C2 = 8192, .O = 64, .accumulate = true});
+        test_linear({.M = 16, .C = 64, .O = 24576});
+        test_normed_product({.B = 65535, .H = 2, .W = 1, .C = 64, .O = 32, .G = 4}, 9);
+        test_normed_product({.B = 65535, .H = 2, .W = 1, .C = 64, .O = 32, .G = 4, .silu = false}, 1);
         report_lines();
     }
     forced_tile = -1;
-    test_normed_product(1, 1024, 1024, 32, 0, 32, 8, true, true);
+    test_normed_product({.B = 1, .H = 1024, .W = 1024, .C = 32, .O = 32, .G = 8}, 9);
     report_lines();
     for (bool per_image : {true, false})
         test_bias(65535, 1, 320, per_image), test_bias(65535, 4, 32, per_image);
     test_bias(1, 1 << 20, 32, true), test_bias(3, 4, 8192, true);
-    test_norm(1, 1 << 20, 32, 0, 8, true, false, false, 0.3f);
-    test_norm(65535, 1, 32, 32, 8, true, false, false, 0.3f);
-    for (int G : {1, 32, 1024}) test_norm(2, 16, 8192, 8192, G, true, true, false, 0.3f);
+    test_norm({.B = 1, .T = 1 << 20, .C = 32, .G = 8});
+    test_norm({.B = 65535, .T = 1, .C = 32, .C2 = 32, .G = 8});
+    for (int G : {1, 32, 1024})
+        test_norm({.B = 2, .T = 16, .C = 8192, .C2 = 8192, .G = G, .accumulate = true});
     report_lines();
     test_attention(65535, 1, 2, 16), test_attention(1, 64, 512, 16), test_attention(1, 64, 64, 128);
     for (int d : {32, 128}) test_long_attention(MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE, d, 9973);
@@ -1694,7 +1811,7 @@ static void test_finite_differences() {
     double worst_element = 0;
     std::string where, where_element;
     Dice dice{9};
-    for (const Tensor& t : m.plan.tensors) {
+    for (const Parameter& t : m.plan.tensors) {
         double length = 0, largest = 0;
         size_t top = t.offset, picked = t.offset;
         for (size_t i = t.offset; i < t.offset + t.count; i++) {
@@ -1765,10 +1882,10 @@ static void test_plan() {
     bool chained = true;
     size_t offset = 0;
     std::vector<std::string> names;
-    std::vector<Tensor> tensors = plan.tensors;
+    std::vector<Parameter> tensors = plan.tensors;
     std::sort(tensors.begin(), tensors.end(),
-              [](const Tensor& a, const Tensor& b) { return a.offset < b.offset; });
-    for (const Tensor& t : tensors) {
+              [](const Parameter& a, const Parameter& b) { return a.offset < b.offset; });
+    for (const Parameter& t : tensors) {
         chained &= t.offset == offset && t.count > 0;
         offset += t.count;
         names.push_back(t.name);
@@ -2987,6 +3104,11 @@ static void test_readers(long mutations, uint32_t seed) {
 static std::vector<float> blank(size_t n) { return std::vector<float>(n, NAN); }
 static float* pointer(std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
 
+// A view of some floats; none of an empty vector.
+static Tensor tensor_of(std::vector<float>& values, int B, int H, int W, int C) {
+    return {pointer(values), B, H, W, C};
+}
+
 static void linear_case(const Case& c, Verdict* v) {
     int M = c.arg(0), C = c.arg(1), C2 = c.arg(2), O = c.arg(3);
     bool accumulate = c.arg(4), wants_dx = c.has("dx");
@@ -2995,10 +3117,11 @@ static void linear_case(const Case& c, Verdict* v) {
                        db = c.floats("db0"), out = blank((size_t)M * O),
                        dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
-    cpu::linear_forward(out.data(), x.data(), pointer(x2), w.data(), b.data(), pointer(residual), M, C, C2,
-                        O);
-    cpu::linear_backward(wants_dx ? dx.data() : nullptr, wants_dx ? pointer(dx2) : nullptr, dw.data(),
-                         db.data(), dout.data(), x.data(), pointer(x2), w.data(), M, C, C2, O, accumulate);
+    Joined joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)}, gradient;
+    if (wants_dx) gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
+    Linear layer = {w.data(), b.data(), dw.data(), db.data()};
+    linear_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
+    linear_backward(gradient, tensor_of(dout, M, 1, 1, O), joined, layer, {.accumulate = accumulate});
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3012,11 +3135,14 @@ static void conv_case(const Case& c, Verdict* v) {
                        residual = c.floats("residual"), dout = c.floats("dout"), dw = c.floats("dw0"),
                        db = c.floats("db0"), out = in_place ? residual : blank((size_t)B * H * W * O),
                        dx = blank((size_t)B * H * W * C), demb = blank((size_t)B * O);
-    cpu::conv3x3_forward(out.data(), x.data(), w.data(), b.data(), pointer(emb), O,
-                         in_place ? out.data() : pointer(residual), B, H, W, C, O);
-    cpu::conv3x3_backward(wants_dx ? dx.data() : nullptr, dw.data(), db.data(),
-                          wants_demb ? demb.data() : nullptr, O, dout.data(), x.data(), w.data(), B, H, W, C,
-                          O);
+    Conv layer = {w.data(), b.data(), dw.data(), db.data()};
+    Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O), gradient;
+    if (wants_dx) gradient = tensor_of(dx, B, H, W, C);
+    conv3x3_forward(
+        output, input, layer,
+        {.emb = {pointer(emb), O}, .residual = in_place ? output : tensor_of(residual, B, H, W, O)});
+    conv3x3_backward(gradient, tensor_of(dout, B, H, W, O), input, layer,
+                     {.demb = {wants_demb ? demb.data() : nullptr, O}});
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3029,17 +3155,19 @@ static void norm_case(const Case& c, Verdict* v) {
     std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
                        dout = c.floats("dout"), dresidual = c.floats("dresidual"), dw = c.floats("dw0"),
                        db = c.floats("db0"), mean = blank((size_t)B * G), rstd = blank((size_t)B * G),
-                       out = blank((size_t)B * T * (C + C2)), again = out,
+                       out = blank((size_t)B * T * (C + C2)), again = out, dy = out,
                        dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2);
     std::vector<float2> sums((size_t)B * (C + C2), float2{NAN, NAN});
-    cpu::groupnorm_forward(out.data(), mean.data(), rstd.data(), x.data(), pointer(x2), nullptr, nullptr,
-                           w.data(), b.data(), B, T, C, C2, G, silu);
-    cpu::groupnorm_apply(again.data(), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(), b.data(), B,
-                         T, C, C2, G, silu);
-    cpu::groupnorm_backward(dx.data(), pointer(dx2), dw.data(), db.data(), sums.data(), dout.data(),
-                            pointer(dresidual), mean.data(), rstd.data(), x.data(), pointer(x2), w.data(),
-                            b.data(), B, T, C, C2, G, silu, accumulate);
+    Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};
+    norm.w = w.data(), norm.bias = b.data(), norm.dw = dw.data(), norm.dbias = db.data();
+    norm.mean = mean.data(), norm.rstd = rstd.data(), norm.sums = sums.data();
+    groupnorm_forward(tensor_of(out, B, 1, T, C + C2), norm);
+    groupnorm_apply(tensor_of(again, B, 1, T, C + C2), norm);
+    groupnorm_backward_sums(tensor_of(dy, B, 1, T, C + C2), tensor_of(dout, B, 1, T, C + C2), norm);
+    groupnorm_backward({tensor_of(dx, B, 1, T, C), tensor_of(dx2, B, 1, T, C2)},
+                       tensor_of(dy, B, 1, T, C + C2), norm,
+                       {.residual = tensor_of(dresidual, B, 1, T, C), .accumulate = accumulate});
     v->compare("out", out, c.at("out")), v->compare("made again", again, c.at("out"));
     v->compare("mean", mean, c.at("mean")), v->compare("rstd", rstd, c.at("rstd"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db")), v->compare("dx", dx, c.at("dx"));
@@ -3050,8 +3178,10 @@ static void attention_case(const Case& c, Verdict* v) {
     int B = c.arg(0), T = c.arg(1), C = c.arg(2), heads = c.arg(3);
     std::vector<float> qkv = c.floats("qkv"), dout = c.floats("dout"), out = blank((size_t)B * T * C),
                        lse = blank((size_t)B * heads * T), dqkv = blank((size_t)B * T * 3 * C);
-    cpu::attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, heads);
-    cpu::attention_backward(dqkv.data(), dout.data(), out.data(), lse.data(), qkv.data(), B, T, C, heads);
+    Tensor input = tensor_of(qkv, B, 1, T, 3 * C), output = tensor_of(out, B, 1, T, C);
+    attention_forward(output, lse.data(), input, heads);
+    attention_backward(tensor_of(dqkv, B, 1, T, 3 * C), tensor_of(dout, B, 1, T, C), output, lse.data(),
+                       input, heads);
     v->compare("out", out, c.at("out")), v->compare("lse", lse, c.at("lse"));
     double scale = largest_of(c.at("dqkv"));
     for (int third = 0; third < 3; third++) {
@@ -3168,9 +3298,9 @@ static void test_model(const char* weights, const char* state) {
     std::vector<float> flat = gradients_of(&m);
     double largest = 0;
     size_t stored = 0;
-    for (const Tensor& tensor : m.plan.tensors)
+    for (const Parameter& tensor : m.plan.tensors)
         largest = std::max(largest, largest_of(c.at(std::string("grad.") + tensor.name)));
-    for (const Tensor& tensor : m.plan.tensors) {
+    for (const Parameter& tensor : m.plan.tensors) {
         std::string name = tensor.name;
         const std::vector<double>& r = c.at("grad." + name);
         std::vector<float> a(tensor.count);

@@ -4792,6 +4792,8 @@ static void bias_backward(float* dbias, float* per_image, int pitch, const float
 
 // ---- linear and 1x1 convolution ---------------------------------------------------------------------------
 
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
+
 static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
     int M = out.rows(), O = out.C, C = x.first.C, C2 = x.second.C, K = C + C2;
     PROFILE("1x1 forward", convolution_work(M, 1, K, O));
