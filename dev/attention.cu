@@ -31,14 +31,13 @@ static AttentionShape attention_shape(const Problem& p) {
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void attention_forward0(Problem& p) {
-    AttentionShape s = attention_shape(p);
-    cpu::attention_forward(p.out<float>("out"), p.out<float>("lse"), p.in<float>("qkv"), s.B, s.T, s.C,
-                          s.heads);
+    cpu::attention_forward(p.tensor_out<float>("out"), p.out<float>("lse"), p.tensor_in<float>("qkv"),
+                           p.dim("heads"));
 }
 static void attention_backward0(Problem& p) {
-    AttentionShape s = attention_shape(p);
-    cpu::attention_backward(p.out<float>("dqkv"), p.in<float>("dout"), p.in<float>("out"), p.in<float>("lse"),
-                           p.in<float>("qkv"), s.B, s.T, s.C, s.heads);
+    cpu::attention_backward(p.tensor_out<float>("dqkv"), p.tensor_in<float>("dout"),
+                            p.tensor_in<float>("out"), p.in<float>("lse"), p.tensor_in<float>("qkv"),
+                            p.dim("heads"));
 }
 
 #ifdef __CUDACC__
@@ -481,13 +480,12 @@ static void attention_backward3(Problem& p) {
 // ---- 4: the program's -------------------------------------------------------------------------------------
 
 static void attention_forward4(Problem& p) {
-    AttentionShape s = attention_shape(p);
-    attention_forward(p.out<floatX>("out"), p.out<float>("lse"), p.in<floatX>("qkv"), s.B, s.T, s.C, s.heads);
+    attention_forward(p.tensor_out<floatX>("out"), p.out<float>("lse"), p.tensor_in<floatX>("qkv"),
+                      p.dim("heads"));
 }
 static void attention_backward4(Problem& p) {
-    AttentionShape s = attention_shape(p);
-    attention_backward(p.out<floatX>("dqkv"), p.in<floatX>("dout"), p.in<floatX>("out"), p.in<float>("lse"),
-                       p.in<floatX>("qkv"), s.B, s.T, s.C, s.heads);
+    attention_backward(p.tensor_out<floatX>("dqkv"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("out"),
+                       p.in<float>("lse"), p.tensor_in<floatX>("qkv"), p.dim("heads"));
 }
 #endif
 

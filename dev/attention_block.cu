@@ -22,7 +22,7 @@
 // reached: attention itself is the longest part, and runs on mma.sync, not on Hopper's wider instruction.
 #include "blocks.h"
 
-namespace attention_block {
+namespace attentionblock {  // the program has a function attention_block
 
 using namespace blocks;
 
@@ -180,39 +180,29 @@ static void attention_block_backward1(Problem& p) {
 
 static void attention_block_forward3(Problem& p) {
     Shape s(p);
-    auto w = [&](const char* name) { return p.in<floatX>(name); };
-    const floatX* x = p.in<floatX>("x");
-    floatX *normed = p.scratch<floatX>("normed", s.size()), *qkv = p.out<floatX>("qkv"),
-           *joined = p.out<floatX>("joined"), *out = p.out<floatX>("out");
-    norm_alone(p, "1", normed, p.out<float>("mean"), p.out<float>("rstd"), x, p.in<float>("norm.weight"),
-               p.in<float>("norm.bias"), s.B, s.T, s.C, s.G);
-    linear_forward(qkv, normed, nullptr, w("qkv.weight"), w("qkv.bias"), nullptr, s.B * s.T, s.C, 0, 3 * s.C);
-    attention_forward(joined, p.out<float>("lse"), qkv, s.B, s.T, s.C, s.heads);
-    linear_forward(out, joined, nullptr, w("proj_out.weight"), w("proj_out.bias"), nullptr, s.B * s.T, s.C, 0,
-                   s.C);
-    each_vector(s.size(), AddVectors{out, x});
+    Tensor x = p.tensor_in<floatX>("x"), qkv = p.tensor_out<floatX>("qkv"),
+           joined = p.tensor_out<floatX>("joined"), out = p.tensor_out<floatX>("out"),
+           normed = p.tensor_scratch("normed", x);
+    norm_alone(normed, forward_norm(p, "norm", "", x));
+    linear_forward(qkv, normed, forward_layer(p, "qkv"));
+    attention_forward(joined, p.out<float>("lse"), qkv, s.heads);
+    linear_forward(out, joined, forward_layer(p, "proj_out"));
+    each_vector(s.size(), AddVectors{out.data, x.data});
 }
 
 static void attention_block_backward3(Problem& p) {
     Shape s(p);
-    auto w = [&](const char* name) { return p.in<floatX>(name); };
-    auto d = [&](const char* name) { return p.sum<float>(std::string("d") + name); };
-    const floatX *x = p.in<floatX>("x"), *dout = p.in<floatX>("dout"), *qkv = p.in<floatX>("qkv"),
-                 *joined = p.in<floatX>("joined");
-    const float *mean = p.in<float>("mean"), *rstd = p.in<float>("rstd"),
-                *norm_w = p.in<float>("norm.weight"), *norm_b = p.in<float>("norm.bias");
-    floatX *normed = p.scratch<floatX>("normed", s.size()), *djoined = p.scratch<floatX>("djoined", s.size()),
-           *dqkv = p.scratch<floatX>("dqkv", 3 * s.size()), *dnormed = p.scratch<floatX>("dnormed", s.size()),
-           *dx = p.out<floatX>("dx");
-    linear_backward(djoined, nullptr, d("proj_out.weight"), d("proj_out.bias"), dout, joined, nullptr,
-                    w("proj_out.weight"), s.B * s.T, s.C, 0, s.C, false);
-    attention_backward(dqkv, djoined, joined, p.in<float>("lse"), qkv, s.B, s.T, s.C, s.heads);
-    groupnorm_apply(normed, mean, rstd, x, nullptr, norm_w, norm_b, s.B, s.T, s.C, 0, s.G, false);
-    linear_backward(dnormed, nullptr, d("qkv.weight"), d("qkv.bias"), dqkv, normed, nullptr, w("qkv.weight"),
-                    s.B * s.T, s.C, 0, 3 * s.C, false);
-    norm_alone_backward(p, "1", dx, d("norm.weight"), d("norm.bias"), dnormed, mean, rstd, x, norm_w, norm_b,
-                        s.B, s.T, s.C, s.G);
-    each_vector(s.size(), AddVectors{dx, dout});
+    Tensor x = p.tensor_in<floatX>("x"), dout = p.tensor_in<floatX>("dout"), dx = p.tensor_out<floatX>("dx"),
+           qkv = p.tensor_in<floatX>("qkv"), joined = p.tensor_in<floatX>("joined"),
+           normed = p.tensor_scratch("normed", x), djoined = p.tensor_scratch("djoined", joined),
+           dqkv = p.tensor_scratch("dqkv", qkv), dnormed = p.tensor_scratch("dnormed", normed);
+    Norm norm = backward_norm(p, "norm", "", x);
+    linear_backward(djoined, dout, joined, backward_layer(p, "proj_out"));
+    attention_backward(dqkv, djoined, joined, p.in<float>("lse"), qkv, s.heads);
+    groupnorm_apply(normed, norm);
+    linear_backward(dnormed, dqkv, normed, backward_layer(p, "qkv"));
+    norm_alone_backward(dx, dnormed, norm);
+    each_vector(s.size(), AddVectors{dx.data, dout.data});
 }
 #endif
 
@@ -220,13 +210,11 @@ static void attention_block_backward3(Problem& p) {
 
 static void attention_block_forward4(Problem& p) {
     Model m = model_of(p, BLOCK_ATTENTION, false);
-    ::attention_block_forward(&m, m.plan.blocks.back(), m.plan.batch);
+    attention_block_forward(&m, m.plan.blocks.back(), m.plan.batch);
 }
 static void attention_block_backward4(Problem& p) {
     Model m = model_of(p, BLOCK_ATTENTION, true);
-    const Block& block = m.plan.blocks.back();
-    ::attention_block_backward(&m, block, m.plan.batch, activation(&m, block.gradient),
-                               output_gradient_of(&m, block.input));
+    attention_block_backward(&m, m.plan.blocks.back(), m.plan.batch);
 }
 
 static Work work_of(const Problem& p, bool backward) {
@@ -239,18 +227,18 @@ static Work work_of(const Problem& p, bool backward) {
             sizeof(floatX) * (7 * M * C + weights) + sizeof(float) * weights};
 }
 
-}  // namespace attention_block
+}  // namespace attentionblock
 
 static const Ladder attention_block_ladder = {
     "attention_block",
     {{"forward",
       {"out", "qkv", "joined", "mean", "rstd", "lse"},
-      [](const Problem& p) { return attention_block::work_of(p, false); }},
+      [](const Problem& p) { return attentionblock::work_of(p, false); }},
      {"backward",
       {"dx", "dnorm.weight", "dnorm.bias", "dqkv.weight", "dqkv.bias", "dproj_out.weight", "dproj_out.bias"},
-      [](const Problem& p) { return attention_block::work_of(p, true); }}},
+      [](const Problem& p) { return attentionblock::work_of(p, true); }}},
     []() -> std::vector<Version> {
-        using namespace attention_block;
+        using namespace attentionblock;
         return {
             {1, "forward", NCHW, CPU_FP32, "the definition", attention_block_forward1},
             {1, "backward", NCHW, CPU_FP32, "the definition", attention_block_backward1},

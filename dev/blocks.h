@@ -109,7 +109,7 @@ struct NormStatistics {
         mean[i] = (float)(sum / n), rstd[i] = (float)(1 / sqrt(squares / n + NORM_EPS));
     }
 };
-struct Norm {
+struct NormOutput {
     float* y;
     const float *x, *mean, *rstd, *w, *bias;
     int C, T, n;
@@ -156,7 +156,7 @@ struct NormWeights {  // dw, dbias (C) += sums of dy x^ and of dy
 };
 
 // out (B, O, T) = w x + bias with x (B, C, T), w (O, C); and what the gradients are of that. T = 1 for rows.
-struct Linear {
+struct LinearOutput {
     float* out;
     const float *x, *w, *bias;
     int C, O, T;
@@ -192,7 +192,7 @@ struct LinearWeight {
 };
 
 // The 3x3 convolution of x (B, C, H, H) by w (O, C, 3, 3).
-struct Conv3x3 {
+struct Conv3x3Output {
     float* out;
     const float *x, *w, *bias;
     int C, O, H;
@@ -256,7 +256,7 @@ struct Plain {
     }
     void norm_again(float* y, const float* mean, const float* rstd, const float* x, const float* w,
                     const float* bias, int C, int T) {
-        each(p, (size_t)B * C * T, Norm{y, x, mean, rstd, w, bias, C, T, C / G * T});
+        each(p, (size_t)B * C * T, NormOutput{y, x, mean, rstd, w, bias, C, T, C / G * T});
     }
     void norm_backward(float* dx, float* dw, float* dbias, float* sums, const float* dy, const float* mean,
                        const float* rstd, const float* x, const float* w, int C, int T) {
@@ -266,7 +266,7 @@ struct Plain {
         each(p, C, NormWeights{dw, dbias, dy, x, mean, rstd, B, C, T, n});
     }
     void linear(float* out, const float* x, const float* w, const float* bias, int C, int O, int T) {
-        each(p, (size_t)B * O * T, Linear{out, x, w, bias, C, O, T});
+        each(p, (size_t)B * O * T, LinearOutput{out, x, w, bias, C, O, T});
     }
     void linear_backward(float* dx, float* dw, float* dbias, const float* dout, const float* x,
                          const float* w, int C, int O, int T) {
@@ -275,7 +275,7 @@ struct Plain {
         each(p, O, BiasGradient{dbias, dout, B, O, T});
     }
     void conv3x3(float* out, const float* x, const float* w, const float* bias, int C, int O, int H) {
-        each(p, (size_t)B * O * H * H, Conv3x3{out, x, w, bias, C, O, H});
+        each(p, (size_t)B * O * H * H, Conv3x3Output{out, x, w, bias, C, O, H});
     }
     void conv3x3_backward(float* dx, float* dw, float* dbias, const float* dout, const float* x,
                           const float* w, int C, int O, int H) {
@@ -352,20 +352,46 @@ struct SiluBackwardVectors {
     }
 };
 
-// The program's group norm by itself, its own moments taken first. Without the SiLU.
-static void norm_alone(Problem& p, const std::string& name, floatX* y, float* mean, float* rstd,
-                       const floatX* x, const float* w, const float* bias, int B, int T, int C, int G) {
-    float2* moments = (float2*)p.scratch<float>("moments, " + name, (size_t)2 * B * norm_parts(T) * C);
-    channel_moments(moments, x, B, T, C);
-    groupnorm_forward(y, mean, rstd, x, nullptr, moments, nullptr, w, bias, B, T, C, 0, G, false);
+// Layer `name` of the block as a pass takes it: forward its weight and bias, backward its weight and both
+// gradients.
+static Conv forward_layer(Problem& p, const std::string& name) {
+    return {.w = p.in<floatX>(name + ".weight"), .bias = p.in<floatX>(name + ".bias")};
 }
-static void norm_alone_backward(Problem& p, const std::string& name, floatX* dx, float* dw, float* dbias,
-                                floatX* dy, const float* mean, const float* rstd, const floatX* x,
-                                const float* w, const float* bias, int B, int T, int C, int G) {
-    float2* sums = (float2*)p.scratch<float>("sums, " + name, (size_t)2 * B * norm_parts(T) * C);
-    groupnorm_gradient(dy, dy, {x, nullptr, w, bias, mean, rstd, C, 0, G, false, sums}, B, T);
-    groupnorm_backward(dx, nullptr, dw, dbias, sums, dy, nullptr, mean, rstd, x, nullptr, w, bias, B, T, C, 0,
-                       G, false, false);
+static Conv backward_layer(Problem& p, const std::string& name) {
+    return {.w = p.in<floatX>(name + ".weight"),
+            .dw = p.sum<float>("d" + name + ".weight"),
+            .dbias = p.sum<float>("d" + name + ".bias")};
+}
+
+// Norm `name` of x as a pass takes it, without the SiLU. Its statistics are called mean and rstd, with a number
+// where the block has two norms. Forward it comes with scratch for the moments of x, backward for its sums.
+static Norm norm_of(Problem& p, const std::string& name, Tensor x) {
+    return {.x = x,
+            .groups = p.dim("G"),
+            .w = p.in<float>(name + ".weight"),
+            .bias = p.in<float>(name + ".bias")};
+}
+static Norm forward_norm(Problem& p, const std::string& name, const std::string& number, Tensor x) {
+    x.moments = p.scratch_sums("moments" + number, x);
+    Norm norm = norm_of(p, name, x);
+    norm.mean = p.out<float>("mean" + number), norm.rstd = p.out<float>("rstd" + number);
+    return norm;
+}
+static Norm backward_norm(Problem& p, const std::string& name, const std::string& number, Tensor x) {
+    Norm norm = norm_of(p, name, x);
+    norm.mean = (float*)p.in<float>("mean" + number), norm.rstd = (float*)p.in<float>("rstd" + number);
+    norm.dw = p.sum<float>("d" + name + ".weight"), norm.dbias = p.sum<float>("d" + name + ".bias");
+    norm.sums = p.scratch_sums("sums" + number, x);
+    return norm;
+}
+// The program's norm by itself: no product leaves moments or sums behind for it.
+static void norm_alone(Tensor out, const Norm& norm) {
+    channel_moments(norm.x.first);
+    groupnorm_forward(out, norm);
+}
+static void norm_alone_backward(Tensor dx, Tensor dy, const Norm& norm) {
+    groupnorm_backward_sums(dy, dy, norm);
+    groupnorm_backward(dx, dy, norm);
 }
 #endif
 
@@ -398,10 +424,10 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     std::vector<Block>& blocks = m.plan.blocks;
     Block &block = blocks.back(), &x = blocks[block.input], &embedding = blocks[0];
     Names parameters, gradients;
-    std::vector<Tensor> tensors = m.plan.tensors;
+    std::vector<Parameter> tensors = m.plan.tensors;
     std::sort(tensors.begin(), tensors.end(),
-              [](const Tensor& a, const Tensor& b) { return a.offset < b.offset; });
-    for (const Tensor& tensor : tensors) {
+              [](const Parameter& a, const Parameter& b) { return a.offset < b.offset; });
+    for (const Parameter& tensor : tensors) {
         parameters.push_back(strchr(tensor.name, '.') + 1);
         gradients.push_back("d" + parameters.back());
     }

@@ -153,6 +153,34 @@ struct Problem {
         return get<T>(name, SCRATCH, {}, count);
     }
 
+    // The same as values that the program's layers take. What a layer reads is not const there, but it stays
+    // as it is.
+    template <typename Real>
+    TensorOf<Real> tensor_in(const std::string& name) {
+        return shaped(name, (Real*)in<Real>(name));
+    }
+    template <typename Real>
+    TensorOf<Real> tensor_out(const std::string& name) {
+        return shaped(name, out<Real>(name));
+    }
+    template <typename Real>
+    TensorOf<Real> tensor_scratch(const std::string& name, TensorOf<Real> like) {
+        return {scratch<Real>(name, like.count()), like.B, like.H, like.W, like.C};
+    }
+    // Scratch for the moments of x, or for the sums that a norm of x takes in its backward pass.
+    template <typename Real>
+    float2* scratch_sums(const std::string& name, TensorOf<Real> x) {
+        return (float2*)scratch<float>(name, (size_t)2 * x.B * norm_parts(x.H * x.W) * x.C);
+    }
+    // Memory as a tensor of the shape that the file has for `name`: (B, C), (B, C, T) or (B, C, H, W).
+    template <typename Real>
+    TensorOf<Real> shaped(const std::string& name, Real* data) const {
+        std::vector<int> shape = find(name).shape;
+        ASSERT(shape.size() >= 2 && (layout == NHWC || shape.size() == 2));
+        shape.resize(4, 1);
+        return {data, shape[0], shape[2], shape[3], shape[1]};
+    }
+
     const Reference& find(const std::string& name) const {
         auto found = data->find(name);
         if (found == data->end()) fail("the case has no tensor '%s'", name.c_str());

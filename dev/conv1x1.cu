@@ -260,15 +260,17 @@ static void conv1x1_weight_gradient4(Problem& p, float* dw, const float* dout, c
 
 // ---- 5: production ----------------------------------------------------------------------------------------
 
-static void conv1x1_forward5(Problem&, floatX* out, const floatX* x, const floatX* w, const floatX* bias,
-                             Shape s) {
-    linear_forward(out, x, nullptr, w, bias, nullptr, s.B * s.T, s.C, 0, s.O);
+static void conv1x1_forward5(Problem& p) {
+    linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                   {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
-static void conv1x1_input_gradient5(Problem&, floatX* dx, const floatX* dout, const floatX* w, Shape s) {
-    linear_input_gradient(dx, nullptr, dout, w, s.B * s.T, s.C, 0, s.O, false, Normed(), 1);
+static void conv1x1_input_gradient5(Problem& p) {
+    gpu::input_gradient<1>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")},
+                           Backward());
 }
-static void conv1x1_weight_gradient5(Problem&, float* dw, const floatX* dout, const floatX* x, Shape s) {
-    linear_weight_gradient(dw, nullptr, dout, x, nullptr, s.B * s.T, s.C, 0, s.O);
+static void conv1x1_weight_gradient5(Problem& p) {
+    gpu::weight_gradient<1>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
+                            Rows());
 }
 #endif  // __CUDACC__
 
@@ -308,9 +310,9 @@ static const Ladder conv1x1_ladder = {
             {4, in, NCHW, FP32, "direct", input_gradient<float>(conv1x1_input_gradient4)},
             {4, weights, NCHW, FP32, "direct, partial sums", weight_gradient<float>(conv1x1_weight_gradient4),
              LONG_SUM},
-            {5, "forward", NHWC, FLOATX, "train_unet.cu", forward<floatX>(conv1x1_forward5)},
-            {5, in, NHWC, FLOATX, "train_unet.cu", input_gradient<floatX>(conv1x1_input_gradient5)},
-            {5, weights, NHWC, FLOATX, "train_unet.cu", weight_gradient<floatX>(conv1x1_weight_gradient5)},
+            {5, "forward", NHWC, FLOATX, "train_unet.cu", conv1x1_forward5},
+            {5, in, NHWC, FLOATX, "train_unet.cu", conv1x1_input_gradient5},
+            {5, weights, NHWC, FLOATX, "train_unet.cu", conv1x1_weight_gradient5},
 #endif
         };
     }()};

@@ -658,9 +658,9 @@ static void conv3x3_forward8(Problem&, floatX* out, const floatX* x, const float
 #endif
 
 // 9: production, train_unet.cu's own.
-static void conv3x3_forward9(Problem&, floatX* out, const floatX* x, const floatX* w, const floatX* bias,
-                             Shape s) {
-    conv3x3_forward(out, x, w, bias, nullptr, 0, nullptr, s.B, s.H, s.W, s.C, s.O);
+static void conv3x3_forward9(Problem& p) {
+    conv3x3_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                    {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 
 #endif  // __CUDACC__
@@ -703,7 +703,7 @@ __global__ void conv3x3_flip_kernel(T* flipped, const T* w, int O, int C) {
 }
 // 1 to 8: the forward version of flipped weights.
 template <typename T, bool NHWC>
-static void conv3x3_input_gradient_by(Problem& p, Forward<T, Shape> forward) {
+static void conv3x3_input_gradient_by(Problem& p, ForwardFunction<T, Shape> forward) {
     Shape s = Shape::of(p);
     size_t n = (size_t)s.O * s.C * 9;
     T* flipped = p.scratch<T>("flipped", n);
@@ -711,8 +711,9 @@ static void conv3x3_input_gradient_by(Problem& p, Forward<T, Shape> forward) {
     forward(p, p.out<T>("dx"), p.in<T>("dout"), flipped, nullptr, swapped(s));
 }
 // 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
-static void conv3x3_input_gradient9(Problem&, floatX* dx, const floatX* dout, const floatX* w, Shape s) {
-    conv3x3_input_gradient(dx, dout, w, s.B, s.H, s.W, s.C, s.O, Normed());
+static void conv3x3_input_gradient9(Problem& p) {
+    gpu::input_gradient<9>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")},
+                           Backward());
 }
 
 #endif  // __CUDACC__
@@ -1055,8 +1056,9 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 #endif
 
 // 9: production.
-static void conv3x3_weight_gradient9(Problem&, float* dw, const floatX* dout, const floatX* x, Shape s) {
-    conv3x3_weight_gradient(dw, nullptr, nullptr, 0, dout, x, s.B, s.H, s.W, s.C, s.O);
+static void conv3x3_weight_gradient9(Problem& p) {
+    gpu::weight_gradient<9>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
+                            Rows());
 }
 
 // ---- backward: both gradients -----------------------------------------------------------------------------
@@ -1193,9 +1195,8 @@ static void conv3x3_backward8(Problem& p) {
 #endif
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
-    Shape s = Shape::of(p);
-    conv3x3_backward(p.out<floatX>("dx"), p.sum<float>("dw"), nullptr, nullptr, 0,
-                     p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), s.B, s.H, s.W, s.C, s.O);
+    conv3x3_backward(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
+                     {.w = p.in<floatX>("w"), .dw = p.sum<float>("dw")});
 }
 #endif  // __CUDACC__
 
@@ -1231,7 +1232,7 @@ static const Ladder conv3x3_ladder = {
         struct Idea {
             int number;
             const char* idea;
-            Forward<float, Shape> function;
+            ForwardFunction<float, Shape> function;
             double limit;
             Bits bits = SAME_BITS;
         };
@@ -1258,7 +1259,7 @@ static const Ladder conv3x3_ladder = {
         struct WeightIdea {
             int number;
             const char* idea;
-            WeightGradientOf<float, Shape> function;
+            WeightGradientFunction<float, Shape> function;
             Bits bits = SAME_BITS;
         };
         for (const WeightIdea& i : {WeightIdea{1, "a block a filter", conv3x3_weight_gradient1},
@@ -1279,12 +1280,11 @@ static const Ladder conv3x3_ladder = {
               weight_gradient<floatX>(conv3x3_weight_gradient8)},
              {8, "backward", NHWC, BF16, "one kernel for both, mma.sync", conv3x3_backward8}});
 #endif
-        versions.insert(
-            versions.end(),
-            {{9, "forward", NHWC, FLOATX, "train_unet.cu", forward<floatX>(conv3x3_forward9)},
-             {9, in, NHWC, FLOATX, "train_unet.cu", input_gradient<floatX>(conv3x3_input_gradient9)},
-             {9, weights, NHWC, FLOATX, "train_unet.cu", weight_gradient<floatX>(conv3x3_weight_gradient9)},
-             {9, "backward", NHWC, FLOATX, "train_unet.cu: two kernels", conv3x3_backward9}});
+        versions.insert(versions.end(),
+                        {{9, "forward", NHWC, FLOATX, "train_unet.cu", conv3x3_forward9},
+                         {9, in, NHWC, FLOATX, "train_unet.cu", conv3x3_input_gradient9},
+                         {9, weights, NHWC, FLOATX, "train_unet.cu", conv3x3_weight_gradient9},
+                         {9, "backward", NHWC, FLOATX, "train_unet.cu: two kernels", conv3x3_backward9}});
         for (Version& version : versions)
             if (version.number >= 4)
                 version.suits = [any_width = version.number == 9](const Problem& p) {

@@ -4,21 +4,21 @@
 #include "common.h"
 
 template <typename T, typename Shape>
-using Forward = void (*)(Problem&, T* out, const T* x, const T* w, const T* bias, Shape);
+using ForwardFunction = void (*)(Problem&, T* out, const T* x, const T* w, const T* bias, Shape);
 template <typename T, typename Shape>
-using InputGradient = void (*)(Problem&, T* dx, const T* dout, const T* w, Shape);
+using InputGradientFunction = void (*)(Problem&, T* dx, const T* dout, const T* w, Shape);
 template <typename T, typename Shape>
-using WeightGradientOf = void (*)(Problem&, float* dw, const T* dout, const T* x, Shape);
+using WeightGradientFunction = void (*)(Problem&, float* dw, const T* dout, const T* x, Shape);
 template <typename T, typename Shape>
-static std::function<void(Problem&)> forward(Forward<T, Shape> f) {
+static std::function<void(Problem&)> forward(ForwardFunction<T, Shape> f) {
     return
         [f](Problem& p) { f(p, p.out<T>("out"), p.in<T>("x"), p.in<T>("w"), p.in<T>("bias"), Shape::of(p)); };
 }
 template <typename T, typename Shape>
-static std::function<void(Problem&)> input_gradient(InputGradient<T, Shape> f) {
+static std::function<void(Problem&)> input_gradient(InputGradientFunction<T, Shape> f) {
     return [f](Problem& p) { f(p, p.out<T>("dx"), p.in<T>("dout"), p.in<T>("w"), Shape::of(p)); };
 }
 template <typename T, typename Shape>
-static std::function<void(Problem&)> weight_gradient(WeightGradientOf<T, Shape> f) {
+static std::function<void(Problem&)> weight_gradient(WeightGradientFunction<T, Shape> f) {
     return [f](Problem& p) { f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), Shape::of(p)); };
 }

@@ -34,20 +34,44 @@ static GroupnormShape groupnorm_shape(const Problem& p) {
     return {p.dim("B"), p.dim("C"), p.dim("H") * p.dim("W"), GROUPNORM_GROUPS};
 }
 
+// The norm as the program's layers take it: to measure, its statistics to be written; measured, with these;
+// trained, with these and the gradients of its parameters.
+template <typename Real>
+static NormOf<Real> groupnorm_of(Problem& p, float* mean, float* rstd) {
+    return {.x = p.tensor_in<Real>("x"),
+            .groups = GROUPNORM_GROUPS,
+            .silu = true,
+            .w = p.in<float>("w"),
+            .bias = p.in<float>("bias"),
+            .mean = mean,
+            .rstd = rstd};
+}
+template <typename Real>
+static NormOf<Real> groupnorm_to_measure(Problem& p) {
+    return groupnorm_of<Real>(p, p.out<float>("mean"), p.out<float>("rstd"));
+}
+template <typename Real>
+static NormOf<Real> groupnorm_measured(Problem& p) {
+    return groupnorm_of<Real>(p, (float*)p.in<float>("mean"), (float*)p.in<float>("rstd"));
+}
+template <typename Real>
+static NormOf<Real> groupnorm_trained(Problem& p) {
+    NormOf<Real> norm = groupnorm_measured<Real>(p);
+    norm.dw = p.sum<float>("dw"), norm.dbias = p.sum<float>("dbias");
+    return norm;
+}
+
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void groupnorm_forward0(Problem& p) {
-    GroupnormShape s = groupnorm_shape(p);
-    cpu::groupnorm_forward(p.out<float>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<float>("x"),
-                          nullptr, nullptr, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0,
-                          s.G, true);
+    cpu::groupnorm_forward(p.tensor_out<float>("out"), groupnorm_to_measure<float>(p));
 }
 static void groupnorm_backward0(Problem& p) {
-    GroupnormShape s = groupnorm_shape(p);
-    cpu::groupnorm_backward(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
-                           (float2*)p.scratch<float>("sums", (size_t)2 * s.B * s.C), p.in<float>("dout"),
-                           nullptr, p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), nullptr,
-                           p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
+    cpu::Norm norm = groupnorm_trained<float>(p);
+    cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
+    norm.sums = p.scratch_sums("sums", norm.x.first);
+    cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
+    cpu::groupnorm_backward(dx, dy, norm, cpu::NormOptions());
 }
 
 #ifdef __CUDACC__
@@ -530,55 +554,35 @@ static void groupnorm_backward4(Problem& p) {
 
 // ---- 5, 6, 7: the program's -------------------------------------------------------------------------------
 
-static void groupnorm_forward_by(Problem& p, const float2* moments) {
-    GroupnormShape s = groupnorm_shape(p);
-    groupnorm_forward(p.out<floatX>("out"), p.out<float>("mean"), p.out<float>("rstd"), p.in<floatX>("x"),
-                      nullptr, moments, nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G,
-                      true);
-}
-static void groupnorm_backward_by(Problem& p, const floatX* dy, float2* sums) {
-    GroupnormShape s = groupnorm_shape(p);
-    groupnorm_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"), sums, dy,
-                       nullptr, p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
-                       p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true, false);
-}
 // 5: alone, the program's norm measures its input first; backward, it takes the gradient through the SiLU and
 // sums that.
 static void groupnorm_forward5(Problem& p) {
-    GroupnormShape s = groupnorm_shape(p);
-    float2* moments = (float2*)p.scratch<float>("moments", (size_t)2 * s.B * norm_parts(s.T) * s.C);
-    channel_moments(moments, p.in<floatX>("x"), s.B, s.T, s.C);
-    groupnorm_forward_by(p, moments);
+    Norm norm = groupnorm_to_measure<floatX>(p);
+    Tensor& x = norm.x.first;
+    x.moments = p.scratch_sums("moments", x);
+    channel_moments(x);
+    groupnorm_forward(p.tensor_out<floatX>("out"), norm);
 }
 static void groupnorm_backward5(Problem& p) {
-    GroupnormShape s = groupnorm_shape(p);
-    floatX* dy = p.scratch<floatX>("dy alone", (size_t)s.B * s.T * s.C);
-    float2* sums = (float2*)p.scratch<float>("sums alone", (size_t)2 * s.B * norm_parts(s.T) * s.C);
-    Normed norm = {p.in<floatX>("x"),
-                   nullptr,
-                   p.in<float>("w"),
-                   p.in<float>("bias"),
-                   p.in<float>("mean"),
-                   p.in<float>("rstd"),
-                   s.C,
-                   0,
-                   s.G,
-                   true,
-                   sums};
-    groupnorm_gradient(dy, p.in<floatX>("dout"), norm, s.B, s.T);
-    groupnorm_backward_by(p, dy, sums);
+    Norm norm = groupnorm_trained<floatX>(p);
+    norm.sums = p.scratch_sums("sums alone", norm.x.first);
+    Tensor dy = p.tensor_scratch("dy alone", norm.x.first);
+    groupnorm_backward_sums(dy, p.tensor_in<floatX>("dout"), norm);
+    groupnorm_backward(p.tensor_out<floatX>("dx"), dy, norm);
 }
 // 6: in the network, the epilogues of the products before and, backward, behind it have done so.
 static void groupnorm_forward6(Problem& p) {
-    groupnorm_forward_by(p, (const float2*)p.in<float>("moments of x"));
+    Norm norm = groupnorm_to_measure<floatX>(p);
+    norm.x.first.moments = (float2*)p.in<float>("moments of x");
+    groupnorm_forward(p.tensor_out<floatX>("out"), norm);
 }
 static void groupnorm_backward6(Problem& p) {
-    groupnorm_backward_by(p, p.in<floatX>("dy"), (float2*)p.in<float>("sums"));
+    Norm norm = groupnorm_trained<floatX>(p);
+    norm.sums = (float2*)p.in<float>("sums");
+    groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dy"), norm);
 }
 static void groupnorm_forward7(Problem& p) {
-    GroupnormShape s = groupnorm_shape(p);
-    groupnorm_apply(p.out<floatX>("out"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
-                    nullptr, p.in<float>("w"), p.in<float>("bias"), s.B, s.T, s.C, 0, s.G, true);
+    groupnorm_apply(p.tensor_out<floatX>("out"), groupnorm_measured<floatX>(p));
 }
 #endif
 

@@ -25,15 +25,13 @@ static LinearShape linear_shape(const Problem& p) { return {p.dim("M"), p.dim("C
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void linear_forward0(Problem& p) {
-    LinearShape s = linear_shape(p);
-    cpu::linear_forward(p.out<float>("out"), p.in<float>("x"), nullptr, p.in<float>("w"), p.in<float>("bias"),
-                       nullptr, s.M, s.C, 0, s.O, nullptr, 1);
+    cpu::linear_forward(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
+                        {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
 }
 static void linear_backward0(Problem& p) {
-    LinearShape s = linear_shape(p);
-    cpu::linear_backward(p.out<float>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
-                        p.in<float>("dout"), p.in<float>("x"), nullptr, p.in<float>("w"), s.M, s.C, 0, s.O,
-                        false, Normed(), 1);
+    cpu::linear_backward(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"),
+                         {.w = p.in<float>("w"), .dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")},
+                         cpu::Backward());
 }
 
 #ifdef __CUDACC__
@@ -153,15 +151,12 @@ static void linear_backward2(Problem& p) {
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void linear_forward3(Problem& p) {
-    LinearShape s = linear_shape(p);
-    linear_forward(p.out<floatX>("out"), p.in<floatX>("x"), nullptr, p.in<floatX>("w"), p.in<floatX>("bias"),
-                   nullptr, s.M, s.C, 0, s.O, nullptr, 1);
+    linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                   {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 static void linear_backward3(Problem& p) {
-    LinearShape s = linear_shape(p);
-    linear_backward(p.out<floatX>("dx"), nullptr, p.sum<float>("dw"), p.sum<float>("dbias"),
-                    p.in<floatX>("dout"), p.in<floatX>("x"), nullptr, p.in<floatX>("w"), s.M, s.C, 0, s.O,
-                    false);
+    linear_backward(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
+                    {.w = p.in<floatX>("w"), .dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")});
 }
 #endif
 

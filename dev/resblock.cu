@@ -130,85 +130,68 @@ static void resblock_backward1(Problem& p) {
 #ifdef __CUDACC__
 // ---- 3: the program's layers, nothing fused ---------------------------------------------------------------
 
-static const floatX* joined3(Problem& p, const Shape& s) {
-    if (!s.C2) return p.in<floatX>("x");
-    floatX* joined = p.scratch<floatX>("joined", s.in());
-    each_vector(s.in(), ConcatenateVectors{joined, (floatX*)p.in<floatX>("x"), (floatX*)p.in<floatX>("x2"),
-                                           s.C, s.C2, false});
+static Tensor joined3(Problem& p, const Shape& s) {
+    Tensor x = p.tensor_in<floatX>("x");
+    if (!s.C2) return x;
+    Tensor joined = p.tensor_scratch("joined", x.with_channels(s.K));
+    each_vector(s.in(),
+                ConcatenateVectors{joined.data, x.data, p.tensor_in<floatX>("x2").data, s.C, s.C2, false});
     return joined;
 }
 static void resblock_forward3(Problem& p) {
     Shape s(p);
-    auto w = [&](const char* name) { return p.in<floatX>(name); };
-    auto exact = [&](const char* name) { return p.in<float>(name); };  // a norm's parameters
-    const floatX* x = joined3(p, s);
-    floatX *normed1 = p.scratch<floatX>("normed1", s.in()), *active1 = p.scratch<floatX>("active1", s.in()),
-           *emb = p.scratch<floatX>("projected", s.B * s.O), *h = p.out<floatX>("h"),
-           *normed2 = p.scratch<floatX>("normed2", s.out()), *active2 = p.scratch<floatX>("active2", s.out()),
-           *skip = p.scratch<floatX>("skip", s.out()), *out = p.out<floatX>("out");
-    norm_alone(p, "1", normed1, p.out<float>("mean1"), p.out<float>("rstd1"), x, exact("in_layers.0.weight"),
-               exact("in_layers.0.bias"), s.B, s.T, s.K, s.G);
-    each_vector(s.in(), SiluVectors{active1, normed1});
-    conv3x3_forward(h, active1, w("in_layers.2.weight"), w("in_layers.2.bias"), nullptr, 0, nullptr, s.B, s.H,
-                    s.H, s.K, s.O);
-    linear_forward(emb, p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), w("emb_layers.1.bias"),
-                   nullptr, s.B, s.E, 0, s.O);
-    each_vector(s.out(), AddEmbeddingVectors{h, emb, s.T, s.O});
-    norm_alone(p, "2", normed2, p.out<float>("mean2"), p.out<float>("rstd2"), h, exact("out_layers.0.weight"),
-               exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
-    each_vector(s.out(), SiluVectors{active2, normed2});
-    conv3x3_forward(out, active2, w("out_layers.3.weight"), w("out_layers.3.bias"), nullptr, 0, nullptr, s.B,
-                    s.H, s.H, s.O, s.O);
-    if (s.widens)
-        linear_forward(skip, x, nullptr, w("skip_connection.weight"), w("skip_connection.bias"), nullptr,
-                       s.B * s.T, s.K, 0, s.O);
-    each_vector(s.out(), AddVectors{out, s.widens ? skip : x});
+    Tensor x = joined3(p, s), emb = p.tensor_in<floatX>("emb"), h = p.tensor_out<floatX>("h"),
+           out = p.tensor_out<floatX>("out"), normed1 = p.tensor_scratch("normed1", x),
+           active1 = p.tensor_scratch("active1", x),
+           projected = p.tensor_scratch("projected", emb.with_channels(s.O)),
+           normed2 = p.tensor_scratch("normed2", h), active2 = p.tensor_scratch("active2", h),
+           skip = s.widens ? p.tensor_scratch("skip", out) : x;
+    norm_alone(normed1, forward_norm(p, "in_layers.0", "1", x));
+    each_vector(s.in(), SiluVectors{active1.data, normed1.data});
+    conv3x3_forward(h, active1, forward_layer(p, "in_layers.2"));
+    linear_forward(projected, emb, forward_layer(p, "emb_layers.1"));
+    each_vector(s.out(), AddEmbeddingVectors{h.data, projected.data, s.T, s.O});
+    norm_alone(normed2, forward_norm(p, "out_layers.0", "2", h));
+    each_vector(s.out(), SiluVectors{active2.data, normed2.data});
+    conv3x3_forward(out, active2, forward_layer(p, "out_layers.3"));
+    if (s.widens) linear_forward(skip, x, forward_layer(p, "skip_connection"));
+    each_vector(s.out(), AddVectors{out.data, skip.data});
 }
 
 static void resblock_backward3(Problem& p) {
     Shape s(p);
-    auto w = [&](const char* name) { return p.in<floatX>(name); };
-    auto exact = [&](const char* name) { return p.in<float>(name); };
-    auto d = [&](const char* name) { return p.sum<float>(std::string("d") + name); };
-    const floatX *x = joined3(p, s), *h = p.in<floatX>("h"), *dout = p.in<floatX>("dout");
-    const float *mean1 = p.in<float>("mean1"), *rstd1 = p.in<float>("rstd1"), *mean2 = p.in<float>("mean2"),
-                *rstd2 = p.in<float>("rstd2");
-    floatX *normed2 = p.scratch<floatX>("normed2", s.out()), *active2 = p.scratch<floatX>("active2", s.out()),
-           *dnormed2 = p.scratch<floatX>("dnormed2", s.out()), *dh = p.scratch<floatX>("dh", s.out()),
-           *projected = p.scratch<floatX>("dprojected", s.B * s.O),
-           *demb = p.scratch<floatX>("demb of this block", s.B * s.E),
-           *normed1 = p.scratch<floatX>("normed1", s.in()), *active1 = p.scratch<floatX>("active1", s.in()),
-           *dnormed1 = p.scratch<floatX>("dnormed1", s.in()), *dskip = p.scratch<floatX>("dskip", s.in()),
-           *dx = s.C2 ? p.scratch<floatX>("dx and dx2", s.in()) : p.out<floatX>("dx");
+    Tensor x = joined3(p, s), emb = p.tensor_in<floatX>("emb"), h = p.tensor_in<floatX>("h"),
+           dout = p.tensor_in<floatX>("dout"), normed2 = p.tensor_scratch("normed2", h),
+           active2 = p.tensor_scratch("active2", h), dnormed2 = p.tensor_scratch("dnormed2", h),
+           dh = p.tensor_scratch("dh", h),
+           dprojected = p.tensor_scratch("dprojected", emb.with_channels(s.O)),
+           demb = p.tensor_scratch("demb of this block", emb), normed1 = p.tensor_scratch("normed1", x),
+           active1 = p.tensor_scratch("active1", x), dnormed1 = p.tensor_scratch("dnormed1", x),
+           dskip = s.widens ? p.tensor_scratch("dskip", x) : dout,
+           dx = s.C2 ? p.tensor_scratch("dx and dx2", x) : p.tensor_out<floatX>("dx");
+    Norm norm1 = backward_norm(p, "in_layers.0", "1", x), norm2 = backward_norm(p, "out_layers.0", "2", h);
+    Conv conv1 = backward_layer(p, "in_layers.2"), conv2 = backward_layer(p, "out_layers.3");
 
-    groupnorm_apply(normed2, mean2, rstd2, h, nullptr, exact("out_layers.0.weight"),
-                    exact("out_layers.0.bias"), s.B, s.T, s.O, 0, s.G, false);
-    each_vector(s.out(), SiluVectors{active2, normed2});
-    conv3x3_backward(dnormed2, d("out_layers.3.weight"), d("out_layers.3.bias"), nullptr, 0, dout, active2,
-                     w("out_layers.3.weight"), s.B, s.H, s.H, s.O, s.O);
-    each_vector(s.out(), SiluBackwardVectors{dnormed2, dnormed2, normed2});
-    norm_alone_backward(p, "2", dh, d("out_layers.0.weight"), d("out_layers.0.bias"), dnormed2, mean2, rstd2,
-                        h, exact("out_layers.0.weight"), exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
-    bias_backward(d("in_layers.2.bias"), projected, s.O, dh, s.B, s.T, s.O);
-    linear_backward(demb, nullptr, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
-                    p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), s.B, s.E, 0, s.O, false);
-    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb});
+    groupnorm_apply(normed2, norm2);
+    each_vector(s.out(), SiluVectors{active2.data, normed2.data});
+    conv3x3_backward(dnormed2, dout, active2, conv2);
+    each_vector(s.out(), SiluBackwardVectors{dnormed2.data, dnormed2.data, normed2.data});
+    norm_alone_backward(dh, dnormed2, norm2);
+    bias_backward(conv1.dbias, dprojected.data, s.O, dh.data, s.B, s.T, s.O);
+    conv1.dbias = nullptr;  // it is done
+    linear_backward(demb, dprojected, emb, backward_layer(p, "emb_layers.1"));
+    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
 
-    groupnorm_apply(normed1, mean1, rstd1, x, nullptr, exact("in_layers.0.weight"), exact("in_layers.0.bias"),
-                    s.B, s.T, s.K, 0, s.G, false);
-    each_vector(s.in(), SiluVectors{active1, normed1});
-    conv3x3_backward(dnormed1, d("in_layers.2.weight"), nullptr, nullptr, 0, dh, active1,
-                     w("in_layers.2.weight"), s.B, s.H, s.H, s.K, s.O);
-    each_vector(s.in(), SiluBackwardVectors{dnormed1, dnormed1, normed1});
-    norm_alone_backward(p, "1", dx, d("in_layers.0.weight"), d("in_layers.0.bias"), dnormed1, mean1, rstd1, x,
-                        exact("in_layers.0.weight"), exact("in_layers.0.bias"), s.B, s.T, s.K, s.G);
-    if (s.widens)
-        linear_backward(dskip, nullptr, d("skip_connection.weight"), d("skip_connection.bias"), dout, x,
-                        nullptr, w("skip_connection.weight"), s.B * s.T, s.K, 0, s.O, false);
-    each_vector(s.in(), AddVectors{dx, s.widens ? dskip : dout});
+    groupnorm_apply(normed1, norm1);
+    each_vector(s.in(), SiluVectors{active1.data, normed1.data});
+    conv3x3_backward(dnormed1, dh, active1, conv1);
+    each_vector(s.in(), SiluBackwardVectors{dnormed1.data, dnormed1.data, normed1.data});
+    norm_alone_backward(dx, dnormed1, norm1);
+    if (s.widens) linear_backward(dskip, dout, x, backward_layer(p, "skip_connection"));
+    each_vector(s.in(), AddVectors{dx.data, dskip.data});
     if (s.C2)
         each_vector(s.in(),
-                    ConcatenateVectors{dx, p.out<floatX>("dx"), p.out<floatX>("dx2"), s.C, s.C2, true});
+                    ConcatenateVectors{dx.data, p.out<floatX>("dx"), p.out<floatX>("dx2"), s.C, s.C2, true});
 }
 #endif
 
@@ -216,16 +199,21 @@ static void resblock_backward3(Problem& p) {
 
 static void resblock_forward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, false);
-    backend_aside([&] { project_embedding(&m, p.in<floatX>("emb"), m.plan.batch); });
-    res_forward(&m, m.plan.blocks.back(), m.plan.batch);
+    const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
+    int B = m.plan.batch;
+    backend_aside([&] {
+        linear_forward(output_of(&m, embedding, B), p.tensor_in<floatX>("emb"), layer_of(&m, block, RES_EMB));
+    });
+    res_forward(&m, block, B);
 }
 static void resblock_backward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, true);
-    const Block& block = m.plan.blocks.back();
-    res_backward(&m, block, m.plan.batch, activation(&m, block.gradient), output_gradient_of(&m, block.input),
-                 block.skip < 0 ? nullptr : output_gradient_of(&m, block.skip));
+    const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
+    int B = m.plan.batch;
+    res_backward(&m, block, B);
     backend_join();
-    project_embedding_backward(&m, p.out<floatX>("demb"), p.in<floatX>("emb"), m.plan.batch);
+    linear_backward(p.tensor_out<floatX>("demb"), output_gradient_of(&m, embedding, B),
+                    p.tensor_in<floatX>("emb"), layer_of(&m, block, RES_EMB));
 }
 
 static Work work_of(const Problem& p, bool backward) {
