@@ -1155,27 +1155,23 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // ---- plan -------------------------------------------------------------------------------------------------
 
-static void add_tensor(Plan* plan, Block* block, const char* name, std::vector<int> shape, Init init,
-                       int fan_in) {
-    Parameter t;
-    memset(&t, 0, sizeof t);
-    snprintf(t.name, sizeof t.name, "%s.%s", block->name, name);
-    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in;
-    for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
-    t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
-             : t.ndim == 1 ? padded(shape[0])
-                           : t.count;
-    if (block->num_params++ == 0) block->param = (int)plan->tensors.size();
-    plan->num_parameters += t.count, plan->num_floats += t.size;
-    plan->tensors.push_back(t);
-}
-// A weight and its bias.
-static void add_pair(Plan* plan, Block* block, const char* name, std::vector<int> shape, Init init) {
+// Declares a layer's weight and bias, under the names that PyTorch's named_parameters() has for them.
+static void add_layer(Plan* plan, Block* block, const std::string& name, std::vector<int> shape, Init init) {
+    if (!block->num_params) block->param = (int)plan->tensors.size();
     int fan_in = 1;
     for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
-    add_tensor(plan, block, text("%s.weight", name).c_str(), shape, init, fan_in);
-    add_tensor(plan, block, text("%s.bias", name).c_str(), {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init,
-               fan_in);
+    for (bool is_bias : {false, true}) {
+        Parameter t = {};
+        snprintf(t.name, sizeof t.name, "%s.%s%s", block->name, name.c_str(), is_bias ? "bias" : "weight");
+        t.ndim = is_bias ? 1 : (int)shape.size(), t.count = 1, t.fan_in = fan_in;
+        t.init = is_bias && init == INIT_ONES ? INIT_ZEROS : init;
+        for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
+        t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
+                 : t.ndim == 1 ? padded(shape[0])
+                               : t.count;
+        block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
+        plan->tensors.push_back(t);
+    }
 }
 
 static size_t reserve(size_t* total, size_t bytes) {
@@ -1207,29 +1203,26 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
     int K = block.C + block.C2;
     switch (kind) {
         case BLOCK_EMBED:
-            add_pair(plan, &block, "0", {O, plan->base}, INIT_UNIFORM);
-            add_pair(plan, &block, "2", {O, O}, INIT_UNIFORM);
+            add_layer(plan, &block, "0.", {O, plan->base}, INIT_UNIFORM);
+            add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
             break;
-        case BLOCK_CONV_IN:
-            add_tensor(plan, &block, "weight", {O, K, 3, 3}, INIT_UNIFORM, K * 9);
-            add_tensor(plan, &block, "bias", {O}, INIT_UNIFORM, K * 9);
-            break;
+        case BLOCK_CONV_IN: add_layer(plan, &block, "", {O, K, 3, 3}, INIT_UNIFORM); break;
         case BLOCK_RES:
-            add_pair(plan, &block, "in_layers.0", {K}, INIT_ONES);
-            add_pair(plan, &block, "in_layers.2", {O, K, 3, 3}, INIT_UNIFORM);
-            add_pair(plan, &block, "emb_layers.1", {O, plan->embed}, INIT_UNIFORM);
-            add_pair(plan, &block, "out_layers.0", {O}, INIT_ONES);
-            add_pair(plan, &block, "out_layers.3", {O, O, 3, 3}, INIT_ZEROS);
-            if (K != O) add_pair(plan, &block, "skip_connection", {O, K, 1, 1}, INIT_UNIFORM);
+            add_layer(plan, &block, "in_layers.0.", {K}, INIT_ONES);
+            add_layer(plan, &block, "in_layers.2.", {O, K, 3, 3}, INIT_UNIFORM);
+            add_layer(plan, &block, "emb_layers.1.", {O, plan->embed}, INIT_UNIFORM);
+            add_layer(plan, &block, "out_layers.0.", {O}, INIT_ONES);
+            add_layer(plan, &block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
+            if (K != O) add_layer(plan, &block, "skip_connection.", {O, K, 1, 1}, INIT_UNIFORM);
             break;
         case BLOCK_ATTENTION:
-            add_pair(plan, &block, "norm", {K}, INIT_ONES);
-            add_pair(plan, &block, "qkv", {3 * K, K, 1}, INIT_UNIFORM);
-            add_pair(plan, &block, "proj_out", {K, K, 1}, INIT_ZEROS);
+            add_layer(plan, &block, "norm.", {K}, INIT_ONES);
+            add_layer(plan, &block, "qkv.", {3 * K, K, 1}, INIT_UNIFORM);
+            add_layer(plan, &block, "proj_out.", {K, K, 1}, INIT_ZEROS);
             break;
         case BLOCK_OUT:
-            add_pair(plan, &block, "0", {K}, INIT_ONES);
-            add_pair(plan, &block, "2", {O, K, 3, 3}, INIT_ZEROS);
+            add_layer(plan, &block, "0.", {K}, INIT_ONES);
+            add_layer(plan, &block, "2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
         case BLOCK_DOWN:
         case BLOCK_UP: break;
