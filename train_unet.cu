@@ -421,7 +421,7 @@ static void backend_await(int slot);
 // backend_join. They follow everything launched before. A profile has them in line, to time each alone.
 // Returns the number of this call.
 template <typename Launches>
-static int backend_aside(Launches launches);
+static int on_side_lane(Launches launches);
 // What follows waits for the launches of that call and of all before it; without a number, for all.
 static void backend_join(int call = INT_MAX);
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
@@ -864,10 +864,10 @@ struct PictureNoise;  // where a picture begins: see DIFFUSION
 struct Model {
     Config config;
     Plan plan;
-    floatX* weights;     // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
-    float* master;       // (num_floats)
-    const float* exact;  // what `weights` were rounded from: master, or an EMA
-    float* gradients;    // (num_floats)
+    floatX* weights;  // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
+    float* master;    // (num_floats)
+    const float* fp32_params;  // what `weights` were rounded from: master, or an EMA
+    float* gradients;          // (num_floats)
     float *adam_m, *adam_v;
     float* ema[MAX_EMAS];   // null where there are fewer
     uint8_t* decays;        // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
@@ -929,7 +929,7 @@ static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pai
     Norm norm = {.x = x, .groups = m->plan.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
     size_t w = m->plan.tensors[block.param + 2 * n].offset,
            bias = m->plan.tensors[block.param + 2 * n + 1].offset;
-    norm.w = m->exact + w, norm.bias = m->exact + bias;
+    norm.w = m->fp32_params + w, norm.bias = m->fp32_params + bias;
     if (m->gradients) norm.dw = m->gradients + w, norm.dbias = m->gradients + bias;
     size_t statistics = (size_t)x.first.B * norm.groups;
     norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
@@ -1005,7 +1005,7 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
 // through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics; the
-// normed tensors are made again.
+// normed tensors are computed again.
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock {
@@ -1038,7 +1038,7 @@ static void res_forward(Model* m, const Block& block, int B) {
     if (KEEPS_MOMENTS) r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
     if (r.widens) {
         residual = r.out.with_channels(block.O);  // whose moments are still to come
-        backend_aside([&] { linear_forward(residual, r.x, r.skip); });
+        on_side_lane([&] { linear_forward(residual, r.x, r.skip); });
     }
     groupnorm_forward(normed1, r.norm1);
     backend_join();
@@ -1056,14 +1056,14 @@ static void res_backward(Model* m, const Block& block, int B) {
     Tensor normed = take_tensor(m, B, block.H, wide), dnormed = take_tensor(m, B, block.H, wide);
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
     Tensor dnormed1 = dnormed.with_channels(r.x.C()), dnormed2 = dnormed.with_channels(block.O);
-    // The weight gradients are made on the side lane, and the normed tensors, which only they read. The rest
+    // The weight gradients go to the side lane, with the normed tensors, which only they read. The rest
     // waits for no more than the last reading of h.
-    int normed_ready = backend_aside([&] { groupnorm_apply(normed2, r.norm2); });
+    int normed_ready = on_side_lane([&] { groupnorm_apply(normed2, r.norm2); });
     conv3x3_backward(dnormed2, dout, normed2, r.conv2, {.norm = &r.norm2});
     if (r.widens) linear_backward(dx, dout, r.x, r.skip, {.accumulate = block.accumulate});
     backend_join(normed_ready);
     groupnorm_backward(dh, dnormed2, r.norm2);
-    backend_aside([&] { groupnorm_apply(normed1, r.norm1); });
+    on_side_lane([&] { groupnorm_apply(normed1, r.norm1); });
     conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = r.demb, .norm = &r.norm1});
     groupnorm_backward(dx, dnormed1, r.norm1,
                        {.residual = r.widens ? Tensor() : dout, .accumulate = r.widens || block.accumulate});
@@ -1106,7 +1106,7 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
     Tensor normed = take_tensor(m, B, block.H, block.C), djoined = take_tensor(m, B, block.H, block.C);
     Tensor dnormed = djoined;  // one after the other
     a.norm.sums = take_sums(m, B, block.H, block.C);
-    backend_aside([&] { groupnorm_apply(normed, a.norm); });
+    on_side_lane([&] { groupnorm_apply(normed, a.norm); });
     linear_backward(djoined, dout, a.joined, layer_of(m, block, ATT_PROJ));
     attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, a.heads);
     linear_backward(dnormed, dqkv, normed, layer_of(m, block, ATT_QKV), {.norm = &a.norm});
@@ -1143,7 +1143,7 @@ static void out_backward(Model* m, const Block& block, int B) {
     Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
     norm.sums = take_sums(m, B, block.H, block.C);
     Tensor normed = take_tensor(m, B, block.H, block.C), dx = input_gradient_of(m, block, B).first;
-    backend_aside([&] { groupnorm_apply(normed, norm); });
+    on_side_lane([&] { groupnorm_apply(normed, norm); });
     conv3x3_backward(dx, output_gradient_of(m, block, B), normed, layer_of(m, block, OUT_CONV),
                      {.norm = &norm});
     groupnorm_backward(dx, dx, norm);
@@ -1260,7 +1260,7 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 static void size_buffers(Plan* plan) {
     int n = (int)plan->blocks.size();
     size_t B = plan->batch;
-    auto room = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
         size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = plan->embed, wide = std::max(C + b.C2, O);
@@ -1270,26 +1270,26 @@ static void size_buffers(Plan* plan) {
                moments = KEEPS_MOMENTS * aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
-                hidden = room(3 * B * E), inner = room(B * C);
-                forward = room(B * E), backward = 3 * room(B * E);
+                hidden = bytes_of(3 * B * E), inner = bytes_of(B * C);
+                forward = bytes_of(B * E), backward = 3 * bytes_of(B * E);
                 break;
             case BLOCK_RES:
-                hidden = room(B * T * O), stats = 2 * norm;
-                forward = room(B * T * wide) + moments;
-                backward = 2 * room(B * T * wide) + sums;
+                hidden = bytes_of(B * T * O), stats = 2 * norm;
+                forward = bytes_of(B * T * wide) + moments;
+                backward = 2 * bytes_of(B * T * wide) + sums;
                 break;
             case BLOCK_ATTENTION:
-                hidden = room(3 * B * T * C), inner = room(B * T * C);
+                hidden = bytes_of(3 * B * T * C), inner = bytes_of(B * T * C);
                 stats = norm + B * (C / plan->num_head_channels) * T;
-                forward = room(B * T * C), backward = room(3 * B * T * C) + 2 * forward + sums;
+                forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
-            case BLOCK_OUT: stats = norm, forward = room(B * T * C), backward = forward + sums; break;
+            case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
             case BLOCK_CONV_IN:
             case BLOCK_DOWN:
             case BLOCK_UP: break;
         }
         int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
-        size_t out = room(B * b.out_H * b.out_H * padded(b.O));
+        size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
         size_t normed = b.kind == BLOCK_EMBED ? 0 : KEEPS_MOMENTS * O;  // channels that a norm reads
@@ -1807,7 +1807,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
     m->master = (float*)place(P * sizeof(float));
     m->weights = (floatX*)m->master;
-    m->exact = m->master;
+    m->fp32_params = m->master;
     if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)place(P * sizeof(floatX));
     for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)place(P * sizeof(float));
     if (plan.training) {
@@ -1899,7 +1899,7 @@ static void free_model(Model* m) {
 
 // Makes the layers read these parameters: master, or an EMA.
 static void use_weights(Model* m, const float* parameters) {
-    m->exact = parameters;
+    m->fp32_params = parameters;
 #if defined(__CUDACC__) && !defined(PRECISION_FP32)
     round_weights(m->weights, parameters, m->plan.num_floats);
 #else
@@ -4540,7 +4540,7 @@ static void backend_download(void* to, const void* from, size_t bytes) { memcpy(
 static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 
 template <typename Launches>
-static int backend_aside(Launches launches) {
+static int on_side_lane(Launches launches) {
     launches();
     return 0;
 }
@@ -5476,7 +5476,7 @@ struct Borrowed {
     static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
 };
 enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its place
-static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
+static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
 static int side_calls, side_joined;  // those made; those that the main stream has waited for
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[8];
@@ -5550,7 +5550,7 @@ static void backend_download(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
 }
 template <typename Launches>
-static int backend_aside(Launches launches) {
+static int on_side_lane(Launches launches) {
     if (profile.on) {
         launches();
         return side_calls;
@@ -5889,18 +5889,18 @@ __device__ static inline void norm_parameters(float (&value)[VEC], const float* 
 // put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
 template <typename Put>
 __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
-    __shared__ float2 room[NORM_PART_THREADS / 32][8 * VEC];
+    __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
         for (int step = 8; step < 32; step *= 2)
             a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
-        if (lane < 8) room[warp][lane * VEC + i] = make_float2(a[i], q[i]);
+        if (lane < 8) shared_sums[warp][lane * VEC + i] = make_float2(a[i], q[i]);
     }
     __syncthreads();
     if (threadIdx.x >= 8 * VEC) return;
     float2 total = make_float2(0, 0);
-    for (auto& of_warp : room) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
+    for (auto& of_warp : shared_sums) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
     put(blockIdx.y * 8 * VEC + threadIdx.x, total);
 }
 
@@ -6003,7 +6003,7 @@ struct NormPlace {
 template <typename Item, typename Meanwhile>
 __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, Item item,
                                                Meanwhile meanwhile) {
-    __shared__ float2 room[NORM_THREADS];
+    __shared__ float2 shared_sums[NORM_THREADS];
     int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
     int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
     int part = lane / p.group, c = lane % p.group, part_step = lanes / p.group, c_step = lanes % p.group;
@@ -6018,12 +6018,12 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
     meanwhile();
     for (int step = width / 2; step; step /= 2)
         sum.x += __shfl_xor_sync(~0u, sum.x, step), sum.y += __shfl_xor_sync(~0u, sum.y, step);
-    if (threadIdx.x % width == 0) room[threadIdx.x / width] = sum;
+    if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
     __syncthreads();
     sum = make_float2(0, 0);
     if ((int)threadIdx.x < p.groups)
         for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++)
-            sum.x += room[i].x, sum.y += room[i].y;
+            sum.x += shared_sums[i].x, sum.y += shared_sums[i].y;
     return sum;
 }
 
@@ -6157,7 +6157,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
 // dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
 __device__ static inline void norm_weights(const Normed& norm, int rows, int K) {
     enum { WARPS = NORM_THREADS / 32 };
-    __shared__ float2 room[WARPS][32];
+    __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
@@ -6165,10 +6165,10 @@ __device__ static inline void norm_weights(const Normed& norm, int rows, int K) 
         float2 more = norm.sums[(size_t)i * K + c];
         total.x += more.x, total.y += more.y;
     }
-    room[warp][lane] = total;
+    shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
-    for (int i = 1; i < WARPS; i++) total.x += room[i][lane].x, total.y += room[i][lane].y;
+    for (int i = 1; i < WARPS; i++) total.x += shared_sums[i][lane].x, total.y += shared_sums[i][lane].y;
     norm.dbias[c] += total.x, norm.dw[c] += total.y;
 }
 
@@ -8171,7 +8171,7 @@ static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
 }
 template <int TAPS>
 static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
-    backend_aside([&] { weight_gradient<TAPS>(layer, dout, x, options.demb); });
+    on_side_lane([&] { weight_gradient<TAPS>(layer, dout, x, options.demb); });
     if (dx.first) input_gradient<TAPS>(dx, dout, layer, options);
 }
 
