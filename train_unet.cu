@@ -395,6 +395,13 @@ struct float2 {  // as CUDA's
 enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
 #endif
 
+// Before a loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
+#ifdef __CUDA_ARCH__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL
+#endif
+
 HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
 
 static void backend_init();         // refuses a machine that can't run this program
@@ -589,7 +596,7 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
-    for (int pair = 0; pair < 4; pair += 2) {
+    UNROLL for (int pair = 0; pair < 4; pair += 2) {
 #ifdef __CUDA_ARCH__
         float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
         float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
@@ -611,10 +618,10 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     float quads[8];
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
-    for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < 4; i++) {
         normal[i] = quads[i];
-        for (uint32_t shift = 1; shift < 4;
-             shift++)  // no index that is not a constant: quads stay in registers
+        UNROLL for (uint32_t shift = 1; shift < 4;
+                    shift++)  // no index that is not a constant: quads stay in registers
             if (e % 4 == shift) normal[i] = quads[i + shift];
     }
 }
@@ -1740,14 +1747,14 @@ struct AddNoise {
         uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
         float alpha = signal[timesteps[four.b]], sigma = noise[timesteps[four.b]], shift[4] = {};
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
-        for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4];
             int plane = c * pixels + four.first;
             random_normals_at(normal, seed, stream, plane, sample, s);
-            for (int i = 0; i < 4; i++) {
+            UNROLL for (int i = 0; i < 4; i++) {
                 if (i >= four.n) break;
                 float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + plane + i];
-                float eps = normal[i] + offset * shift[c];
+                float eps = fmaf(offset, shift[c], normal[i]);
                 size_t at = ((size_t)four.b * pixels + four.first + i) * IMAGE_CHANNELS + c;
                 set_padded(x_t, at, alpha * x0 + sigma * eps);
                 target[at] = predict == PREDICT_EPS ? eps
@@ -1886,12 +1893,12 @@ struct StartPictures {
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, pixels);
         PictureNoise from = begins[four.b];
-        for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4], other[4] = {};
             int plane = c * pixels + four.first;
             random_normals_at(normal, from.seed, STREAM_SAMPLER, plane, 0, 0);
             if (from.other_weight != 0) random_normals_at(other, from.other, STREAM_SAMPLER, plane, 0, 0);
-            for (int i = 0; i < 4; i++) {
+            UNROLL for (int i = 0; i < 4; i++) {
                 if (i >= four.n) break;
                 size_t at = ((size_t)four.b * pixels + four.first + i) * IMAGE_CHANNELS + c;
                 x[at] = from.weight * normal[i] + from.other_weight * other[i];
@@ -1919,12 +1926,12 @@ struct UpdatePictures {
     }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, pixels);
-        for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4] = {};
             int plane = c * pixels + four.first;
             if (step.sigma > 0)
                 random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, plane, 0, call);
-            for (int i = 0; i < 4; i++) {
+            UNROLL for (int i = 0; i < 4; i++) {
                 if (i >= four.n) break;
                 size_t at = ((size_t)four.b * pixels + four.first + i) * IMAGE_CHANNELS + c;
                 float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
