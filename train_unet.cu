@@ -620,9 +620,7 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
     UNROLL for (int i = 0; i < 4; i++) {
         normal[i] = quads[i];
-        UNROLL for (uint32_t shift = 1; shift < 4;
-                    shift++)  // no index that is not a constant: quads stay in registers
-            if (e % 4 == shift) normal[i] = quads[i + shift];
+        UNROLL for (uint32_t shift = 1; shift < 4; shift++) if (e % 4 == shift) normal[i] = quads[i + shift];
     }
 }
 
@@ -888,15 +886,19 @@ struct SiluBackward {
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), and its backward
-// are the same the other way round, with a factor of 1/4. B, H and W are always of the smaller tensor, C a
-// multiple of 16 bytes; with `accumulate` the result is added to what out holds. An item is 16 bytes of a
-// pixel of the smaller tensor.
+// are the same the other way round, with a factor of 1/4. An item is 16 bytes of a pixel of the smaller tensor,
+// of which C is a multiple.
+struct Shape {
+    int B, H, W, C;
+    size_t count() const { return (size_t)B * H * W * C; }
+};
 
-// Of element `small` of (B, H, W, C), in (B, 2H, 2W, C): its 2x2 pixels' corners.
-struct Corners {
+// Where element `i` of a tensor of shape `small` is in (B, 2H, 2W, C): its 2x2 pixels.
+struct Pixels2x2 {
     size_t at[4];
-    HOST_DEVICE Corners(size_t small, int W, int C) {
-        size_t pixel = small / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + small % C;
+    HOST_DEVICE Pixels2x2(size_t i, const Shape& small) {
+        int W = small.W, C = small.C;
+        size_t pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C;
         for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;
     }
 };
@@ -905,24 +907,23 @@ template <typename T>
 struct Repeat2x2 {
     T* out;
     const T* x;
-    int B, H, W, C;
-    float factor;
-    bool accumulate;
+    Shape small;      // of x
+    float factor;     // of each number
+    bool accumulate;  // to what `out` holds
 
     enum { N = 16 / sizeof(T) };
     Items items() const {
-        size_t n = (size_t)B * H * W * C;
-        return {n / N, "resampling", (accumulate ? 9.0 : 5.0) * sizeof(T) * n};
+        return {small.count() / N, "resampling", (accumulate ? 9.0 : 5.0) * sizeof(T) * small.count()};
     }
-    HOST_DEVICE void operator()(size_t i) const {
-        Corners corners(i * N, W, C);
-        Vector<T, N> source = load<N>(x + i * N), result[4] = {};
+    HOST_DEVICE void operator()(size_t item) const {
+        Pixels2x2 pixels(item * N, small);
+        Vector<T, N> source = load<N>(x + item * N), result[4] = {};
         for (int j = 0; j < 4; j++)
-            if (accumulate) result[j] = load<N>(out + corners.at[j]);
+            if (accumulate) result[j] = load<N>(out + pixels.at[j]);
         for (int j = 0; j < 4; j++)
             for (int k = 0; k < N; k++)
                 result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
-        for (int j = 0; j < 4; j++) store(out + corners.at[j], result[j]);
+        for (int j = 0; j < 4; j++) store(out + pixels.at[j], result[j]);
     }
 };
 
@@ -930,26 +931,25 @@ template <typename T>
 struct Sum2x2 {
     T* out;
     const T* x;
-    int B, H, W, C;
+    Shape small;  // of out
     float factor;
     bool accumulate;
 
     enum { N = 16 / sizeof(T) };
     Items items() const {
-        size_t n = (size_t)B * H * W * C;
-        return {n / N, "resampling", (accumulate ? 6.0 : 5.0) * sizeof(T) * n};
+        return {small.count() / N, "resampling", (accumulate ? 6.0 : 5.0) * sizeof(T) * small.count()};
     }
-    HOST_DEVICE void operator()(size_t i) const {
-        Corners corners(i * N, W, C);
+    HOST_DEVICE void operator()(size_t item) const {
+        Pixels2x2 pixels(item * N, small);
         Vector<T, N> source[4], result = {};
-        for (int j = 0; j < 4; j++) source[j] = load<N>(x + corners.at[j]);
-        if (accumulate) result = load<N>(out + i * N);
+        for (int j = 0; j < 4; j++) source[j] = load<N>(x + pixels.at[j]);
+        if (accumulate) result = load<N>(out + item * N);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
                   bottom = (float)source[2].of[k] + (float)source[3].of[k];
             result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
         }
-        store(out + i * N, result);
+        store(out + item * N, result);
     }
 };
 
@@ -1260,48 +1260,25 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
 
-static void resample_forward(Model* m, const Block& block, int B) {
-    floatX* out = activation(m, block.out);
-    if (block.kind == BLOCK_UP)
-        run(Repeat2x2<floatX>{.out = out,
-                              .x = input_of(m, block),
-                              .B = B,
-                              .H = block.H,
-                              .W = block.H,
-                              .C = block.C,
-                              .factor = 1,
-                              .accumulate = false});
+// Each one's backward is the other.
+static void resample(const Block& block, bool grow, floatX* out, const floatX* x, int B, bool accumulate) {
+    int H = std::min(block.H, block.out_H);
+    Shape small = {B, H, H, block.C};
+    float factor = block.kind == BLOCK_UP ? 1 : 0.25f;
+    if (grow)
+        run(Repeat2x2<floatX>{
+            .out = out, .x = x, .small = small, .factor = factor, .accumulate = accumulate});
     else
-        run(Sum2x2<floatX>{.out = out,
-                           .x = input_of(m, block),
-                           .B = B,
-                           .H = block.out_H,
-                           .W = block.out_H,
-                           .C = block.C,
-                           .factor = 0.25f,
-                           .accumulate = false});
-    channel_moments(moments_of(m, block), out, B, block.out_H * block.out_H, block.O);
+        run(Sum2x2<floatX>{.out = out, .x = x, .small = small, .factor = factor, .accumulate = accumulate});
 }
 
+static void resample_forward(Model* m, const Block& block, int B) {
+    floatX* out = activation(m, block.out);
+    resample(block, block.kind == BLOCK_UP, out, input_of(m, block), B, false);
+    channel_moments(moments_of(m, block), out, B, block.out_H * block.out_H, block.O);
+}
 static void resample_backward(const Block& block, int B, const floatX* dout, floatX* dx) {
-    if (block.kind == BLOCK_UP)
-        run(Sum2x2<floatX>{.out = dx,
-                           .x = dout,
-                           .B = B,
-                           .H = block.H,
-                           .W = block.H,
-                           .C = block.C,
-                           .factor = 1,
-                           .accumulate = block.accumulate});
-    else
-        run(Repeat2x2<floatX>{.out = dx,
-                              .x = dout,
-                              .B = B,
-                              .H = block.out_H,
-                              .W = block.out_H,
-                              .C = block.C,
-                              .factor = 0.25f,
-                              .accumulate = block.accumulate});
+    resample(block, block.kind == BLOCK_DOWN, dx, dout, B, block.accumulate);
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -1706,16 +1683,20 @@ static std::vector<int> space_timesteps(int T, int count) {
 
 // ---- noising ----------------------------------------------------------------------------------------------
 
-// The layers of this room go through (B, H, W, 3); an item is four pixels of image b, the last perhaps of
-// fewer, all channels. The noise is in the order (3, H, W), that of the images in files, where an item's
-// pixels lie together too: a GPU's threads read and write whole lines of both.
+// An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise is
+// in the order (3, H, W), as images are in files, and what the network reads in (B, H, W, 3); an item's pixels
+// lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
-    int b, first, n;
+    int pixels, b, first, n;  // pixels = H W; the first of n
     static size_t count(int B, int pixels) { return (size_t)B * ceil_div(pixels, 4); }
-    HOST_DEVICE FourPixels(size_t item, int pixels) {
+    HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items), first = 4 * (int)(item % items);
         n = pixels - first < 4 ? pixels - first : 4;
+    }
+    HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (3, H, W)
+    HOST_DEVICE size_t at(int i, int c) const {                          // pixel i's, in (B, H, W, 3)
+        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
     }
 };
 
@@ -1749,13 +1730,11 @@ struct AddNoise {
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
         UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4];
-            int plane = c * pixels + four.first;
-            random_normals_at(normal, seed, stream, plane, sample, s);
-            UNROLL for (int i = 0; i < 4; i++) {
-                if (i >= four.n) break;
-                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + plane + i];
+            random_normals_at(normal, seed, stream, four.element(c), sample, s);
+            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
-                size_t at = ((size_t)four.b * pixels + four.first + i) * IMAGE_CHANNELS + c;
+                size_t at = four.at(i, c);
                 set_padded(x_t, at, alpha * x0 + sigma * eps);
                 target[at] = predict == PREDICT_EPS ? eps
                              : predict == PREDICT_V ? alpha * eps - sigma * x0
@@ -1895,12 +1874,11 @@ struct StartPictures {
         PictureNoise from = begins[four.b];
         UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4], other[4] = {};
-            int plane = c * pixels + four.first;
-            random_normals_at(normal, from.seed, STREAM_SAMPLER, plane, 0, 0);
-            if (from.other_weight != 0) random_normals_at(other, from.other, STREAM_SAMPLER, plane, 0, 0);
-            UNROLL for (int i = 0; i < 4; i++) {
-                if (i >= four.n) break;
-                size_t at = ((size_t)four.b * pixels + four.first + i) * IMAGE_CHANNELS + c;
+            random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
+            if (from.other_weight != 0)
+                random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
+            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+                size_t at = four.at(i, c);
                 x[at] = from.weight * normal[i] + from.other_weight * other[i];
                 set_padded(input, at, x[at]);
             }
@@ -1928,12 +1906,10 @@ struct UpdatePictures {
         FourPixels four(item, pixels);
         UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4] = {};
-            int plane = c * pixels + four.first;
             if (step.sigma > 0)
-                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, plane, 0, call);
-            UNROLL for (int i = 0; i < 4; i++) {
-                if (i >= four.n) break;
-                size_t at = ((size_t)four.b * pixels + four.first + i) * IMAGE_CHANNELS + c;
+                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0, call);
+            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+                size_t at = four.at(i, c);
                 float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
                 float old = x[at];
                 x[at] =
@@ -2500,6 +2476,25 @@ static void finish_steps(Trainer* t) {
     backend_free_host(t->results);
 }
 
+// Noises the model's B images: samples `first` and following of `stream` at this step (null: 0).
+static void add_noise(Model* m, int B, const int* timesteps, float offset, Stream stream, int first,
+                      const int64_t* step) {
+    run(AddNoise<floatX>{.x_t = m->input,
+                         .target = m->target,
+                         .images = m->images,
+                         .timesteps = timesteps,
+                         .signal = m->signal,
+                         .noise = m->noise,
+                         .B = B,
+                         .pixels = m->config.image_size * m->config.image_size,
+                         .predict = m->config.predict,
+                         .offset = offset,
+                         .seed = m->config.seed,
+                         .stream = stream,
+                         .first = (uint32_t)first,
+                         .step = step});
+}
+
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
 // larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
 static void enqueue_step(Trainer* t) {
@@ -2516,20 +2511,7 @@ static void enqueue_step(Trainer* t) {
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-        run(AddNoise<floatX>{.x_t = m->input,
-                             .target = m->target,
-                             .images = m->images,
-                             .timesteps = m->timesteps + first,
-                             .signal = m->signal,
-                             .noise = m->noise,
-                             .B = B,
-                             .pixels = H * H,
-                             .predict = c.predict,
-                             .offset = c.offset_noise,
-                             .seed = c.seed,
-                             .stream = STREAM_NOISE,
-                             .first = (uint32_t)first,
-                             .step = &m->state->step});
+        add_noise(m, B, m->timesteps + first, c.offset_noise, STREAM_NOISE, first, &m->state->step);
         unet_forward(m, B, first);
         mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
             m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
@@ -2628,20 +2610,7 @@ static double validation_loss(Trainer* t) {
         }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        run(AddNoise<floatX>{.x_t = m->input,
-                             .target = m->target,
-                             .images = m->images,
-                             .timesteps = m->timesteps,
-                             .signal = m->signal,
-                             .noise = m->noise,
-                             .B = B,
-                             .pixels = c.image_size * c.image_size,
-                             .predict = c.predict,
-                             .offset = 0,
-                             .seed = c.seed,
-                             .stream = STREAM_VAL_NOISE,
-                             .first = (uint32_t)first,
-                             .step = nullptr});
+        add_noise(m, B, m->timesteps, 0, STREAM_VAL_NOISE, first, nullptr);
         unet_forward(m, B);
         mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
         sum += loss_of(m, B) * B;
