@@ -3135,7 +3135,7 @@ static void attention_case(const Case& c, Verdict* v) {
 }
 
 static void resample_case(const Case& c, Verdict* v) {
-    Shape x_shape = {c.arg(0), c.arg(1), c.arg(2), c.arg(3)};
+    TensorShape x_shape = {c.arg(0), c.arg(1), c.arg(2), c.arg(3)};
     bool accumulate = c.arg(4);
     std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(c.at("out").size()),
                        dx = accumulate ? c.floats("dx0") : blank(x.size());
@@ -3145,7 +3145,7 @@ static void resample_case(const Case& c, Verdict* v) {
         cpu::run(Sum2x2<float>{
             .out = dx.data(), .x = dout.data(), .small = x_shape, .factor = 1, .accumulate = accumulate});
     } else {
-        Shape small = {x_shape.B, x_shape.H / 2, x_shape.W / 2, x_shape.C};
+        TensorShape small = {x_shape.B, x_shape.H / 2, x_shape.W / 2, x_shape.C};
         cpu::run(Sum2x2<float>{
             .out = out.data(), .x = x.data(), .small = small, .factor = 0.25f, .accumulate = false});
         cpu::run(Repeat2x2<float>{

@@ -888,7 +888,7 @@ struct SiluBackward {
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), and its backward
 // are the same the other way round, with a factor of 1/4. An item is 16 bytes of a pixel of the smaller tensor,
 // of which C is a multiple.
-struct Shape {
+struct TensorShape {
     int B, H, W, C;
     size_t count() const { return (size_t)B * H * W * C; }
 };
@@ -896,7 +896,7 @@ struct Shape {
 // Where element `i` of a tensor of shape `small` is in (B, 2H, 2W, C): its 2x2 pixels.
 struct Pixels2x2 {
     size_t at[4];
-    HOST_DEVICE Pixels2x2(size_t i, const Shape& small) {
+    HOST_DEVICE Pixels2x2(size_t i, const TensorShape& small) {
         int W = small.W, C = small.C;
         size_t pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C;
         for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;
@@ -907,9 +907,9 @@ template <typename T>
 struct Repeat2x2 {
     T* out;
     const T* x;
-    Shape small;      // of x
-    float factor;     // of each number
-    bool accumulate;  // to what `out` holds
+    TensorShape small;  // of x
+    float factor;       // of each number
+    bool accumulate;    // to what `out` holds
 
     enum { N = 16 / sizeof(T) };
     Items items() const {
@@ -931,7 +931,7 @@ template <typename T>
 struct Sum2x2 {
     T* out;
     const T* x;
-    Shape small;  // of out
+    TensorShape small;  // of out
     float factor;
     bool accumulate;
 
@@ -1263,7 +1263,7 @@ static void attention_block_backward(Model* m, const Block& block, int B, const 
 // Each one's backward is the other.
 static void resample(const Block& block, bool grow, floatX* out, const floatX* x, int B, bool accumulate) {
     int H = std::min(block.H, block.out_H);
-    Shape small = {B, H, H, block.C};
+    TensorShape small = {B, H, H, block.C};
     float factor = block.kind == BLOCK_UP ? 1 : 0.25f;
     if (grow)
         run(Repeat2x2<floatX>{
