@@ -29,7 +29,8 @@
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 // Layers       Declared once, in room 3. namespace cpu holds the specification of each; namespace gpu, in the
 //              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, sizes. Launchers
-//              own their geometry, never synchronise, always check.
+//              own their geometry, never synchronise, always check. Elementwise layers are written once, for
+//              both: structs that run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
@@ -755,13 +756,13 @@ HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK)
 // ---- layers written once for both builds ------------------------------------------------------------------
 
 // A layer whose items (elements, vectors of channels, pixels) don't depend on each other is a struct: its
-// fields are its arguments, outputs first, and operator() does item i. run() does all of them, on the CPU in
-// a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only where
-// the tests of a CUDA build run both versions, the CPU's has float.
+// fields are its arguments, outputs first, and operator() does one item. run() does all of them, on the CPU
+// in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
+// where the tests of a CUDA build also run the layer on the CPU, it is float there.
 struct Items {
     size_t count;
-    const char* kind;  // of the layer, as --profile names it
-    double bytes;      // that must move
+    const char* kind = "other";  // what --profile counts the layer among, and the bytes that must move
+    double bytes = 0;
 };
 
 namespace DEVICE {
@@ -1865,10 +1866,7 @@ struct StartPictures {
     const PictureNoise* begins;  // (B)
     int B, pixels;
 
-    Items items() const {
-        return {FourPixels::count(B, pixels), "sampler",
-                (sizeof(float) + sizeof(T)) * (double)IMAGE_CHANNELS * B * pixels};
-    }
+    Items items() const { return {FourPixels::count(B, pixels)}; }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, pixels);
         PictureNoise from = begins[four.b];
@@ -1898,10 +1896,7 @@ struct UpdatePictures {
     int B, pixels;
     uint32_t call;  // of the network, counted from 1
 
-    Items items() const {
-        return {FourPixels::count(B, pixels), "sampler",
-                (4 * sizeof(float) + 2 * sizeof(T)) * (double)IMAGE_CHANNELS * B * pixels};
-    }
+    Items items() const { return {FourPixels::count(B, pixels)}; }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, pixels);
         UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
@@ -1926,7 +1921,7 @@ struct FillTimesteps {
     int* timesteps;
     int n, value;
 
-    Items items() const { return {(size_t)n, "sampler", (double)sizeof(int) * n}; }
+    Items items() const { return {(size_t)n}; }
     HOST_DEVICE void operator()(size_t i) const { timesteps[i] = value; }
 };
 
@@ -2219,7 +2214,7 @@ struct RoundWeights {
     const float* from;
     size_t n;
 
-    Items items() const { return {n, "rounding", (double)(sizeof(T) + sizeof(float)) * n}; }
+    Items items() const { return {n}; }
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
@@ -2290,9 +2285,7 @@ struct BeginStep {
     BatchSource source;
     Hyper hyper;
 
-    Items items() const {
-        return {(size_t)source.batch, "begin, images, end", 3.0 * sizeof(int) * source.batch};
-    }
+    Items items() const { return {(size_t)source.batch, "begin, images, end"}; }
     HOST_DEVICE void operator()(size_t b) const {
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
