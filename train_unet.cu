@@ -621,7 +621,9 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
     UNROLL for (int i = 0; i < 4; i++) {
         normal[i] = quads[i];
-        UNROLL for (uint32_t shift = 1; shift < 4; shift++) if (e % 4 == shift) normal[i] = quads[i + shift];
+        UNROLL for (uint32_t shift = 1; shift < 4; shift++) {
+            if (e % 4 == shift) normal[i] = quads[i + shift];
+        }
     }
 }
 
@@ -1858,7 +1860,7 @@ struct PictureNoise {
     float weight, other_weight;
 };
 
-// A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
+// x begins as noise. A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
 template <typename T>
 struct StartPictures {
     float* x;                    // (B, H, W, 3): noise
@@ -1884,7 +1886,7 @@ struct StartPictures {
     }
 };
 
-// What the call `step` makes of the network's answer.
+// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x: see SamplerStep.
 template <typename T>
 struct UpdatePictures {
     float *x, *saved;     // (B, H, W, 3), in place
@@ -1999,8 +2001,9 @@ struct UpdateWeights {
         else
             for (; i < n; i++) update<1>(i);
     }
+    // Parameters i to i + N - 1; x_n: their part of x. Branches come first, so that the rest is one stretch.
     template <int N>
-    HOST_DEVICE void update(size_t i) const {  // parameters i to i + N - 1
+    HOST_DEVICE void update(size_t i) const {
         const AdamW a = state->update;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = decays[i / DECAY_CHUNK] ? 1.0f - a.lr * a.weight_decay : 1.0f;
