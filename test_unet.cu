@@ -297,17 +297,27 @@ typedef Pair<float> Floats;
 struct OnDevice {
     LAYERS_OF(gpu)
     static constexpr bool here = false;
-    template <typename T>
-    T* operator()(Pair<T>& b, bool present = true) const {
+    typedef floatX T;
+    template <typename Element>
+    Element* operator()(Pair<Element>& b, bool present = true) const {
         return present ? b.device : nullptr;
+    }
+    template <typename Layer>
+    void run(Layer layer) const {
+        gpu::run(layer);
     }
 };
 struct OnHost {
     LAYERS_OF(cpu)
     static constexpr bool here = true;
-    template <typename T>
-    typename Pair<T>::Host* operator()(Pair<T>& b, bool present = true) const {
+    typedef float T;
+    template <typename Element>
+    typename Pair<Element>::Host* operator()(Pair<Element>& b, bool present = true) const {
         return present ? b.host.data() : nullptr;
+    }
+    template <typename Layer>
+    void run(Layer layer) const {
+        cpu::run(layer);
     }
 };
 
@@ -750,19 +760,23 @@ static void test_resample(int B, int H, int W, int C) {  // H, W: the small side
     std::string shape = text("B%d H%d W%d C%d", B, H, W, C);
     size_t n = (size_t)B * H * W * C;
     Layer small(n), big(4 * n), to_small(n), to_big(4 * n);
-    check("upsample forward", shape, {{&to_big, WRITTEN, "out", LIMIT}}, upsample_forward,
-          cpu::upsample_forward, [&](auto f, auto on) { f(on(to_big), on(small), B, H, W, C); });
-    check("downsample forward", shape, {{&to_small, WRITTEN, "out", LIMIT}}, downsample_forward,
-          cpu::downsample_forward, [&](auto f, auto on) { f(on(to_small), on(big), B, 2 * H, 2 * W, C); });
-    for (bool adding : {false, true}) {
-        Before before = adding ? KEPT : WRITTEN;
-        std::string how = shape + (adding ? " adding" : "");
-        check("upsample backward", how, {{&to_small, before, "dx", LIMIT}}, upsample_backward,
-              cpu::upsample_backward, [&](auto f, auto on) { f(on(to_small), on(big), B, H, W, C, adding); });
-        check("downsample backward", how, {{&to_big, before, "dx", LIMIT}}, downsample_backward,
-              cpu::downsample_backward,
-              [&](auto f, auto on) { f(on(to_big), on(small), B, 2 * H, 2 * W, C, adding); });
-    }
+    for (bool adding : {false, true})
+        for (float factor : {1.0f, 0.25f}) {
+            Before before = adding ? KEPT : WRITTEN;
+            std::string how = shape + (adding ? " adding" : "");
+            check("repeat 2x2", how, {{&to_big, before, "out", LIMIT}}, [&](auto on) {
+                on.run(Repeat2x2<typename decltype(on)::T>{.out = {on(to_big), B, 2 * H, 2 * W, C},
+                                                           .x = {on(small), B, H, W, C},
+                                                           .factor = factor,
+                                                           .accumulate = adding});
+            });
+            check("sum 2x2", how, {{&to_small, before, "out", LIMIT}}, [&](auto on) {
+                on.run(Sum2x2<typename decltype(on)::T>{.out = {on(to_small), B, H, W, C},
+                                                        .x = {on(big), B, 2 * H, 2 * W, C},
+                                                        .factor = factor,
+                                                        .accumulate = adding});
+            });
+        }
 }
 
 // ---- embedding, loss, noise, samplers ---------------------------------------------------------------------
@@ -779,18 +793,24 @@ static void test_embedding(int B, int C) {
     size_t n = (size_t)B * C + 5;
     Layer sinusoids((size_t)B * C), x(n, 3), dout(n), y(n);
     Floats weights(n);
-    check("timestep embedding", shape, {{&sinusoids, WRITTEN, "out", LIMIT}}, timestep_embedding_forward,
-          cpu::timestep_embedding_forward, [&](auto f, auto on) { f(on(sinusoids), on(t), B, C, 10000); });
-    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}}, silu_forward, cpu::silu_forward,
-          [&](auto f, auto on) { f(on(y), on(x), n); });
-    check("SiLU backward", shape, {{&dout, KEPT, "dx", LIMIT}}, silu_backward, cpu::silu_backward,
-          [&](auto f, auto on) { f(on(dout), on(dout), on(x), n); });
-    check("fill timesteps", shape, {{&t, WRITTEN, "timesteps", EXACT}}, fill_timesteps, cpu::fill_timesteps,
-          [&](auto f, auto on) { f(on(t), B, 731); });
+    check("timestep embedding", shape, {{&sinusoids, WRITTEN, "out", LIMIT}}, [&](auto on) {
+        on.run(TimestepEmbedding<typename decltype(on)::T>{
+            .out = on(sinusoids), .timesteps = on(t), .B = B, .C = C, .max_period = 10000});
+    });
+    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}},
+          [&](auto on) { on.run(SiluForward<typename decltype(on)::T>{.out = on(y), .x = on(x), .n = n}); });
+    check("SiLU backward", shape, {{&dout, KEPT, "dx", LIMIT}}, [&](auto on) {
+        on.run(SiluBackward<typename decltype(on)::T>{.dx = on(dout), .dout = on(dout), .x = on(x), .n = n});
+    });
+    check("fill timesteps", shape, {{&t, WRITTEN, "timesteps", EXACT}},
+          [&](auto on) { on.run(FillTimesteps{.timesteps = on(t), .n = B, .value = 731}); });
+    auto round_there = [](floatX* to, const float* from, size_t n) {
+        run(RoundWeights<floatX>{.to = to, .from = from, .n = n});
+    };
     auto round_here = [](float* to, const float* from, size_t n) {
         std::transform(from, from + n, to, rounded);
     };
-    check("round weights", shape, {{&y, WRITTEN, "working copy", EXACT}}, round_weights, round_here,
+    check("round weights", shape, {{&y, WRITTEN, "working copy", EXACT}}, round_there, round_here,
           [&](auto f, auto on) { f(on(y), on(weights), n); });
 }
 
@@ -808,9 +828,21 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     some_step.step = 123456;
     Pair<StepState> state(std::vector<StepState>(1, some_step));
     check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
-          add_noise, cpu::add_noise, [&](auto f, auto on) {
-              f(on(x_t), on(target), on(images), on(t), on(signal), on(noise), B, H, W, predict, 77,
-                STREAM_NOISE, 5, with_state ? 0.3f : 0.0f, on(state, with_state));
+          [&](auto on) {
+              on.run(AddNoise<typename decltype(on)::T>{.x_t = on(x_t),
+                                                        .target = on(target),
+                                                        .images = on(images),
+                                                        .timesteps = on(t),
+                                                        .signal = on(signal),
+                                                        .noise = on(noise),
+                                                        .B = B,
+                                                        .pixels = H * W,
+                                                        .predict = predict,
+                                                        .offset = with_state ? 0.3f : 0.0f,
+                                                        .seed = 77,
+                                                        .stream = STREAM_NOISE,
+                                                        .first = 5,
+                                                        .step = with_state ? &on(state)->step : nullptr});
           });
     target.upload();
 
@@ -819,8 +851,10 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     noises.back() = {7, 4000000000u, 0.8f, 0.6f};
     Pair<PictureNoise> begins(noises);
     Floats limits(B, 0.1f), saved(n);
-    check("sampler start", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, sampler_start,
-          cpu::sampler_start, [&](auto f, auto on) { f(on(x), on(input), on(begins), B, H, W); });
+    check("start pictures", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, [&](auto on) {
+        on.run(StartPictures<typename decltype(on)::T>{
+            .x = on(x), .input = on(input), .begins = on(begins), .B = B, .pixels = H * W});
+    });
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
@@ -828,10 +862,19 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
                   cpu::sampler_limits, [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, H, W); });
             limits.upload();
-            check("sampler step", shape,
+            check("update pictures", shape,
                   {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
-                  sampler_step, cpu::sampler_step, [&](auto f, auto on) {
-                      f(on(x), on(saved), on(input), on(out), on(limits), on(begins), s, B, H, W, 9);
+                  [&](auto on) {
+                      on.run(UpdatePictures<typename decltype(on)::T>{.x = on(x),
+                                                                      .saved = on(saved),
+                                                                      .input = on(input),
+                                                                      .out = on(out),
+                                                                      .limits = on(limits),
+                                                                      .begins = on(begins),
+                                                                      .step = s,
+                                                                      .B = B,
+                                                                      .pixels = H * W,
+                                                                      .call = 9});
                   });
         }
     for (bool training : {true, false}) {
@@ -852,7 +895,7 @@ __global__ void philox_kernel(uint32_t* ours, uint32_t* curand, float* normals, 
                                    make_uint2(12345 + i % 7, STREAM_NOISE));
     const uint32_t word[4] = {c.x, c.y, c.z, c.w};
     for (int k = 0; k < 4; k++) ours[4 * i + k] = p.word[k], curand[4 * i + k] = word[k];
-    random_normals_device(normals + 4 * i, 12345 + i % 7, STREAM_NOISE, i, i / 3, 1000 - i % 1000);
+    random_normals(normals + 4 * i, 12345 + i % 7, STREAM_NOISE, i, i / 3, 1000 - i % 1000);
 }
 static void test_philox(int n) {
     Pair<uint32_t> ours(std::vector<uint32_t>(4 * n)), curand(std::vector<uint32_t>(4 * n));
@@ -904,12 +947,19 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
         "eps",  "correction1", "correction2",  "EMA weight", "2nd EMA weight"};
     for (int field = STEP; field <= EMA_WEIGHTS + 1; field++)  // each on its own: they differ in size
         outputs.push_back({&state, KEPT, NAMES[field], field == STEP ? EXACT : ROUNDINGS, field, FIELDS});
-    check("begin step", shape, outputs, begin_step, cpu::begin_step,
-          [&](auto f, auto on) { f(on(state), on(timesteps), on(sources), source(on), hyper_of(config)); });
+    check("begin step", shape, outputs, [&](auto on) {
+        on.run(BeginStep{.state = on(state),
+                         .timesteps = on(timesteps),
+                         .sources = on(sources),
+                         .source = source(on),
+                         .hyper = hyper_of(config)});
+    });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
-          load_images, cpu::load_images,
-          [&](auto f, auto on) { f(on(images), on(sources), source(on), batch); });
+          [&](auto on) {
+              on.run(
+                  LoadImages{.images = on(images), .sources = on(sources), .source = source(on), .B = batch});
+          });
 }
 
 // `broken`: a loss (1) or a gradient norm (2) that is not finite, the step must not count; a loss (3) or a
@@ -986,11 +1036,6 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     before.accepted = accepted;
     Pair<StepState> state(std::vector<StepState>(1, before));
     double limit = accepted ? ROUNDINGS : EXACT;
-    auto cpu = [](float* w, Emas emas, float* working, float* m, float* v, const float* gradient,
-                  const uint8_t* decays, size_t n, const StepState* state) {
-        cpu::adamw(w, emas, nullptr, m, v, gradient, decays, n, state);
-        if (state->accepted) std::copy(w, w + n, working);
-    };
     check("AdamW", shape,
           {{&w, KEPT, "w", limit},
            {&ema[0], KEPT, "EMA", limit},
@@ -1000,10 +1045,18 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
            {&m, KEPT, "m", limit},
            {&v, KEPT, "v", limit},
            {&working, KEPT, "working copy", accepted ? LIMIT : EXACT}},
-          adamw, cpu, [&](auto f, auto on) {
-              Emas means = {
-                  {on(ema[0], emas > 0), on(ema[1], emas > 1), on(ema[2], emas > 2), on(ema[3], emas > 3)}};
-              f(on(w), means, on(working), on(m), on(v), on(gradient), on(decays), n, on(state));
+          [&](auto on) {
+              on.run(
+                  UpdateWeights<typename decltype(on)::T>{.w = on(w),
+                                                          .ema = {on(ema[0], emas > 0), on(ema[1], emas > 1),
+                                                                  on(ema[2], emas > 2), on(ema[3], emas > 3)},
+                                                          .working = on(working),
+                                                          .m = on(m),
+                                                          .v = on(v),
+                                                          .gradient = on(gradient),
+                                                          .decays = on(decays),
+                                                          .n = n,
+                                                          .state = on(state)});
           });
     std::vector<float> device_w = w.download();
     std::vector<floatX> device_working = working.download();
@@ -1615,7 +1668,13 @@ struct Orders {
     }
     int at(uint64_t n) const {
         int timestep, image;
-        choose_sample(&timestep, &image, source, 0, (int64_t)n);
+        StepState state = StepState();
+        state.step = (int64_t)n;
+        BeginStep{.state = &state,
+                  .timesteps = &timestep,
+                  .sources = &image,
+                  .source = source,
+                  .hyper = hyper_of(Config())}(0);
         return image;
     }
 };
@@ -1754,7 +1813,7 @@ static void test_matmul() {
     for (float x = -86.9f; x < 88.0f; x += 0.00731f)
         exponential = std::max(exponential, fabs(fast_exp(x) / exp((double)x) - 1));
     bool edges = std::isnan(fast_exp(NAN)) && fast_exp(-1000.0f) < 1e-37f && fast_exp(1000.0f) > 1e38f &&
-                 cpu::sigmoid(-200.0f) < 1e-37f && cpu::sigmoid(200.0f) == 1.0f && fast_exp(0.0f) == 1.0f;
+                 sigmoid(-200.0f) < 1e-37f && sigmoid(200.0f) == 1.0f && fast_exp(0.0f) == 1.0f;
     report(exponential < 2.5e-7 && edges, "exp", "worst relative error %.2g; NaN stays NaN", exponential);
 }
 
@@ -3200,12 +3259,15 @@ static void resample_case(const Case& c, Verdict* v) {
     bool accumulate = c.arg(4);
     std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(c.at("out").size()),
                        dx = accumulate ? c.floats("dx0") : blank(x.size());
+    Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
-        cpu::upsample_forward(out.data(), x.data(), B, H, W, C);
-        cpu::upsample_backward(dx.data(), dout.data(), B, H, W, C, accumulate);
+        Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
+        run(Repeat2x2<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
+        run(Sum2x2<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
     } else {
-        cpu::downsample_forward(out.data(), x.data(), B, H, W, C);
-        cpu::downsample_backward(dx.data(), dout.data(), B, H, W, C, accumulate);
+        Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
+        run(Sum2x2<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
+        run(Repeat2x2<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }
@@ -3214,14 +3276,18 @@ static void pointwise_case(const Case& c, Verdict* v) {
     if (c.is("embedding")) {
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         std::vector<float> out = blank(t.size() * c.arg(0));
-        cpu::timestep_embedding_forward(out.data(), t.data(), (int)t.size(), c.arg(0), c.arg(1));
+        cpu::run(TimestepEmbedding<float>{.out = out.data(),
+                                          .timesteps = t.data(),
+                                          .B = (int)t.size(),
+                                          .C = c.arg(0),
+                                          .max_period = c.arg(1)});
         v->compare("out", out, c.at("out"));
         return;
     }
     std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(x.size()), dx = out;
     if (c.is("silu")) {
-        cpu::silu_forward(out.data(), x.data(), x.size());
-        cpu::silu_backward(dx.data(), dout.data(), x.data(), x.size());
+        cpu::run(SiluForward<float>{.out = out.data(), .x = x.data(), .n = x.size()});
+        cpu::run(SiluBackward<float>{.dx = dx.data(), .dout = dout.data(), .x = x.data(), .n = x.size()});
         v->compare("out", out, c.at("out"));
     } else {  // mse; args: B, elements of a sample, timesteps
         int B = c.arg(0), n = c.arg(1), T = c.arg(2);
@@ -3393,7 +3459,8 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         std::vector<PictureNoise> begins = noise_of_seeds({c.word(8), c.word(9)});
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
-        cpu::sampler_start(x.data(), input.data(), begins.data(), B, H, H);
+        cpu::run(StartPictures<float>{
+            .x = x.data(), .input = input.data(), .begins = begins.data(), .B = B, .pixels = H * H});
         uint32_t call = 0;
         for (const SamplerStep& s : make_sampler(config)) {
             double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
@@ -3405,8 +3472,16 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0);
             }
             cpu::sampler_limits(limits.data(), x.data(), out.data(), s, B, H, H);
-            cpu::sampler_step(x.data(), saved.data(), input.data(), out.data(), limits.data(), begins.data(),
-                              s, B, H, H, ++call);
+            cpu::run(UpdatePictures<float>{.x = x.data(),
+                                           .saved = saved.data(),
+                                           .input = input.data(),
+                                           .out = out.data(),
+                                           .limits = limits.data(),
+                                           .begins = begins.data(),
+                                           .step = s,
+                                           .B = B,
+                                           .pixels = H * H,
+                                           .call = ++call});
         }
         wrong = x.size() != n;
         for (size_t i = 0; i < n && !wrong; i++) {
@@ -3456,7 +3531,7 @@ static void test_images(const char* path, int size, const char* expected) {
     for (int i = 0; ok && i < data.count; i++)
         for (bool flipped : {false, true}) {
             int chosen = flipped ? -1 - i : i;
-            cpu::load_images(image.data(), &chosen, source, 1);
+            cpu::run(LoadImages{.images = image.data(), .sources = &chosen, .source = source, .B = 1});
             for (size_t e = 0; e < elements; e++)
                 wrong += !(image[e] == (flipped ? mirrored : upright)[i * elements + e]);
         }

@@ -29,7 +29,8 @@
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 // Layers       Declared once, in room 3. namespace cpu holds the specification of each; namespace gpu, in the
 //              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, sizes. Launchers
-//              own their geometry, never synchronise, always check.
+//              own their geometry, never synchronise, always check. Elementwise layers are written once, for
+//              both: structs that run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
@@ -395,6 +396,13 @@ struct float2 {  // as CUDA's
 enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
 #endif
 
+// Before a loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
+#ifdef __CUDA_ARCH__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL
+#endif
+
 HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
 
 static void backend_init();         // refuses a machine that can't run this program
@@ -584,15 +592,38 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3).
-static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
-                                  uint32_t sample, uint32_t step) {
+// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3): the host transforms them
+// in double, a GPU in float, 2e-6 from the host's.
+HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
+                                              uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
-    for (int pair = 0; pair < 4; pair += 2) {
+    UNROLL for (int pair = 0; pair < 4; pair += 2) {
+#ifdef __CUDA_ARCH__
+        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
+        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
+        sincospif(twice_u2, &sine, &cosine);
+        normal[pair] = r * cosine;
+        normal[pair + 1] = r * sine;
+#else
         double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24, u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
         double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2;
         normal[pair] = (float)(r * cos(angle));
         normal[pair + 1] = (float)(r * sin(angle));
+#endif
+    }
+}
+
+// The normals of elements e to e + 3; e need not start a quad.
+HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed, uint32_t stream, uint32_t e,
+                                                 uint32_t sample, uint32_t step) {
+    float quads[8];
+    random_normals(quads, seed, stream, e / 4, sample, step);
+    if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
+    UNROLL for (int i = 0; i < 4; i++) {
+        normal[i] = quads[i];
+        UNROLL for (uint32_t shift = 1; shift < 4; shift++) {
+            if (e % 4 == shift) normal[i] = quads[i + shift];
+        }
     }
 }
 
@@ -731,14 +762,6 @@ static Work convolution_work(double M, int taps, int C, int O, size_t weight = s
 
 namespace DEVICE {
 
-// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2. t (B). The angles
-// are formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
-static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period);
-
-// F.silu(x): x * sigmoid(x), elementwise; only the embedding needs it alone, elsewhere group norm carries it.
-static void silu_forward(floatX* out, const floatX* x, size_t n);
-static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n);
-
 // dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted
 // (the gradient of what was added per image, the time embedding).
 static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
@@ -780,15 +803,6 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads);
 
-// upsample:   out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), x (B, H, W, C).
-// downsample: out (B, H/2, W/2, C) = F.avg_pool2d(x, 2).
-// Each one's backward is the other, up to a factor of 4: `upsample` repeats `factor` times a pixel, `sum2x2`
-// adds up.
-static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C);
-static void upsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate);
-static void downsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C);
-static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate);
-
 // The squared error of B samples of n elements, a batch or a part of it, and its gradient: target (B, n); out
 // (B, n, padded); dout (B, n, padded, or null) = 2 w_b (out - target) / total, where the whole batch has total
 // elements and w_b = weights[t_b] is what the sample's timestep counts for (weights null: 1). losses (B,
@@ -797,16 +811,203 @@ static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, in
 static void mse(float* losses, floatX* dout, const floatX* out, const float* target, const int* timesteps,
                 const float* weights, int B, int n, size_t total);
 
-#ifdef __CUDACC__
-static void round_weights(floatX* to, const float* from, size_t n);
-#endif
-
 }  // namespace DEVICE
 using namespace DEVICE;
 
 static const float NORM_EPS = 1e-5f;
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
+
+// ---- layers written once for both builds ------------------------------------------------------------------
+
+// A layer whose items (elements, vectors of channels, pixels) don't depend on each other is a struct: its
+// fields are its arguments, outputs first, and operator() does one item. run() does all of them, on the CPU
+// in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
+// where the tests of a CUDA build also run the layer on the CPU, it is float there.
+struct Items {
+    size_t count;
+    const char* kind = "other";  // what --profile counts the layer among, and the bytes that must move
+    double bytes = 0;
+};
+
+namespace DEVICE {
+template <typename Layer>
+static void run(Layer layer);
+}
+
+// N elements that are loaded or stored at once, from an address that is a multiple of their size.
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Vector {
+    T of[N];
+};
+template <int N, typename T>
+HOST_DEVICE static inline Vector<T, N> load(const T* from) {
+    return *(const Vector<T, N>*)from;
+}
+template <int N, typename T>
+HOST_DEVICE static inline void store(T* to, const Vector<T, N>& values) {
+    *(Vector<T, N>*)to = values;
+}
+
+// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
+// item is an angle, formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
+template <typename T>
+struct TimestepEmbedding {
+    T* out;
+    const int* timesteps;
+    int B, C, max_period;
+
+    Items items() const { return {(size_t)B * (C / 2), "embedding, SiLU", (double)sizeof(T) * B * C}; }
+    HOST_DEVICE void operator()(size_t item) const {
+        int half = C / 2, i = (int)(item % half);
+        size_t b = item / half;
+        double sine, cosine;
+        sincos(timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
+        out[b * C + i] = (T)(float)cosine;
+        out[b * C + half + i] = (T)(float)sine;
+    }
+};
+
+// e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
+// NaN.
+static inline float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    union {
+        float value;
+        uint32_t bits;
+    } shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
+    float n = shifted.value - 12582912.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
+    return p * scale.value;
+}
+#ifdef __CUDACC__
+// 2^x, 1 / x and tanh x, an instruction each: errors of 2^-22, of tanh 2^-11.
+__device__ static inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
+// 1 / (1 + e^-x). On a GPU in bf16 the errors of the fast functions are far below a rounding.
+HOST_DEVICE static inline float sigmoid(float x) {
+#ifndef __CUDA_ARCH__
+    return 1.0f / (1.0f + fast_exp(-x));
+#elif defined(PRECISION_FP32)
+    return 1.0f / (1.0f + expf(-x));
+#else
+    return reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
+#endif
+}
+
+// The derivative of SiLU. On a GPU in bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction
+// instead of two: an error of 2^-12, below a rounding of what it multiplies.
+HOST_DEVICE static inline float silu_gradient(float x) {
+#if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
+    float s = sigmoid(x);
+#else
+    float s = 0.5f + 0.5f * tanh_fast(0.5f * x);
+#endif
+    return s * (1.0f + x * (1.0f - s));
+}
+
+// F.silu(x): x * sigmoid(x), all (n); only the embedding needs it alone, elsewhere group norm carries it. An
+// item is an element.
+template <typename T>
+struct SiluForward {
+    T* out;
+    const T* x;
+    size_t n;
+
+    Items items() const { return {n, "embedding, SiLU", 2.0 * sizeof(T) * n}; }
+    HOST_DEVICE void operator()(size_t i) const { out[i] = (T)((float)x[i] * sigmoid((float)x[i])); }
+};
+template <typename T>
+struct SiluBackward {
+    T* dx;
+    const T *dout, *x;
+    size_t n;
+
+    Items items() const { return {n, "embedding, SiLU", 3.0 * sizeof(T) * n}; }
+    HOST_DEVICE void operator()(size_t i) const { dx[i] = (T)((float)dout[i] * silu_gradient((float)x[i])); }
+};
+
+// Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
+// (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), and its backward
+// are the same the other way round, with a factor of 1/4. An item is 16 bytes of a pixel of the smaller tensor,
+// of which C is a multiple.
+// Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
+struct Pixels2x2 {
+    size_t at[4];
+    HOST_DEVICE Pixels2x2(size_t i, int W, int C) {
+        size_t pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C;
+        for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;
+    }
+};
+
+template <typename T>
+struct Repeat2x2 {
+    TensorOf<T> out, x;
+    float factor;     // of each number
+    bool accumulate;  // to what `out` holds
+
+    enum { N = 16 / sizeof(T) };
+    Items items() const {
+        return {x.count() / N, "resampling", (accumulate ? 9.0 : 5.0) * sizeof(T) * x.count()};
+    }
+    HOST_DEVICE void operator()(size_t item) const {
+        Pixels2x2 pixels(item * N, x.W, x.C);
+        Vector<T, N> source = load<N>(x.data + item * N), result[4] = {};
+        for (int j = 0; j < 4; j++)
+            if (accumulate) result[j] = load<N>(out.data + pixels.at[j]);
+        for (int j = 0; j < 4; j++)
+            for (int k = 0; k < N; k++)
+                result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
+        for (int j = 0; j < 4; j++) store(out.data + pixels.at[j], result[j]);
+    }
+};
+
+template <typename T>
+struct Sum2x2 {
+    TensorOf<T> out, x;
+    float factor;
+    bool accumulate;
+
+    enum { N = 16 / sizeof(T) };
+    Items items() const {
+        return {out.count() / N, "resampling", (accumulate ? 6.0 : 5.0) * sizeof(T) * out.count()};
+    }
+    HOST_DEVICE void operator()(size_t item) const {
+        Pixels2x2 pixels(item * N, out.W, out.C);
+        Vector<T, N> source[4], result = {};
+        for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + pixels.at[j]);
+        if (accumulate) result = load<N>(out.data + item * N);
+        for (int k = 0; k < N; k++) {
+            float top = (float)source[0].of[k] + (float)source[1].of[k],
+                  bottom = (float)source[2].of[k] + (float)source[3].of[k];
+            result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
+        }
+        store(out.data + item * N, result);
+    }
+};
 
 // ===========================================================================================================
 //  4  BLOCKS
@@ -971,11 +1172,15 @@ static EmbedBlock embed_block(const Model* m, const Block& block, int B) {
 static void embed_forward(Model* m, const Block& block, int B, const int* timesteps) {
     EmbedBlock e = embed_block(m, block, B);
     Tensor active = take_tensor(m, B, 1, e.hidden.C);
-    timestep_embedding_forward(e.sinusoids.data, timesteps, B, e.sinusoids.C, m->plan.max_period);
+    run(TimestepEmbedding<floatX>{.out = e.sinusoids.data,
+                                  .timesteps = timesteps,
+                                  .B = B,
+                                  .C = e.sinusoids.C,
+                                  .max_period = m->plan.max_period});
     linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
-    silu_forward(active.data, e.hidden.data, active.count());
+    run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
     linear_forward(e.linear2, active, e.linear2_layer);
-    silu_forward(e.embedding.data, e.linear2.data, e.embedding.count());
+    run(SiluForward<floatX>{.out = e.embedding.data, .x = e.linear2.data, .n = e.embedding.count()});
     linear_forward(output_of(m, block, B), e.embedding, e.projections);
 }
 
@@ -985,10 +1190,12 @@ static void embed_backward(Model* m, const Block& block, int B) {
            dhidden = take_tensor(m, B, 1, e.hidden.C);
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
     linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
-    silu_backward(dlinear2.data, dembedding.data, e.linear2.data, dlinear2.count());
-    silu_forward(active.data, e.hidden.data, active.count());
+    run(SiluBackward<floatX>{
+        .dx = dlinear2.data, .dout = dembedding.data, .x = e.linear2.data, .n = dlinear2.count()});
+    run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
     linear_backward(dactive, dlinear2, active, e.linear2_layer);
-    silu_backward(dhidden.data, dactive.data, e.hidden.data, dhidden.count());
+    run(SiluBackward<floatX>{
+        .dx = dhidden.data, .dout = dactive.data, .x = e.hidden.data, .n = dhidden.count()});
     linear_backward({}, dhidden, e.sinusoids, e.linear1_layer);
 }
 
@@ -1114,18 +1321,24 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
                        {.residual = dout, .accumulate = block.accumulate});
 }
 
-// ---- down- and up-sampling --------------------------------------------------------------------------------
+// ---- up- and down-sampling --------------------------------------------------------------------------------
 
+// Each one's backward is the other.
+static void resample(const Block& block, bool grow, Tensor out, Tensor x, bool accumulate) {
+    float factor = block.kind == BLOCK_UP ? 1 : 0.25f;
+    if (grow)
+        run(Repeat2x2<floatX>{.out = out, .x = x, .factor = factor, .accumulate = accumulate});
+    else
+        run(Sum2x2<floatX>{.out = out, .x = x, .factor = factor, .accumulate = accumulate});
+}
 static void resample_forward(Model* m, const Block& block, int B) {
-    Tensor x = input_of(m, block, B).first, out = output_of(m, block, B);
-    auto resample = block.kind == BLOCK_UP ? upsample_forward : downsample_forward;
-    resample(out.data, x.data, B, x.H, x.W, x.C);
+    Tensor out = output_of(m, block, B);
+    resample(block, block.kind == BLOCK_UP, out, input_of(m, block, B).first, false);
     channel_moments(out);
 }
 static void resample_backward(Model* m, const Block& block, int B) {
-    Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
-    auto resample = block.kind == BLOCK_UP ? upsample_backward : downsample_backward;
-    resample(dx.data, dout.data, B, dx.H, dx.W, dx.C, block.accumulate);
+    Tensor dx = input_gradient_of(m, block, B).first;
+    resample(block, block.kind == BLOCK_DOWN, dx, output_gradient_of(m, block, B), block.accumulate);
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -1509,22 +1722,66 @@ static std::vector<int> space_timesteps(int T, int count) {
 
 // ---- noising ----------------------------------------------------------------------------------------------
 
-// What the network is to predict of x0 and eps, where x_t = signal x0 + noise eps.
-HOST_DEVICE static inline float target_of(int predict, float x0, float eps, float signal, float noise) {
-    return predict == PREDICT_EPS ? eps : predict == PREDICT_V ? signal * eps - noise * x0 : x0;
-}
+// An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise is
+// in the order (3, H, W), as images are in files, and what the network reads in (B, H, W, 3); an item's pixels
+// lie together in both, so that a GPU's threads read and write whole lines.
+struct FourPixels {
+    int pixels, b, first, n;  // pixels = H W; the first of n
+    static size_t count(int B, int pixels) { return (size_t)B * ceil_div(pixels, 4); }
+    HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
+        int items = ceil_div(pixels, 4);
+        b = (int)(item / items), first = 4 * (int)(item % items);
+        n = pixels - first < 4 ? pixels - first : 4;
+    }
+    HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (3, H, W)
+    HOST_DEVICE size_t at(int i, int c) const {                          // pixel i's, in (B, H, W, 3)
+        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
+    }
+};
 
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
-// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. x_t, target (B,
-// H, W, 3); images (B, 3, H, W) clean; timesteps (B); signal[t] = sqrt(abar_t), noise[t] = sqrt(1 - abar_t).
-// Image b's noise is that of sample first + b. The step is the state's (null: 0). Offset noise: eps has
-// `offset` times one more normal, the same for all pixels of a channel, so that the network learns to move a
-// picture's mean.
-namespace DEVICE {
-static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
-                      const float* signal, const float* noise, int B, int H, int W, int predict,
-                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state);
-}
+// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
+// eps has `offset` times one more normal, the same for all pixels of a channel, so that the network learns to
+// move a picture's mean.
+template <typename T>
+struct AddNoise {
+    T* x_t;                       // (B, H, W, PIXEL)
+    float* target;                // (B, H, W, 3)
+    const float* images;          // (B, 3, H, W): x0
+    const int* timesteps;         // (B)
+    const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    int B, pixels;                // pixels = H W
+    int predict;
+    float offset;
+    uint32_t seed;
+    Stream stream;
+    uint32_t first;       // image b's noise is that of sample first + b
+    const int64_t* step;  // null: 0
+
+    Items items() const {
+        return {FourPixels::count(B, pixels), "noising",
+                (2.0 * sizeof(float) + sizeof(T)) * IMAGE_CHANNELS * B * pixels};
+    }
+    HOST_DEVICE void operator()(size_t item) const {
+        FourPixels four(item, pixels);
+        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
+        float alpha = signal[timesteps[four.b]], sigma = noise[timesteps[four.b]], shift[4] = {};
+        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
+        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
+            float normal[4];
+            random_normals_at(normal, seed, stream, four.element(c), sample, s);
+            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + four.element(c) + i];
+                float eps = fmaf(offset, shift[c], normal[i]);
+                size_t at = four.at(i, c);
+                set_padded(x_t, at, alpha * x0 + sigma * eps);
+                target[at] = predict == PREDICT_EPS ? eps
+                             : predict == PREDICT_V ? alpha * eps - sigma * x0
+                                                    : x0;
+            }
+        }
+    }
+};
 
 // ---- samplers ---------------------------------------------------------------------------------------------
 
@@ -1639,18 +1896,78 @@ struct PictureNoise {
     float weight, other_weight;
 };
 
-// sampler_start: x (B, H, W, 3) becomes noise, and input, its copy for the network.
-// sampler_limits: limits (B) for the call s.
-// sampler_step: x, its copy and saved (B, H, W, 3) updated in place from out (B, H, W, 3), the network's
-// answer; call counts the network's calls from 1.
-// A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
+// x begins as noise. A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
+template <typename T>
+struct StartPictures {
+    float* x;                    // (B, H, W, 3): noise
+    T* input;                    // (B, H, W, PIXEL): the same for the network
+    const PictureNoise* begins;  // (B)
+    int B, pixels;
+
+    Items items() const { return {FourPixels::count(B, pixels)}; }
+    HOST_DEVICE void operator()(size_t item) const {
+        FourPixels four(item, pixels);
+        PictureNoise from = begins[four.b];
+        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
+            float normal[4], other[4] = {};
+            random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
+            if (from.other_weight != 0)
+                random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
+            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+                size_t at = four.at(i, c);
+                x[at] = from.weight * normal[i] + from.other_weight * other[i];
+                set_padded(input, at, x[at]);
+            }
+        }
+    }
+};
+
+// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x: see SamplerStep.
+template <typename T>
+struct UpdatePictures {
+    float *x, *saved;     // (B, H, W, 3), in place
+    T* input;             // (B, H, W, PIXEL): x for the network
+    const T* out;         // (B, H, W, PIXEL): the network's answer
+    const float* limits;  // (B): see below
+    const PictureNoise* begins;
+    SamplerStep step;
+    int B, pixels;
+    uint32_t call;  // of the network, counted from 1
+
+    Items items() const { return {FourPixels::count(B, pixels)}; }
+    HOST_DEVICE void operator()(size_t item) const {
+        FourPixels four(item, pixels);
+        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
+            float normal[4] = {};
+            if (step.sigma > 0)
+                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0, call);
+            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+                size_t at = four.at(i, c);
+                float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
+                float old = x[at];
+                x[at] =
+                    step.to_x0 * x0 + step.to_x * old + step.to_saved * saved[at] + step.sigma * normal[i];
+                saved[at] = step.save_x0 * x0 + step.save_x * old;
+                set_padded(input, at, x[at]);
+            }
+        }
+    }
+};
+
+// timesteps (n) become all the same: what the network is told in a call.
+struct FillTimesteps {
+    int* timesteps;
+    int n, value;
+
+    Items items() const { return {(size_t)n}; }
+    HOST_DEVICE void operator()(size_t i) const { timesteps[i] = value; }
+};
+
+// limits (B): of dynamic thresholding, for the call s.
 namespace DEVICE {
-static void sampler_start(float* x, floatX* input, const PictureNoise* begins, int B, int H, int W);
 static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
                            int W);
-static void sampler_step(float* x, float* saved, floatX* input, const floatX* out, const float* limits,
-                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call);
-}  // namespace DEVICE
+}
 
 // ===========================================================================================================
 //  7  OPTIMISER
@@ -1693,29 +2010,61 @@ namespace DEVICE {
 static void squared_norm(float* parts, const float* x, size_t n);
 }
 
-// The running means of the weights, (n) each; null where there are fewer than MAX_EMAS.
-struct Emas {
-    float* of[MAX_EMAS];
-    int count() const {
-        int k = 0;
-        while (k < MAX_EMAS && of[k]) k++;
-        return k;
+// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
+// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n) and aligned to 16
+// bytes. The state says how, and a step that is not accepted changes nothing. An item is four parameters.
+template <typename T>
+struct UpdateWeights {
+    float* w;
+    float* ema[MAX_EMAS];  // null where there are fewer
+    T* working;            // the weights as the layers read them; null where they read w
+    float *m, *v;
+    const float* gradient;
+    const uint8_t* decays;  // (n / DECAY_CHUNK rounded up)
+    size_t n;
+    const StepState* state;
+
+    Items items() const {
+        double bytes = 7.0 * sizeof(float) + (working ? sizeof(T) : 0);
+        for (float* mean : ema) bytes += mean ? 2 * sizeof(float) : 0;
+        return {(n + 3) / 4, "AdamW", bytes * n};
+    }
+    HOST_DEVICE void operator()(size_t item) const {
+        if (!state->accepted) return;
+        size_t i = 4 * item;
+        if (i + 4 <= n)
+            update<4>(i);
+        else
+            for (; i < n; i++) update<1>(i);
+    }
+    // Parameters i to i + N - 1; x_n: their part of x. Branches come first, so that the rest is one stretch.
+    template <int N>
+    HOST_DEVICE void update(size_t i) const {
+        const AdamW a = state->update;
+        float step = a.lr / a.correction1, root = sqrtf(a.correction2);
+        float decay = decays[i / DECAY_CHUNK] ? 1.0f - a.lr * a.weight_decay : 1.0f;
+        Vector<float, N> ema_n[MAX_EMAS];
+        for (int k = 0; k < MAX_EMAS; k++)
+            if (ema[k]) ema_n[k] = load<N>(ema[k] + i);
+        Vector<float, N> g_n = load<N>(gradient + i), w_n = load<N>(w + i), m_n = load<N>(m + i),
+                         v_n = load<N>(v + i);
+        Vector<T, N> working_n;
+        for (int j = 0; j < N; j++) {
+            float g = g_n.of[j] * a.clip;
+            m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
+            v_n.of[j] = a.beta2 * v_n.of[j] + (1.0f - a.beta2) * g * g;
+            w_n.of[j] = w_n.of[j] * decay - step * m_n.of[j] / (sqrtf(v_n.of[j]) / root + a.eps);
+            working_n.of[j] = (T)w_n.of[j];
+        }
+        store(w + i, w_n), store(m + i, m_n), store(v + i, v_n);
+        if (working) store(working + i, working_n);
+        for (int k = 0; k < MAX_EMAS; k++) {
+            if (!ema[k]) continue;
+            for (int j = 0; j < N; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
+            store(ema[k] + i, ema_n[k]);
+        }
     }
 };
-
-// Bytes that an update moves.
-static double adamw_bytes(Emas emas, size_t n) {
-    return (7.0 * sizeof(float) + 8.0 * emas.count() + (sizeof(floatX) == 2 ? 2 : 0)) * n;
-}
-
-// Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
-// of the gradient times `clip`; then the EMAs. All (n); decays (n / DECAY_CHUNK rounded up); working: the
-// layers' copy of the weights where floatX is no float, otherwise null. The state says how, and a step that
-// is not accepted changes nothing.
-namespace DEVICE {
-static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
-                  const uint8_t* decays, size_t n, const StepState* state);
-}
 
 // What the optimiser's settings are: the part of Config that a kernel can be handed.
 struct Hyper {
@@ -1897,14 +2246,24 @@ static void free_model(Model* m) {
     *m = Model();
 }
 
+// to = from, (n), rounded to the layers' precision.
+template <typename T>
+struct RoundWeights {
+    T* to;
+    const float* from;
+    size_t n;
+
+    Items items() const { return {n}; }
+    HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
+};
+
 // Makes the layers read these parameters: master, or an EMA.
 static void use_weights(Model* m, const float* parameters) {
     m->fp32_params = parameters;
-#if defined(__CUDACC__) && !defined(PRECISION_FP32)
-    round_weights(m->weights, parameters, m->plan.num_floats);
-#else
-    m->weights = (floatX*)parameters;
-#endif
+    if (sizeof(floatX) == sizeof(float))
+        m->weights = (floatX*)parameters;
+    else
+        run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = m->plan.num_floats});
 }
 
 // What every run starts from once `master` is filled.
@@ -1957,23 +2316,47 @@ struct BatchSource {
     uint32_t seed;
 };
 
-// Sample b of step s: its timestep, and its image, or -1 - image where it is mirrored.
-HOST_DEVICE static inline void choose_sample(int* timestep, int* source, const BatchSource& s, int b,
-                                             int64_t step) {
-    uint64_t n = (uint64_t)step * s.batch + b;
-    int image = s.order[n / s.count % s.slots * s.count + n % s.count];
-    bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, (uint32_t)step) >> 31;
-    *source = mirrored ? -1 - image : image;
-    *timestep = (int)random_timestep(s.seed, STREAM_TIMESTEP, b, (uint32_t)step, s.diffusion_steps);
-}
+// A step begins: the state's update; each sample's timestep, and its image, or -1 - image where it is mirrored.
+// An item is a sample.
+struct BeginStep {
+    StepState* state;
+    int *timesteps, *sources;  // (batch)
+    BatchSource source;
+    Hyper hyper;
 
-// Element e of sample b, a float in [-1, 1], from the image that its source names.
-HOST_DEVICE static inline float pixel_of(const BatchSource& s, int source, int e) {
-    int W = s.size, elements = IMAGE_CHANNELS * W * W;
-    size_t at = (size_t)(source < 0 ? -1 - source : source) * elements +
-                (source < 0 ? e - e % W + (W - 1 - e % W) : e);
-    return s.bytes ? (float)s.bytes[at] / 127.5f - 1.0f : s.floats[at];
-}
+    Items items() const { return {(size_t)source.batch, "begin, images, end"}; }
+    HOST_DEVICE void operator()(size_t b) const {
+        int64_t step = state->step;
+        if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
+        const BatchSource& s = source;
+        uint64_t n = (uint64_t)step * s.batch + b;
+        int image = s.order[n / s.count % s.slots * s.count + n % s.count];
+        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, (uint32_t)b, (uint32_t)step) >> 31;
+        sources[b] = mirrored ? -1 - image : image;
+        timesteps[b] =
+            (int)random_timestep(s.seed, STREAM_TIMESTEP, (uint32_t)b, (uint32_t)step, s.diffusion_steps);
+    }
+};
+
+// images (B, 3, size, size): those that their sources (B) name, in [-1, 1]. An item is an element.
+struct LoadImages {
+    float* images;
+    const int* sources;
+    BatchSource source;
+    int B;
+
+    int elements() const { return IMAGE_CHANNELS * source.size * source.size; }
+    Items items() const {
+        return {(size_t)B * elements(), "begin, images, end", (sizeof(float) + 1.0) * B * elements()};
+    }
+    HOST_DEVICE void operator()(size_t i) const {
+        int W = source.size, image = IMAGE_CHANNELS * W * W, chosen = sources[i / image], e = i % image;
+        bool mirrored = chosen < 0;
+        size_t at =
+            (size_t)(mirrored ? -1 - chosen : chosen) * image + (mirrored ? e - e % W + (W - 1 - e % W) : e);
+        images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
+    }
+};
 
 // The parts of a whole batch's losses, as mse leaves them, and what tells each sample's weight and quartile.
 struct BatchLoss {
@@ -1986,16 +2369,12 @@ HOST_DEVICE static inline int quartile_of(int timestep, int diffusion_steps) {
     return 4 * timestep / diffusion_steps;
 }
 
-// begin_step: the state's update, and each sample's timestep and source. load_images: images (B, 3, size,
-// size). finish_step: loss, by quartile too, and gradient norm from their parts, and what they decide;
-// state[1 + slot] keeps what the host will read.
+// The end of a step: loss, by quartile too, and gradient norm from their parts, and what they decide; state[1 +
+// slot] keeps what the host will read.
 namespace DEVICE {
-static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper);
-static void load_images(float* images, const int* sources, BatchSource source, int B);
 static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
                         Hyper hyper);
-static void fill_timesteps(int* timesteps, int B, int value);
-}  // namespace DEVICE
+}
 
 // ---- a training step --------------------------------------------------------------------------------------
 
@@ -2129,6 +2508,25 @@ static void finish_steps(Trainer* t) {
     backend_free_host(t->results);
 }
 
+// Noises the model's B images: samples `first` and following of `stream` at this step (null: 0).
+static void add_noise(Model* m, int B, const int* timesteps, float offset, Stream stream, int first,
+                      const int64_t* step) {
+    run(AddNoise<floatX>{.x_t = m->input,
+                         .target = m->target,
+                         .images = m->images,
+                         .timesteps = timesteps,
+                         .signal = m->signal,
+                         .noise = m->noise,
+                         .B = B,
+                         .pixels = m->config.image_size * m->config.image_size,
+                         .predict = m->config.predict,
+                         .offset = offset,
+                         .seed = m->config.seed,
+                         .stream = stream,
+                         .first = (uint32_t)first,
+                         .step = step});
+}
+
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
 // larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
 static void enqueue_step(Trainer* t) {
@@ -2136,13 +2534,16 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
     size_t P = m->plan.num_floats;
-    begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
+    run(BeginStep{.state = m->state,
+                  .timesteps = m->timesteps,
+                  .sources = m->sources,
+                  .source = t->source,
+                  .hyper = hyper_of(c)});
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
-        load_images(m->images, m->sources + first, t->source, B);
-        add_noise(m->input, m->target, m->images, m->timesteps + first, m->signal, m->noise, B, H, H,
-                  c.predict, c.seed, STREAM_NOISE, first, c.offset_noise, m->state);
+        run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
+        add_noise(m, B, m->timesteps + first, c.offset_noise, STREAM_NOISE, first, &m->state->step);
         unet_forward(m, B, first);
         mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
             m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
@@ -2151,9 +2552,15 @@ static void enqueue_step(Trainer* t) {
     squared_norm(m->norm_parts, m->gradients, P);
     finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
                 m->norm_parts, P, hyper_of(c));
-    adamw(m->master, {{m->ema[0], m->ema[1], m->ema[2], m->ema[3]}},
-          sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v, m->gradients,
-          m->decays, P, m->state);
+    run(UpdateWeights<floatX>{.w = m->master,
+                              .ema = {m->ema[0], m->ema[1], m->ema[2], m->ema[3]},
+                              .working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights,
+                              .m = m->adam_m,
+                              .v = m->adam_v,
+                              .gradient = m->gradients,
+                              .decays = m->decays,
+                              .n = P,
+                              .state = m->state});
 }
 
 static void send_orders(Trainer* t, long last_epoch) {
@@ -2235,8 +2642,7 @@ static double validation_loss(Trainer* t) {
         }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        add_noise(m->input, m->target, m->images, m->timesteps, m->signal, m->noise, B, c.image_size,
-                  c.image_size, c.predict, c.seed, STREAM_VAL_NOISE, first, 0, nullptr);
+        add_noise(m, B, m->timesteps, 0, STREAM_VAL_NOISE, first, nullptr);
         unet_forward(m, B);
         mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
         sum += loss_of(m, B) * B;
@@ -2289,16 +2695,24 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         if (B != recorded) backend_forget(&network);
         recorded = B;
         backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
-        sampler_start(x, m->input, m->begins, B, H, H);
+        run(StartPictures<floatX>{.x = x, .input = m->input, .begins = m->begins, .B = B, .pixels = H * H});
         backend_zero(saved,
                      (size_t)B * elements * sizeof(float));  // it is multiplied by 0, and may hold a NaN
         for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
             const SamplerStep& s = calls[i];
-            fill_timesteps(m->timesteps, B, s.timestep);
+            run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
             backend_replay(&network, [&] { unet_forward(m, B); });
             if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
-            sampler_step(x, saved, m->input, unet_output(m), m->limits, m->begins, s, B, H, H,
-                         (uint32_t)i + 1);
+            run(UpdatePictures<floatX>{.x = x,
+                                       .saved = saved,
+                                       .input = m->input,
+                                       .out = unet_output(m),
+                                       .limits = m->limits,
+                                       .begins = m->begins,
+                                       .step = s,
+                                       .B = B,
+                                       .pixels = H * H,
+                                       .call = (uint32_t)i + 1});
             if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
                 int last = sampler_steps(c) - 1;
                 for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
@@ -4041,8 +4455,9 @@ static int run_profile(Config config) {
     initialise_weights(m, config.seed);
     auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
     backend_upload(m->begins, begins.data(), drawn * sizeof(PictureNoise));
-    sampler_start(m->target, m->input, m->begins, drawn, H, H);
-    fill_timesteps(m->timesteps, drawn, config.diffusion_steps / 2);
+    run(StartPictures<floatX>{
+        .x = m->target, .input = m->input, .begins = m->begins, .B = drawn, .pixels = H * H});
+    run(FillTimesteps{.timesteps = m->timesteps, .n = drawn, .value = config.diffusion_steps / 2});
     double call_ms = time_replays([&] { unet_forward(m, drawn); }, [] {});
     printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
            "one training step:", step_ms, 1e3 * B / step_ms);
@@ -4593,6 +5008,16 @@ static Pieces cut(int total, int most, int multiple = 1) {
     return {(total + size - 1) / size, size, total};
 }
 
+// ---- layers written once: see room 3 ----------------------------------------------------------------------
+
+template <typename Layer>
+static void run(Layer layer) {
+    Items items = layer.items();
+    PROFILE(items.kind, {0, items.bytes});
+#pragma omp parallel for simd firstprivate(layer)
+    for (size_t i = 0; i < items.count; i++) layer(i);
+}
+
 // ---- matrix product ---------------------------------------------------------------------------------------
 
 // Rows and columns of the register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of
@@ -4703,56 +5128,6 @@ static void matmul(float* c, const float* a, const float* b, int M, int N, int K
                         }
                 }
         }
-}
-
-// e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
-// NaN.
-static inline float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    union {
-        float value;
-        uint32_t bits;
-    } shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
-    float n = shifted.value - 12582912.0f;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
-    return p * scale.value;
-}
-static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
-
-// ---- timestep embedding, SiLU -----------------------------------------------------------------------------
-
-static void timestep_embedding_forward(float* out, const int* t, int B, int C, int max_period) {
-    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
-    int half = C / 2;
-    for (int b = 0; b < B; b++)
-        for (int i = 0; i < half; i++) {
-            double angle = t[b] * exp(-log((double)max_period) * i / half);
-            out[(size_t)b * C + i] = (float)cos(angle);
-            out[(size_t)b * C + half + i] = (float)sin(angle);
-        }
-}
-
-static inline float silu_gradient(float x) {
-    float s = sigmoid(x);
-    return s * (1.0f + x * (1.0f - s));
-}
-static void silu_forward(float* out, const float* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
-#pragma omp simd
-    for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid(x[i]);
-}
-static void silu_backward(float* dx, const float* dout, const float* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
-#pragma omp simd
-    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * silu_gradient(x[i]);
 }
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
@@ -5202,46 +5577,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         }
 }
 
-// ---- up- and down-sampling --------------------------------------------------------------------------------
-
-static void repeat2x2(float* out, const float* x, int B, int H, int W, int C, float factor, bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-#pragma omp parallel for
-    for (int row = 0; row < B * 2 * H; row++)
-        for (int column = 0; column < 2 * W; column++) {
-            const float* source = x + ((size_t)(row / 2) * W + column / 2) * C;
-            float* target = out + ((size_t)row * 2 * W + column) * C;
-#pragma omp simd
-            for (int c = 0; c < C; c++) target[c] = (accumulate ? target[c] : 0.0f) + factor * source[c];
-        }
-}
-static void sum2x2(float* out, const float* x, int B, int H, int W, int C, float factor, bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-#pragma omp parallel for
-    for (int row = 0; row < B * H; row++)
-        for (int column = 0; column < W; column++) {
-            const float *top = x + ((size_t)row * 2 * 2 * W + 2 * column) * C,
-                        *bottom = top + (size_t)2 * W * C;
-            float* target = out + ((size_t)row * W + column) * C;
-#pragma omp simd
-            for (int c = 0; c < C; c++)
-                target[c] = (accumulate ? target[c] : 0.0f) +
-                            factor * ((top[c] + top[C + c]) + (bottom[c] + bottom[C + c]));
-        }
-}
-static void upsample_forward(float* out, const float* x, int B, int H, int W, int C) {
-    repeat2x2(out, x, B, H, W, C, 1.0f, false);
-}
-static void upsample_backward(float* dx, const float* dout, int B, int H, int W, int C, bool accumulate) {
-    sum2x2(dx, dout, B, H, W, C, 1.0f, accumulate);
-}
-static void downsample_forward(float* out, const float* x, int B, int H, int W, int C) {
-    sum2x2(out, x, B, H / 2, W / 2, C, 0.25f, false);
-}
-static void downsample_backward(float* dx, const float* dout, int B, int H, int W, int C, bool accumulate) {
-    repeat2x2(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
-}
-
 // ---- loss -------------------------------------------------------------------------------------------------
 
 static void mse(float* losses, float* dout, const float* out, const float* target, const int* timesteps,
@@ -5263,45 +5598,7 @@ static void mse(float* losses, float* dout, const float* out, const float* targe
         }
 }
 
-// ---- noise and samplers -----------------------------------------------------------------------------------
-
-static void add_noise(float* x_t, float* target, const float* images, const int* timesteps,
-                      const float* signal, const float* noise, int B, int H, int W, int predict,
-                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
-    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
-    int elements = IMAGE_CHANNELS * H * W;
-    uint32_t step = state ? (uint32_t)state->step : 0;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float eps[4], shift[4] = {}, a = signal[timesteps[b]], s = noise[timesteps[b]];
-            random_normals(eps, seed, stream, quad, first + b, step);
-            if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, first + b, step);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                float x0 = images[(size_t)b * elements + e], n = eps[e % 4] + offset * shift[e / (H * W)];
-                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                set_padded(x_t, at, a * x0 + s * n);
-                target[at] = target_of(predict, x0, n, a, s);
-            }
-        }
-}
-
-static void sampler_start(float* x, float* input, const PictureNoise* begins, int B, int H, int W) {
-    int elements = IMAGE_CHANNELS * H * W;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float normal[4], other[4] = {};
-            PictureNoise from = begins[b];
-            random_normals(normal, from.seed, STREAM_SAMPLER, quad, 0, 0);
-            if (from.other_weight != 0) random_normals(other, from.other, STREAM_SAMPLER, quad, 0, 0);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                x[at] = from.weight * normal[e % 4] + from.other_weight * other[e % 4];
-                set_padded(input, at, x[at]);
-            }
-        }
-}
+// ---- samplers: the limit of dynamic thresholding ----------------------------------------------------------
 
 static void sampler_limits(float* limits, const float* x, const float* out, SamplerStep s, int B, int H,
                            int W) {
@@ -5323,25 +5620,7 @@ static void sampler_limits(float* limits, const float* x, const float* out, Samp
     }
 }
 
-static void sampler_step(float* x, float* saved, float* input, const float* out, const float* limits,
-                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
-    int elements = IMAGE_CHANNELS * H * W;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
-        for (int quad = 0; quad < (elements + 3) / 4; quad++) {
-            float normal[4] = {0};
-            if (s.sigma > 0) random_normals(normal, begins[b].seed, STREAM_SAMPLER, quad, 0, call);
-            for (int e = 4 * quad; e < std::min(4 * quad + 4, elements); e++) {
-                size_t at = ((size_t)b * H * W + e % (H * W)) * IMAGE_CHANNELS + e / (H * W);
-                float x0 = thresholded_x0(s, x[at], out[padded_at(at)], limits[b]), before = x[at];
-                x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[e % 4];
-                set_padded(input, at, x[at]);
-                saved[at] = s.save_x0 * x0 + s.save_x * before;
-            }
-        }
-}
-
-// ---- optimiser --------------------------------------------------------------------------------------------
+// ---- the last launches of a step --------------------------------------------------------------------------
 
 static void squared_norm(float* parts, const float* x, size_t n) {
     PROFILE("gradient norm", {0, (double)sizeof(float) * n});
@@ -5361,43 +5640,6 @@ static void squared_norm(float* parts, const float* x, size_t n) {
     }
 }
 
-static void adamw(float* w, Emas emas, floatX*, float* m, float* v, const float* gradient,
-                  const uint8_t* decays, size_t n, const StepState* state) {
-    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
-    AdamW a = state->update;
-    if (!state->accepted) return;
-    float step = a.lr / a.correction1, root = sqrtf(a.correction2), keep = 1.0f - a.lr * a.weight_decay;
-#pragma omp parallel for
-    for (size_t first = 0; first < n; first += DECAY_CHUNK) {
-        size_t end = std::min(first + DECAY_CHUNK, n);
-        float decay = decays[first / DECAY_CHUNK] ? keep : 1.0f;
-#pragma omp simd
-        for (size_t i = first; i < end; i++) {
-            float g = gradient[i] * a.clip;
-            m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
-            v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
-            w[i] = w[i] * decay - step * m[i] / (sqrtf(v[i]) / root + a.eps);
-        }
-        for (int k = 0; k < emas.count(); k++) {
-            float *ema = emas.of[k], weight = a.ema_weight[k];
-#pragma omp simd
-            for (size_t i = first; i < end; i++) ema[i] += weight * (w[i] - ema[i]);
-        }
-    }
-}
-
-// ---- the first and the last launch of a step --------------------------------------------------------------
-
-static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
-    state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
-    for (int b = 0; b < source.batch; b++) choose_sample(timesteps + b, sources + b, source, b, state->step);
-}
-static void load_images(float* images, const int* sources, BatchSource source, int B) {
-    int elements = IMAGE_CHANNELS * source.size * source.size;
-#pragma omp parallel for
-    for (int b = 0; b < B; b++)
-        for (int e = 0; e < elements; e++) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
-}
 static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
                         Hyper hyper) {
     double loss = 0, norm = 0, quartiles[4] = {0};
@@ -5415,9 +5657,6 @@ static void finish_step(StepState* state, BatchLoss batch, const float* norm_par
     StepState* result = state + 1 + state->step % RESULT_SLOTS;
     conclude_step(state, (float)(loss / ((double)batch.batch * batch.elements)), (float)sqrt(norm), hyper);
     *result = *state;
-}
-static void fill_timesteps(int* timesteps, int B, int value) {
-    for (int b = 0; b < B; b++) timesteps[b] = value;
 }
 
 #ifndef __CUDACC__
@@ -5737,35 +5976,6 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
 }
 #endif
 
-// 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
-// a rounding.
-__device__ static inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ static inline float sigmoid(float x) {
-#ifdef PRECISION_FP32
-    return 1.0f / (1.0f + expf(-x));
-#else
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_fast(-1.44269504f * x)));
-    return y;
-#endif
-}
-// In bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction instead of two: an error of 2^-12,
-// below a rounding of what it multiplies.
-__device__ static inline float silu_gradient(float x) {
-#ifdef PRECISION_FP32
-    float s = sigmoid(x);
-#else
-    float s;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(s) : "f"(0.5f * x));
-    s = 0.5f + 0.5f * s;
-#endif
-    return s * (1.0f + x * (1.0f - s));
-}
-
 // kernel<<<grid, threads, shared>>>(args...) on lane->stream, in clusters of `cluster` blocks along x.
 template <typename... Parameters, typename... Arguments>
 static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
@@ -5797,49 +6007,20 @@ __device__ static inline float block_sum(float value) {
     return value;
 }
 
-// to (n) = from (n), rounded to the layers' precision.
-__global__ void round_weights_kernel(floatX* to, const float* from, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) to[i] = (floatX)from[i];
-}
-static void round_weights(floatX* to, const float* from, size_t n) {
-    launch(round_weights_kernel, ceil_div(n, 256), 256, 0, to, from, n);
-}
+// ---- layers written once: see room 3 ----------------------------------------------------------------------
 
-// ---- timestep embedding, SiLU -----------------------------------------------------------------------------
-
-// torch.cat([cos(t * f), sin(t * f)], 1), f_i = max_period^(-i / half). One thread an angle, in double. (B,
-// C)
-__global__ void timestep_embedding_forward_kernel(floatX* out, const int* t, int B, int C, int max_period) {
-    int half = C / 2, n = blockIdx.x * blockDim.x + threadIdx.x, b = n / half, i = n % half;
-    if (b >= B) return;
-    double sine, cosine;
-    sincos(t[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
-    out[(size_t)b * C + i] = (floatX)(float)cosine;
-    out[(size_t)b * C + half + i] = (floatX)(float)sine;
-}
-static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, int max_period) {
-    PROFILE("embedding, SiLU", {0, (double)sizeof(floatX) * B * C});
-    launch(timestep_embedding_forward_kernel, ceil_div((size_t)B * (C / 2), 64), 64, 0, out, t, B, C,
-           max_period);
-}
-
-// F.silu(x). One thread an element: the embedding's few thousand.
-__global__ void silu_forward_kernel(floatX* out, const floatX* x, size_t n) {
+template <typename Layer>
+__global__ void layer_kernel(Layer layer, size_t count) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = (floatX)((float)x[i] * sigmoid((float)x[i]));
+    if (i < count) layer(i);
 }
-static void silu_forward(floatX* out, const floatX* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 2.0 * sizeof(floatX) * n});
-    launch(silu_forward_kernel, ceil_div(n, 256), 256, 0, out, x, n);
-}
-__global__ void silu_backward_kernel(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) dx[i] = (floatX)((float)dout[i] * silu_gradient((float)x[i]));
-}
-static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    PROFILE("embedding, SiLU", {0, 3.0 * sizeof(floatX) * n});
-    launch(silu_backward_kernel, ceil_div(n, 256), 256, 0, dx, dout, x, n);
+// Few items go in small blocks, so that every multiprocessor gets some.
+template <typename Layer>
+static void run(Layer layer) {
+    Items items = layer.items();
+    PROFILE(items.kind, {0, items.bytes});
+    int threads = items.count < (1 << 18) ? 64 : 256;
+    launch(layer_kernel<Layer>, ceil_div(items.count, threads), threads, 0, layer, items.count);
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
@@ -6677,64 +6858,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
     pass(dqkv.data, dout.data, out.data, lse, qkv.data, B, T, C, heads);
 }
 
-// ---- up- and down-sampling --------------------------------------------------------------------------------
-
-// out (B, 2H, 2W, C) [+]= factor x (B, H, W, C), each pixel four times. A block a row of x; a thread 16
-// bytes. Device memory: x in and out out once (out in too where it accumulates).
-__global__ void repeat2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
-    int vectors = C / VEC, row = W * vectors;  // 16-byte pieces of a pixel, of a row
-    for (int i = threadIdx.x; i < row; i += blockDim.x) {
-        float source[VEC], value[4][VEC];
-        unpack(source, ((const uint4*)x)[(size_t)blockIdx.x * row + i]);
-        uint4* first = (uint4*)out + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (accumulate) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
-            for (int n = 0; n < VEC; n++)
-                value[j][n] = (accumulate ? value[j][n] : 0.0f) + factor * source[n];
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) first[j / 2 * 2 * row + j % 2 * vectors] = pack(value[j]);
-    }
-}
-// out (B, H, W, C) [+]= factor times the sum of the 2x2 pixels of x (B, 2H, 2W, C). A block a row of out.
-__global__ void sum2x2_kernel(floatX* out, const floatX* x, int W, int C, float factor, bool accumulate) {
-    int vectors = C / VEC, row = W * vectors;
-    for (int i = threadIdx.x; i < row; i += blockDim.x) {
-        float value[4][VEC], before[VEC] = {};
-        const uint4* first =
-            (const uint4*)x + (size_t)blockIdx.x * 4 * row + i / vectors * 2 * vectors + i % vectors;
-        uint4* target = (uint4*)out + (size_t)blockIdx.x * row + i;
-#pragma unroll
-        for (int j = 0; j < 4; j++) unpack(value[j], first[j / 2 * 2 * row + j % 2 * vectors]);
-        if (accumulate) unpack(before, *target);
-        for (int n = 0; n < VEC; n++)
-            before[n] += factor * ((value[0][n] + value[1][n]) + (value[2][n] + value[3][n]));
-        *target = pack(before);
-    }
-}
-static void repeat2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor,
-                      bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 9.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-    launch(repeat2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
-}
-static void sum2x2(floatX* out, const floatX* x, int B, int H, int W, int C, float factor, bool accumulate) {
-    PROFILE("resampling", {0, (accumulate ? 6.0 : 5.0) * sizeof(floatX) * B * H * W * C});
-    launch(sum2x2_kernel, B * H, std::min(256, W * C / VEC), 0, out, x, W, C, factor, accumulate);
-}
-static void upsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
-    repeat2x2(out, x, B, H, W, C, 1.0f, false);
-}
-static void upsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
-    sum2x2(dx, dout, B, H, W, C, 1.0f, accumulate);
-}
-static void downsample_forward(floatX* out, const floatX* x, int B, int H, int W, int C) {
-    sum2x2(out, x, B, H / 2, W / 2, C, 0.25f, false);
-}
-static void downsample_backward(floatX* dx, const floatX* dout, int B, int H, int W, int C, bool accumulate) {
-    repeat2x2(dx, dout, B, H / 2, W / 2, C, 0.25f, accumulate);
-}
-
 // ---- loss -------------------------------------------------------------------------------------------------
 
 // losses (B, parts) the sums of squares, dout (B, n, or null) = scale w_b (out - target). A block a part.
@@ -6760,106 +6883,7 @@ static void mse(float* losses, floatX* dout, const floatX* out, const float* tar
            loss_parts(n), (float)(2.0 / (double)total));
 }
 
-// ---- noise and samplers -----------------------------------------------------------------------------------
-
-// The four normals of a quad of elements: the host's integers, the transform in float (2e-6 from the host's).
-__device__ static inline void random_normals_device(float normal[4], uint32_t seed, uint32_t stream,
-                                                    uint32_t quad, uint32_t sample, uint32_t step) {
-    Philox p = philox(seed, stream, quad, sample, step);
-#pragma unroll
-    for (int pair = 0; pair < 4; pair += 2) {
-        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
-        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
-        sincospif(twice_u2, &sine, &cosine);
-        normal[pair] = r * cosine, normal[pair + 1] = r * sine;
-    }
-}
-
-// The normals of elements e to e + 4, in the order (C, H, W) of the noise; e need not start a quad.
-__device__ static inline void random_normals_at(float normal[4], uint32_t seed, uint32_t stream, int e,
-                                                uint32_t sample, uint32_t step) {
-    float two[8];
-    random_normals_device(two, seed, stream, e / 4, sample, step);
-    if (e % 4) random_normals_device(two + 4, seed, stream, e / 4 + 1, sample, step);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        normal[i] = two[i];
-#pragma unroll
-        for (int shift = 1; shift < 4; shift++)
-            if (e % 4 == shift) normal[i] = two[i + shift];
-    }
-}
-
-// Each of the following has a thread 4 pixels of image b, all channels: reads of planes and writes of pixels
-// both cover whole lines. Blocks (pixels, image). n: how many pixels the thread has.
-struct PixelQuad {
-    int b, first, n;
-    __device__ PixelQuad(int pixels) {
-        b = blockIdx.y, first = 4 * (blockIdx.x * blockDim.x + threadIdx.x), n = min(4, pixels - first);
-    }
-    __device__ size_t pixel(int i, int c, int pixels) const {  // in (B, H, W, 3)
-        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
-    }
-};
-enum { QUAD_THREADS = 64 };
-static dim3 quad_blocks(int B, int pixels) { return dim3(ceil_div(pixels, 4 * QUAD_THREADS), B); }
-
-// x_t = signal x0 + noise eps; target = eps, signal eps - noise x0, or x0. Device memory: images in, x_t,
-// target out.
-__global__ void add_noise_kernel(floatX* __restrict__ x_t, float* __restrict__ target,
-                                 const float* __restrict__ images, const int* timesteps, const float* signal,
-                                 const float* noise, int pixels, int predict, uint32_t seed, uint32_t stream,
-                                 uint32_t first, float offset, const StepState* state) {
-    PixelQuad q(pixels);
-    uint32_t step = state ? (uint32_t)state->step : 0;
-    if (q.n <= 0) return;
-    float a = signal[timesteps[q.b]], s = noise[timesteps[q.b]], shift[4] = {};
-    if (offset > 0) random_normals_device(shift, seed, STREAM_OFFSET, 0, first + q.b, step);
-#pragma unroll
-    for (int c = 0; c < IMAGE_CHANNELS; c++) {
-        float eps[4];
-        int e = c * pixels + q.first;
-        random_normals_at(eps, seed, stream, e, first + q.b, step);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= q.n) break;
-            float x0 = images[(size_t)q.b * IMAGE_CHANNELS * pixels + e + i], n = eps[i] + offset * shift[c];
-            size_t at = q.pixel(i, c, pixels);
-            set_padded(x_t, at, a * x0 + s * n);
-            target[at] = target_of(predict, x0, n, a, s);
-        }
-    }
-}
-static void add_noise(floatX* x_t, float* target, const float* images, const int* timesteps,
-                      const float* signal, const float* noise, int B, int H, int W, int predict,
-                      uint32_t seed, Stream stream, uint32_t first, float offset, const StepState* state) {
-    PROFILE("noising", {0, (2.0 * sizeof(float) + sizeof(floatX)) * B * IMAGE_CHANNELS * H * W});
-    launch(add_noise_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x_t, target, images, timesteps, signal,
-           noise, H * W, predict, seed, stream, first, offset, state);
-}
-
-// A thread 4 pixels of picture b; x and its copy for the network, input, are (B, H, W, 3).
-__global__ void sampler_start_kernel(float* x, floatX* input, const PictureNoise* begins, int pixels) {
-    PixelQuad q(pixels);
-    if (q.n <= 0) return;
-    PictureNoise from = begins[q.b];
-    for (int c = 0; c < IMAGE_CHANNELS; c++) {
-        float normal[4], other[4] = {};
-        random_normals_at(normal, from.seed, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
-        if (from.other_weight != 0)
-            random_normals_at(other, from.other, STREAM_SAMPLER, c * pixels + q.first, 0, 0);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= q.n) break;
-            size_t at = q.pixel(i, c, pixels);
-            x[at] = from.weight * normal[i] + from.other_weight * other[i];
-            set_padded(input, at, x[at]);
-        }
-    }
-}
-static void sampler_start(float* x, floatX* input, const PictureNoise* begins, int B, int H, int W) {
-    launch(sampler_start_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, input, begins, H * W);
-}
+// ---- samplers: the limit of dynamic thresholding ----------------------------------------------------------
 
 // A block a picture: |x0|'s value number `rank` in rising order, eight bits a round. Its counts are integers,
 // so that it does not matter in which order they are added up.
@@ -6893,33 +6917,7 @@ static void sampler_limits(float* limits, const float* x, const floatX* out, Sam
     launch(sampler_limits_kernel, B, 1024, 0, limits, x, out, s, elements, percentile_rank(elements));
 }
 
-// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x, in place.
-__global__ void sampler_step_kernel(float* x, float* saved, floatX* input, const floatX* out,
-                                    const float* limits, const PictureNoise* begins, SamplerStep s,
-                                    int pixels, uint32_t call) {
-    PixelQuad q(pixels);
-    for (int c = 0; c < IMAGE_CHANNELS && q.n > 0; c++) {
-        float normal[4] = {};
-        if (s.sigma > 0)
-            random_normals_at(normal, begins[q.b].seed, STREAM_SAMPLER, c * pixels + q.first, 0, call);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= q.n) break;
-            size_t at = q.pixel(i, c, pixels);
-            float x0 = thresholded_x0(s, x[at], (float)out[padded_at(at)], limits[q.b]), before = x[at];
-            x[at] = s.to_x0 * x0 + s.to_x * before + s.to_saved * saved[at] + s.sigma * normal[i];
-            saved[at] = s.save_x0 * x0 + s.save_x * before;
-            set_padded(input, at, x[at]);
-        }
-    }
-}
-static void sampler_step(float* x, float* saved, floatX* input, const floatX* out, const float* limits,
-                         const PictureNoise* begins, SamplerStep s, int B, int H, int W, uint32_t call) {
-    launch(sampler_step_kernel, quad_blocks(B, H * W), QUAD_THREADS, 0, x, saved, input, out, limits, begins,
-           s, H * W, call);
-}
-
-// ---- optimiser --------------------------------------------------------------------------------------------
+// ---- the last launches of a step --------------------------------------------------------------------------
 
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
 __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
@@ -6940,90 +6938,6 @@ __global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
 static void squared_norm(float* parts, const float* x, size_t n) {
     PROFILE("gradient norm", {0, (double)sizeof(float) * n});
     launch(squared_norm_kernel, ceil_div(n, NORM_CHUNK), 512, 0, parts, x, n);
-}
-
-__device__ static inline void adamw_element(float& w, float& m, float& v, float g, const AdamW& a, float step,
-                                            float root, float decay) {
-    g *= a.clip;
-    m = a.beta1 * m + (1.0f - a.beta1) * g;
-    v = a.beta2 * v + (1.0f - a.beta2) * g * g;
-    w = w * decay - step * m / (sqrtf(v) / root + a.eps);
-}
-
-// torch.optim.AdamW, then EMAS running means of the weights and the layers' copy of them, `working`: 30 bytes
-// a parameter and 8 a mean, each once. All (n) and 16-byte aligned; working may be null. A thread 4
-// parameters.
-template <int EMAS>
-__global__ void adamw_kernel(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
-                             const uint8_t* decays, size_t n, const StepState* state) {
-    if (!state->accepted) return;
-    AdamW a = state->update;
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-    float step = a.lr / a.correction1, root = sqrtf(a.correction2), decay = 1.0f;
-    if (i < n && a.weight_decay > 0 && decays[i / DECAY_CHUNK]) decay -= a.lr * a.weight_decay;
-    if (i + 4 <= n) {
-        float4 g4 = *(const float4*)(gradient + i), w4 = *(const float4*)(w + i),
-               m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i), e4[EMAS + 1];
-#pragma unroll
-        for (int k = 0; k < EMAS; k++) e4[k] = *(const float4*)(emas.of[k] + i);
-        adamw_element(w4.x, m4.x, v4.x, g4.x, a, step, root, decay);
-        adamw_element(w4.y, m4.y, v4.y, g4.y, a, step, root, decay);
-        adamw_element(w4.z, m4.z, v4.z, g4.z, a, step, root, decay);
-        adamw_element(w4.w, m4.w, v4.w, g4.w, a, step, root, decay);
-        *(float4*)(w + i) = w4, *(float4*)(m + i) = m4, *(float4*)(v + i) = v4;
-#pragma unroll
-        for (int k = 0; k < EMAS; k++) {
-            float weight = a.ema_weight[k];
-            e4[k].x += weight * (w4.x - e4[k].x), e4[k].y += weight * (w4.y - e4[k].y);
-            e4[k].z += weight * (w4.z - e4[k].z), e4[k].w += weight * (w4.w - e4[k].w);
-            *(float4*)(emas.of[k] + i) = e4[k];
-        }
-#ifdef PRECISION_FP32
-        if (working) *(float4*)(working + i) = w4;
-#else
-        if (working) *(uint2*)(working + i) = make_uint2(pack_bf16(w4.x, w4.y), pack_bf16(w4.z, w4.w));
-#endif
-        return;
-    }
-    for (; i < n; i++) {  // the last thread's
-        adamw_element(w[i], m[i], v[i], gradient[i], a, step, root, decay);
-#pragma unroll
-        for (int k = 0; k < EMAS; k++) emas.of[k][i] += a.ema_weight[k] * (w[i] - emas.of[k][i]);
-        if (working) working[i] = (floatX)w[i];
-    }
-}
-static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
-                  const uint8_t* decays, size_t n, const StepState* state) {
-    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
-    static decltype(&adamw_kernel<0>) const kernels[] = {adamw_kernel<0>, adamw_kernel<1>, adamw_kernel<2>,
-                                                         adamw_kernel<3>, adamw_kernel<MAX_EMAS>};
-    launch(kernels[emas.count()], ceil_div(n, 4 * 256), 256, 0, w, emas, working, m, v, gradient, decays, n,
-           state);
-}
-
-// ---- the first and the last launch of a step --------------------------------------------------------------
-
-// One block: a thread a sample.
-__global__ void begin_step_kernel(StepState* state, int* timesteps, int* sources, BatchSource source,
-                                  Hyper hyper) {
-    if (threadIdx.x == 0) state->update = adamw_at(hyper, state->step, state->step - state->history.skipped);
-    for (int b = threadIdx.x; b < source.batch; b += blockDim.x)
-        choose_sample(timesteps + b, sources + b, source, b, state->step);
-}
-static void begin_step(StepState* state, int* timesteps, int* sources, BatchSource source, Hyper hyper) {
-    PROFILE("begin, images, end", {0, 0});
-    launch(begin_step_kernel, 1, 256, 0, state, timesteps, sources, source, hyper);
-}
-
-// A thread an element. Grid (elements, B).
-__global__ void load_images_kernel(float* images, const int* sources, BatchSource source, int elements) {
-    int e = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
-    if (e < elements) images[(size_t)b * elements + e] = pixel_of(source, sources[b], e);
-}
-static void load_images(float* images, const int* sources, BatchSource source, int B) {
-    PROFILE("begin, images, end", {0, 5.0 * B * IMAGE_CHANNELS * source.size * source.size});
-    int elements = IMAGE_CHANNELS * source.size * source.size;
-    launch(load_images_kernel, dim3(ceil_div(elements, 256), B), 256, 0, images, sources, source, elements);
 }
 
 // One block adds up the parts, in an order that their number decides, and copies the state.
@@ -7064,13 +6978,6 @@ static void finish_step(StepState* state, BatchLoss batch, const float* norm_par
     PROFILE("begin, images, end", {0, 0});
     launch(finish_step_kernel, 1, 256, 0, state, batch, norm_parts, (int)ceil_div(parameters, NORM_CHUNK),
            hyper);
-}
-
-__global__ void fill_timesteps_kernel(int* timesteps, int B, int value) {
-    for (int b = threadIdx.x; b < B; b += blockDim.x) timesteps[b] = value;
-}
-static void fill_timesteps(int* timesteps, int B, int value) {
-    launch(fill_timesteps_kernel, 1, 256, 0, timesteps, B, value);
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------

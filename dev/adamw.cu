@@ -46,12 +46,20 @@ static const uint8_t* adamw_decays(Problem& p) {
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
-static void adamw_step0(Problem& p) {
-    cpu::adamw(p.update<float>("w"), {{p.update<float>("ema")}}, nullptr, p.update<float>("m"),
-              p.update<float>("v"), p.in<float>("gradient"), adamw_decays(p), p.find("w").values.size(),
-              adamw_state(p));
-    memcpy(p.out<float>("working"), p.update<float>("w"), p.find("w").values.size() * sizeof(float));
+// working: the copy of the weights.
+template <typename T>
+static UpdateWeights<T> adamw_layer(Problem& p, T* working) {
+    return {.w = p.update<float>("w"),
+            .ema = {p.update<float>("ema")},
+            .working = working,
+            .m = p.update<float>("m"),
+            .v = p.update<float>("v"),
+            .gradient = p.in<float>("gradient"),
+            .decays = adamw_decays(p),
+            .n = p.find("w").values.size(),
+            .state = adamw_state(p)};
 }
+static void adamw_step0(Problem& p) { cpu::run(adamw_layer(p, p.out<float>("working"))); }
 
 #ifdef __CUDACC__
 // ---- 1: a kernel for each ---------------------------------------------------------------------------------
@@ -80,7 +88,7 @@ static void adamw_step1(Problem& p) {
     launch(adamw_weight_kernel1, blocks, 256, 0, w, m, v, a.lr / a.correction1, sqrtf(a.correction2),
            1 - a.lr * a.weight_decay, a.eps, n);
     launch(adamw_moment_kernel1, blocks, 256, 0, ema, w, 1 - a.ema_weight[0], a.ema_weight[0], false, n);
-    round_weights(p.out<floatX>("working"), w, n);
+    run(RoundWeights<floatX>{.to = p.out<floatX>("working"), .from = w, .n = n});
 }
 
 // ---- 2: one kernel ----------------------------------------------------------------------------------------
@@ -106,11 +114,7 @@ static void adamw_step2(Problem& p) {
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
-static void adamw_step3(Problem& p) {
-    adamw(p.update<float>("w"), {{p.update<float>("ema")}}, p.out<floatX>("working"), p.update<float>("m"),
-          p.update<float>("v"), p.in<float>("gradient"), adamw_decays(p), p.find("w").values.size(),
-          adamw_state(p));
-}
+static void adamw_step3(Problem& p) { run(adamw_layer(p, p.out<floatX>("working"))); }
 #endif
 
 static const Ladder adamw_ladder = {

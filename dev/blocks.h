@@ -87,7 +87,7 @@ struct Silu {  // y = x sigmoid(x)
     const float* x;
     HOST_DEVICE void operator()(size_t i) const { y[i] = x[i] / (1 + expf(-x[i])); }
 };
-struct SiluBackward {  // dx = dout times the slope at x
+struct SiluGradient {  // dx = dout times the slope at x
     float* dx;
     const float *dout, *x;
     HOST_DEVICE void operator()(size_t i) const {

@@ -16,14 +16,18 @@
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
-static void downsample_forward0(Problem& p) {
-    cpu::downsample_forward(p.out<float>("out"), p.in<float>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
-                           p.dim("C"));
+template <typename T>
+static Sum2x2<T> downsample_forward(Problem& p) {
+    return {.out = p.tensor_out<T>("out"), .x = p.tensor_in<T>("x"), .factor = 0.25f,
+            .accumulate = false};
 }
-static void downsample_backward0(Problem& p) {
-    cpu::downsample_backward(p.out<float>("dx"), p.in<float>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
-                            p.dim("C"), false);
+template <typename T>
+static Repeat2x2<T> downsample_backward(Problem& p) {
+    return {.out = p.tensor_out<T>("dx"), .x = p.tensor_in<T>("dout"), .factor = 0.25f,
+            .accumulate = false};
 }
+static void downsample_forward0(Problem& p) { cpu::run(downsample_forward<float>(p)); }
+static void downsample_backward0(Problem& p) { cpu::run(downsample_backward<float>(p)); }
 
 #ifdef __CUDACC__
 // ---- 1: NCHW ----------------------------------------------------------------------------------------------
@@ -84,14 +88,8 @@ static void downsample_backward2(Problem& p) {
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
-static void downsample_forward3(Problem& p) {
-    downsample_forward(p.out<floatX>("out"), p.in<floatX>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
-                       p.dim("C"));
-}
-static void downsample_backward3(Problem& p) {
-    downsample_backward(p.out<floatX>("dx"), p.in<floatX>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
-                        p.dim("C"), false);
-}
+static void downsample_forward3(Problem& p) { run(downsample_forward<floatX>(p)); }
+static void downsample_backward3(Problem& p) { run(downsample_backward<floatX>(p)); }
 #endif
 
 static Work downsample_work(const Problem& p) {  // forward and backward alike: one side in, the other out

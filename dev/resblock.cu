@@ -105,7 +105,7 @@ static void resblock_backward1(Problem& p) {
     each(p, s.out(), Silu{active2, normed2});
     plain.conv3x3_backward(dactive2, d("out_layers.3.weight"), d("out_layers.3.bias"), dout, active2,
                            w("out_layers.3.weight"), s.O, s.O, s.H);
-    each(p, s.out(), SiluBackward{dnormed2, dactive2, normed2});
+    each(p, s.out(), SiluGradient{dnormed2, dactive2, normed2});
     plain.norm_backward(dh, d("out_layers.0.weight"), d("out_layers.0.bias"), sums, dnormed2, mean2, rstd2, h,
                         w("out_layers.0.weight"), s.O, s.T);
     each(p, s.B * s.O, SumPixels{projected, dh, s.T});
@@ -117,7 +117,7 @@ static void resblock_backward1(Problem& p) {
     each(p, s.in(), Silu{active1, normed1});
     plain.conv3x3_backward(dactive1, d("in_layers.2.weight"), d("in_layers.2.bias"), dh, active1,
                            w("in_layers.2.weight"), s.K, s.O, s.H);
-    each(p, s.in(), SiluBackward{dnormed1, dactive1, normed1});
+    each(p, s.in(), SiluGradient{dnormed1, dactive1, normed1});
     plain.norm_backward(dx, d("in_layers.0.weight"), d("in_layers.0.bias"), sums, dnormed1, mean1, rstd1, x,
                         w("in_layers.0.weight"), s.K, s.T);
     if (s.widens)
@@ -201,7 +201,7 @@ static void resblock_forward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, false);
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
-    backend_aside([&] {
+    on_side_lane([&] {
         linear_forward(output_of(&m, embedding, B), p.tensor_in<floatX>("emb"), layer_of(&m, block, RES_EMB));
     });
     res_forward(&m, block, B);

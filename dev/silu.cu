@@ -21,12 +21,16 @@ enum { SILU_GROUPS = 32 };
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
-static void silu_forward0(Problem& p) {
-    cpu::silu_forward(p.out<float>("out"), p.in<float>("x"), p.find("x").values.size());
+template <typename T>
+static SiluForward<T> silu_forward(Problem& p) {
+    return {.out = p.out<T>("out"), .x = p.in<T>("x"), .n = p.find("x").values.size()};
 }
-static void silu_backward0(Problem& p) {
-    cpu::silu_backward(p.out<float>("dx"), p.in<float>("dout"), p.in<float>("x"), p.find("x").values.size());
+template <typename T>
+static SiluBackward<T> silu_backward(Problem& p) {
+    return {.dx = p.out<T>("dx"), .dout = p.in<T>("dout"), .x = p.in<T>("x"), .n = p.find("x").values.size()};
 }
+static void silu_forward0(Problem& p) { cpu::run(silu_forward<float>(p)); }
+static void silu_backward0(Problem& p) { cpu::run(silu_backward<float>(p)); }
 
 #ifdef __CUDACC__
 // ---- 1 ----------------------------------------------------------------------------------------------------
@@ -53,12 +57,8 @@ static void silu_backward1(Problem& p) {
 
 // ---- 2: the program's -------------------------------------------------------------------------------------
 
-static void silu_forward2(Problem& p) {
-    silu_forward(p.out<floatX>("out"), p.in<floatX>("x"), p.find("x").values.size());
-}
-static void silu_backward2(Problem& p) {
-    silu_backward(p.out<floatX>("dx"), p.in<floatX>("dout"), p.in<floatX>("x"), p.find("x").values.size());
-}
+static void silu_forward2(Problem& p) { run(silu_forward<floatX>(p)); }
+static void silu_backward2(Problem& p) { run(silu_backward<floatX>(p)); }
 
 // ---- 3 ----------------------------------------------------------------------------------------------------
 
@@ -98,9 +98,14 @@ static void silu_backward3(Problem& p) {
 
 // The program's group norm, its statistics given, with or without the SiLU.
 static void silu_normalise(Problem& p, floatX* out, bool silu) {
-    groupnorm_apply(out, p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), nullptr,
-                    p.in<float>("w"), p.in<float>("bias"), p.dim("B"), p.dim("H") * p.dim("W"), p.dim("C"), 0,
-                    SILU_GROUPS, silu);
+    Norm norm = {.x = p.tensor_in<floatX>("x"),
+                 .groups = SILU_GROUPS,
+                 .silu = silu,
+                 .w = p.in<float>("w"),
+                 .bias = p.in<float>("bias"),
+                 .mean = (float*)p.in<float>("mean"),
+                 .rstd = (float*)p.in<float>("rstd")};
+    groupnorm_apply(p.shaped("x", out), norm);
 }
 static void silu_forward4(Problem& p) {
     size_t n = p.find("x").values.size();

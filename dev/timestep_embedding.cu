@@ -19,10 +19,15 @@ enum { TIMESTEP_PERIOD = 10000 };
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
-static void timestep_embedding_forward0(Problem& p) {
-    cpu::timestep_embedding_forward(p.out<float>("out"), p.in<int>("t"), p.dim("B"), p.dim("C"),
-                                   TIMESTEP_PERIOD);
+template <typename T>
+static TimestepEmbedding<T> timestep_embedding(Problem& p) {
+    return {.out = p.out<T>("out"),
+            .timesteps = p.in<int>("t"),
+            .B = p.dim("B"),
+            .C = p.dim("C"),
+            .max_period = TIMESTEP_PERIOD};
 }
+static void timestep_embedding_forward0(Problem& p) { cpu::run(timestep_embedding<float>(p)); }
 
 #ifdef __CUDACC__
 // ---- 1, 2: a thread an output -----------------------------------------------------------------------------
@@ -43,9 +48,7 @@ static void timestep_embedding_forward1(Problem& p) {
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
-static void timestep_embedding_forward3(Problem& p) {
-    timestep_embedding_forward(p.out<floatX>("out"), p.in<int>("t"), p.dim("B"), p.dim("C"), TIMESTEP_PERIOD);
-}
+static void timestep_embedding_forward3(Problem& p) { run(timestep_embedding<floatX>(p)); }
 #endif
 
 static const Ladder timestep_embedding_ladder = {

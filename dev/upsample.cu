@@ -18,14 +18,18 @@
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
-static void upsample_forward0(Problem& p) {
-    cpu::upsample_forward(p.out<float>("out"), p.in<float>("x"), p.dim("B"), p.dim("H"), p.dim("W"),
-                         p.dim("C"));
+template <typename T>
+static Repeat2x2<T> upsample_forward(Problem& p) {
+    return {.out = p.tensor_out<T>("out"), .x = p.tensor_in<T>("x"), .factor = 1,
+            .accumulate = false};
 }
-static void upsample_backward0(Problem& p) {
-    cpu::upsample_backward(p.out<float>("dx"), p.in<float>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
-                          p.dim("C"), false);
+template <typename T>
+static Sum2x2<T> upsample_backward(Problem& p) {
+    return {.out = p.tensor_out<T>("dx"), .x = p.tensor_in<T>("dout"), .factor = 1,
+            .accumulate = false};
 }
+static void upsample_forward0(Problem& p) { cpu::run(upsample_forward<float>(p)); }
+static void upsample_backward0(Problem& p) { cpu::run(upsample_backward<float>(p)); }
 
 #ifdef __CUDACC__
 // ---- 1: NCHW ----------------------------------------------------------------------------------------------
@@ -86,13 +90,8 @@ static void upsample_backward2(Problem& p) {
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
-static void upsample_forward3(Problem& p) {
-    upsample_forward(p.out<floatX>("out"), p.in<floatX>("x"), p.dim("B"), p.dim("H"), p.dim("W"), p.dim("C"));
-}
-static void upsample_backward3(Problem& p) {
-    upsample_backward(p.out<floatX>("dx"), p.in<floatX>("dout"), p.dim("B"), p.dim("H"), p.dim("W"),
-                      p.dim("C"), false);
-}
+static void upsample_forward3(Problem& p) { run(upsample_forward<floatX>(p)); }
+static void upsample_backward3(Problem& p) { run(upsample_backward<floatX>(p)); }
 #endif
 
 static Work upsample_work(const Problem& p) {  // forward and backward alike: one side in, the other out

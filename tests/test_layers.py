@@ -236,8 +236,8 @@ def layer_cases():
     add_attention(layers, 1, 4225, 4, 1)               # so many pixels that fewer rows fit at a time
     for kind in ("upsample", "downsample"):
         add_resample(layers, kind, 2, 16, 16, 64)
-        add_resample(layers, kind, 3, 2, 6, 5, accumulate=True)
-        add_resample(layers, kind, 1, 2, 2, 1)
+        add_resample(layers, kind, 3, 2, 6, 20, accumulate=True)
+        add_resample(layers, kind, 1, 2, 2, 4)
     return layers.tensors
 
 

@@ -28,13 +28,13 @@ def test_links(name):
 
 
 def test_names():
-    """README.md's functions and files are there, and its table of rooms is train_unet.cu's."""
+    """README.md's functions, layers and files are there, and its table of rooms is train_unet.cu's."""
     page, code = (ROOT / "README.md").read_text(), (ROOT / "train_unet.cu").read_text()
     trace = page.split("To follow one training step")[1]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \d \|([^|]*)\|", trace, re.M)))
     assert len(names) > 10
     for name in names:
-        assert re.search(rf"^static [\w<> *]+\b{name}\(", code, re.M), name
+        assert re.search(rf"^(static [\w<> *]+\b{name}\(|struct {name} {{$)", code, re.M), name
     layout = page.split("These rooms follow")[1].split("To follow")[0]
     rooms = [room.upper() for numbers, names in re.findall(r"^\| ([\d, ]+) \| ([^|`]*) \|", layout, re.M)
              for room in (names.split(", ") if "," in numbers else [names])]
