@@ -412,16 +412,6 @@ static void test_linear(int M, int C, int C2, int O, bool residual, bool dx, boo
     });
 }
 
-static void test_bias(int B, int T, int O, bool per_image) {
-    int pitch = O + 8;
-    Layer dout((size_t)B * T * O), de((size_t)B * pitch);
-    Floats db(O);
-    std::vector<Output> outputs = {{&db, KEPT, "dbias", WEIGHT_LIMIT}};
-    if (per_image) outputs.push_back({&de, KEPT, "per image", LIMIT});
-    check("bias backward", text("B%d T%d O%d", B, T, O), outputs, bias_backward, cpu::bias_backward,
-          [&](auto f, auto on) { f(on(db), on(de, per_image), pitch, on(dout), B, T, O); });
-}
-
 // ---- group norm, attention, resampling --------------------------------------------------------------------
 
 typedef Pair<float2> Sums;
@@ -956,7 +946,7 @@ static void check_tiny() {
     test_conv(1, 9, 7, 32, 8, false, false, false, true, false);
     test_linear(77, 96, 64, 96, true, true, true);
     test_linear(3, 64, 0, 1280, false, true, false);  // dX is split
-    test_bias(3, 49, 96, true);
+    test_conv(3, 7, 7, 8, 96, true, false, false, false, true);
     test_norm(3, 63, 96, 32, 32, true, false, false, 0.3f);
     test_norm(1, 63, 128, 64, 32, true, true, false, 0.3f);
     test_norm(2, 49, 32, 0, 8, false, false, true, 30);
@@ -1030,9 +1020,14 @@ static void check_products(const Plan& plan) {
             test_linear(M, b.C, 0, b.C, true, true, true);
         }
     }
+    // The bias gradient: images smaller than a tile and larger, in numbers on both sides of what goes at once.
+    static const int SIZES[][2] = {{1, 1}, {7, 7}, {40, 25}};
     for (int O : {8, 32, 96, 320})
-        for (int T : {1, 49, 1000})
-            test_bias(3, T, O, true), test_bias(1, T, O, false), test_bias(70, T, O, true);
+        for (auto& [H, W] : SIZES) {
+            test_conv(3, H, W, 8, O, true, false, false, false, true);
+            test_conv(1, H, W, 8, O, true, false, false, false, false);
+            test_conv(70, H, W, 8, O, true, false, false, false, true);
+        }
     report_lines();
 }
 
@@ -1106,7 +1101,9 @@ static void check_limits() {
         test_conv(2, 808, 1000, 8, 32, true, false, false, false, true);
         test_conv(1, 1024, 1024, 32, 8, false, false, false, true, false);
         test_conv(65535, 2, 2, 8, 32, true, false, false, false, false);
-        test_conv(65535, 1, 1, 32, 160, true, true, false, true, true);  // too many images for bias_parts
+        test_conv(65535, 2, 2, 8, 32, true, false, false, false, true);
+        test_conv(65535, 1, 1, 32, 160, true, true, false, true, true);  // too many images for one run
+        test_conv(65535, 1, 1, 8, 320, true, true, false, false, false);
         test_conv(1, 4, 4, 4096, 32, false, false, false, true, false);
         test_conv(1, 4, 4, 32, 8192, true, false, false, true, true);
         test_linear(16, 8192, 8192, 64, false, true, true);
@@ -1118,9 +1115,7 @@ static void check_limits() {
     forced_tile = -1;
     test_normed_product(1, 1024, 1024, 32, 0, 32, 8, true, true);
     report_lines();
-    for (bool per_image : {true, false})
-        test_bias(65535, 1, 320, per_image), test_bias(65535, 4, 32, per_image);
-    test_bias(1, 1 << 20, 32, true), test_bias(3, 4, 8192, true);
+    test_conv(3, 2, 2, 8, 8192, true, false, false, false, true);
     test_norm(1, 1 << 20, 32, 0, 8, true, false, false, 0.3f);
     test_norm(65535, 1, 32, 32, 8, true, false, false, 0.3f);
     for (int G : {1, 32, 1024}) test_norm(2, 16, 8192, 8192, G, true, true, false, 0.3f);

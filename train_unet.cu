@@ -656,11 +656,6 @@ static void timestep_embedding_forward(floatX* out, const int* t, int B, int C, 
 static void silu_forward(floatX* out, const floatX* x, size_t n);
 static void silu_backward(floatX* dx, const floatX* dout, const floatX* x, size_t n);
 
-// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted
-// (the gradient of what was added per image, the time embedding).
-static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
-                          int O);
-
 // out (M, O) = F.linear(cat([x, x2], 1), w, bias) + residual, over the M = B*H*W pixels (or the B rows of an
 // embedding). x (M, C) and x2 (M, C2) are read where they lie; C2 = 0: no second input. w (O, C + C2), bias
 // (O), residual (M, O) or null.
@@ -7528,7 +7523,7 @@ static bool launch_hopper(Gemm* g);
 #endif
 
 #ifdef TESTING
-static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the estimate below
+static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the rules below
 #endif
 
 // The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
@@ -7979,113 +7974,55 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
 }
 
-// Borrows the partial sums of dbias, `rows` of (O). Those of thousands of images are better taken apart.
-static void take_bias_parts(WeightGradient* g, size_t rows) {
-    if (g->dbias && rows * g->O * sizeof(float) > Borrowed::left() / 2) {
-        bias_backward(g->dbias, g->per_image, g->image_pitch, g->dout, g->B, g->M / g->B, g->O);
-        g->dbias = nullptr;
-    }
-    g->bias_parts = g->dbias ? take<float>(&lane->workspace, rows * g->O) : nullptr;
-}
-
-template <int TAPS>
-static void launch_weight_gradient(WeightGradient g) {
-    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
-#ifdef HOPPER
-    if (TAPS > 1) return launch_hopper_weight_gradient(g);
-#endif
-    Borrowed borrowed;
-    constexpr bool HALF = sizeof(floatX) == 2;
-    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
-                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
-    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
-    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
-    g.B = TAPS > 1 ? g.patch.B : 1, g.group_images = TAPS > 1 ? g.patch.images : 1;
-    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
-    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
-    int most = std::max(1, std::min(g.tiles, 2 * gpu_multiprocessors / (TAPS > 1 ? 2 : 1) / tiles));
-
-    take_bias_parts(&g, (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images);
-
-    // More splits shorten a block's walk over the pixels and lengthen the reduction.
-    size_t n = (size_t)g.O * TAPS * (g.C + g.C2);
-    most = std::max(1, std::min(most, (int)(Borrowed::left() / (n * sizeof(float)))));
-    float least = 1e30f, tile_us = (HALF ? 4.0f : 12.0f) * (TAPS > 1 ? 1.0f : 0.12f);  // measured on an H100
-    for (int s = 1; s <= most; s++) {
-        float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
-        if (time < least) least = time, g.splits = s;
-    }
-    g.partials = g.splits;
-    g.partial = g.splits > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
-    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
+static void launch_weight_reduction(const WeightGradient& g, size_t n) {
     int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
     launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
 }
 
-// ---- bias gradient
+// 3x3 has at most a block on every multiprocessor, 1x1 two: the sums of all of them fit into half the workspace.
+template <int TAPS>
+static void launch_portable_weight_gradient(WeightGradient g) {
+    constexpr bool HALF = sizeof(floatX) == 2;
+    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
+                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
+    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
+    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
+    g.group_images = TAPS > 1 ? g.patch.images : 1;
+    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
 
-// parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
-// to 8 vectors of channels of its chunk; dout is read once.
-__global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
-    __shared__ float sums[32][8 * VEC + 1];
-    int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
-    int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
-    float sum[VEC] = {0};
-    for (int t = chunk * chunk_rows + group; t < end; t += 32) {
-        const floatX* row = dout + ((size_t)b * T + t) * O + o;
-        if (o < O) add_vector(sum, row);
-    }
-#pragma unroll
-    for (int e = 0; e < VEC; e++) sums[group][v * VEC + e] = sum[e];
-    __syncthreads();
-    int channel = threadIdx.x;
-    if (channel >= 8 * VEC || blockIdx.x * 8 * VEC + channel >= (unsigned)O) return;
-    float total = 0;
-    for (int i = 0; i < 32; i++) total += sums[i][channel];
-    parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
+    // A block's walk over the pixels takes tiles / splits, and the reduction splits O (C + C2): together they are
+    // shortest where they are equal. The factor was measured on an H100.
+    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
+    int most = std::min(g.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
+    int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)g.tiles / g.O / (g.C + g.C2)));
+    g.splits = g.partials = std::max(1, std::min(most, balanced + 1));
+
+    size_t n = (size_t)g.O * TAPS * (g.C + g.C2), bias_rows = g.splits + ceil_div(g.B, g.group_images);
+    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, bias_rows * g.group_images * g.O);
+    if (g.splits > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
+    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
+    launch_weight_reduction(g, n);
 }
 
-// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns
-// channels [32 b, 32 b + 32); eight threads a channel take every eighth image.
-__global__ void bias_finish_kernel(float* dbias, floatX* per_image, int pitch, const float* parts, int B,
-                                   int chunks, int O) {
-    __shared__ float sums[REDUCE_GROUPS][32];
-    int o = blockIdx.x * 32 + threadIdx.x;
-    float total = 0;
-    if (o < O)
-        for (int b = threadIdx.y; b < B; b += REDUCE_GROUPS) {
-            float sum = 0;
-#pragma unroll 8
-            for (int i = 0; i < chunks; i++) sum += parts[((size_t)b * chunks + i) * O + o];
-            if (per_image) per_image[(size_t)b * pitch + o] = (floatX)sum;
-            total += sum;
-        }
-    sums[threadIdx.y][threadIdx.x] = total;
-    __syncthreads();
-    if (threadIdx.y != 0 || o >= O) return;
-    for (int group = 1; group < REDUCE_GROUPS; group++) total += sums[group][threadIdx.x];
-    dbias[o] += total;
-}
-
-static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
-                          int O) {
-    int slabs = ceil_div(O, 8 * VEC), chunks = ceil_div(4 * gpu_multiprocessors, B * slabs);
-    chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
-    int rows = ceil_div(T, chunks);
-    chunks = ceil_div(T, rows);
-    Borrowed borrowed;
-    size_t most = std::max((size_t)1, Borrowed::left() / ((size_t)chunks * O * sizeof(float)));
-    int images = (int)std::min((size_t)B, most);  // as many at a time as fit
-    float* parts = take<float>(&lane->workspace, (size_t)images * chunks * O);
-    for (int b = 0; b < B; b += images) {
-        int count = std::min(images, B - b);
-        launch(bias_parts_kernel, dim3(slabs, chunks, count), 256, 0, parts, dout + (size_t)b * T * O, T, O,
-               rows);
-        // Without per-image sums every part may go to any of the eight threads.
-        launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias,
-               per_image ? per_image + (size_t)b * pitch : nullptr, pitch, parts,
-               per_image ? count : count * chunks, per_image ? chunks : 1, O);
+// The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
+// several runs.
+template <int TAPS>
+static void launch_weight_gradient(WeightGradient g) {
+    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
+    const size_t B = TAPS > 1 ? g.patch.B : 1, T = g.M / B;
+    const size_t run = std::min(B, Borrowed::left() / 2 / (g.O * sizeof(float)));
+    for (size_t b = 0; b < B; b += run) {
+        Borrowed borrowed;
+        g.B = g.patch.B = (int)std::min(run, B - b), g.M = (int)(g.B * T);
+#ifdef HOPPER
+        if (TAPS > 1)
+            launch_hopper_weight_gradient(g);
+        else
+#endif
+            launch_portable_weight_gradient<TAPS>(g);
+        g.dout += g.M * (size_t)g.O, g.x += g.M * (size_t)g.C;
+        if (g.per_image) g.per_image += g.B * (size_t)g.image_pitch;
     }
 }
 
@@ -8719,12 +8656,12 @@ struct HopperWeightTile {
     static constexpr int D_BYTES = 8192, X_BYTES = PITCH * LINES * 128;
     static constexpr int STAGE_BYTES = D_BYTES + (X_BYTES + 1023) / 1024 * 1024;
     static constexpr int STAGES = (216 << 10) / RESIDENT / STAGE_BYTES;
-    // Behind the last stage, besides barriers and ones, room that nobody reads: compute-sanitizer takes the
+    // Behind the last stage, besides barriers and ones, space that nobody reads: compute-sanitizer takes the
     // 6144 bytes of x of a product, lines apart in truth, for one piece that begins at the first.
     static constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 384 + 4096;
     static constexpr int SUMS_PITCH = 64 + 8;  // floats a row of the finished sums
     static constexpr int SUMS_BYTES = GROUPS * 3 * 64 * SUMS_PITCH * (int)sizeof(float);
-    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
+    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES, "the sums fit into the ring");
 };
 
 // *p += v, without waiting for it.
@@ -8740,38 +8677,6 @@ __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "l"(a), "l"((uint64_t)((b & 0x3ffff) >> 4)));
-}
-
-// per_image and dbias += from bias_parts of channels [o0 + rank * channels, + channels), by 128 threads; at
-// most eight splits.
-__device__ inline void finish_bias(const WeightGradient& g, float* totals, int o0, int channels, int rank,
-                                   int thread) {
-    int o = o0 + rank * channels + thread % channels, lanes = 128 / channels;
-    float total = 0;
-    for (int b0 = thread / channels; b0 < g.B && o < g.O; b0 += 4 * lanes) {
-        float sum[4];  // of images b0, b0 + lanes, ...: four loads under way
-        int split[4], last[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            unsigned b = min(b0 + k * lanes, g.B - 1);  // split_of in 32 bits
-            split[k] = ((b * g.group_tiles + 1) * g.splits - 1) / (unsigned)g.tiles;
-            last[k] = ((b + 1) * g.group_tiles * g.splits - 1) / (unsigned)g.tiles;
-            sum[k] = __ldcg(g.bias_parts + (size_t)(split[k] + b) * g.O + o);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            int b = b0 + k * lanes;
-            if (b >= g.B) break;
-            while (split[k] < last[k]) sum[k] += __ldcg(g.bias_parts + (size_t)(++split[k] + b) * g.O + o);
-            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum[k];
-            total += sum[k];
-        }
-    }
-    totals[thread] = total;
-    barrier_threads(2, 128);
-    if (thread >= channels || o >= g.O) return;
-    for (int i = 1; i < lanes; i++) total += totals[thread + i * channels];
-    g.dbias[o] += total;
 }
 
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
@@ -8922,9 +8827,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         else
             add_global(p, sum);
     }
-    // Without other clusters all parts are here: ranks share the channels, threads the images.
-    if (sums_bias && !g.partial)
-        finish_bias(g, (float*)(hopper_shared + Tile::SUMS_BYTES), o0, 64 / cluster, rank, threadIdx.x % 128);
     if (cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
 #endif
 }
@@ -8933,33 +8835,22 @@ struct HopperWeightPlan {
     int tiles, splits, cluster;
     float us;  // estimated
 };
-// The splits and clusters with the least estimated time. The figures, microseconds and bytes a microsecond,
-// were fitted to 900 timings on an H100; the choices cost 1% more than the best ones.
+// The splits with the least estimated time. Two, four or eight of them are a cluster where enough
+// multiprocessors take part (theirs come in numbers that clusters don't divide); more leave partial sums. The
+// figures are microseconds, fitted to timings on an H100.
 template <class Tile>
-static HopperWeightPlan plan_hopper_weight(const WeightGradient& g, size_t bytes) {
-    int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
-    size_t n = (size_t)g.O * 9 * g.C;
+static HopperWeightPlan plan_hopper_weight(const WeightGradient& g) {
+    const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
+    const float step_us = Tile::GROUPS == 3 ? 0.75f : 0.3f, reduction_us = 1e-5f * g.O * g.C;
     HopperWeightPlan best = {tiles, 1, 1, 1e30f};
-    // Every block loads its own pixels from L2; all of them come from device memory once.
-    float load =
-        std::max((float)tiles * g.tiles * Tile::STAGE_BYTES / 8.1e6f, (float)g.M * (g.O + g.C) * 2 / 2.7e6f);
-    float step = Tile::GROUPS == 3 ? 0.73f : 0.27f;
-    for (int cluster = 1; cluster <= 8; cluster *= 2) {
-        // Larger clusters leave some multiprocessors without work: theirs are not a multiple of the cluster.
-        int slots = gpu_multiprocessors * Tile::RESIDENT * (cluster > 2 ? 10 : 11) / 11;
-        for (int splits = cluster; splits <= g.tiles && (splits == 1 || splits * tiles <= slots);
-             splits += cluster) {
-            int partials = splits / cluster;
-            bool partial = partials > 1;
-            if (partial && partials * n * sizeof(float) > bytes) break;
-            float product = ceil_div((size_t)splits * tiles, slots) * ceil_div(g.tiles, splits) * step;
-            if (Tile::RESIDENT > 1 && splits * tiles > gpu_multiprocessors) product *= 1.87f;
-            float us =
-                std::max(product, load) + 0.12f * std::min(product, load) + (Tile::GROUPS == 3 ? 4.5f : 3.5f);
-            if (cluster > 1) us += cluster < 8 ? 2.3f : 3.0f;
-            if (partial) us += 3.9f + n / 136e3f + 8.0f * partials * n / 8.9e6f;
-            if (us < best.us) best = {tiles, splits, cluster, us};
-        }
+    for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
+         splits++) {
+        bool joined = splits == 2 || ((splits == 4 || splits == 8) &&
+                                      splits * tiles <= gpu_multiprocessors * Tile::RESIDENT * 10 / 11);
+        float us =
+            ceil_div((size_t)splits * tiles, gpu_multiprocessors) * ceil_div(g.tiles, splits) * step_us;
+        if (splits > 1) us += joined ? 2.5f : 6.0f + splits * reduction_us;
+        if (us < best.us) best = {tiles, splits, joined ? splits : 1, us};
     }
     return best;
 }
@@ -8968,27 +8859,24 @@ template <class Tile>
 static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
     size_t n = (size_t)g.O * 9 * g.C;
     g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
-    g.partial = g.partials > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
+    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, (size_t)(g.splits + g.B) * g.O);
+    if (g.partials > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
     auto box = [&](const floatX* x, int channels, int width, int height) {
         return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
     };
     launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
                     Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
                     box(g.x, g.C, 10, Tile::LINES), plan.cluster);
-    if (!g.partial) return;
-    int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
+    launch_weight_reduction(g, n);
 }
 
-// launch_weight_gradient on Hopper, for 3x3.
+// launch_portable_weight_gradient on Hopper, for 3x3.
 static void launch_hopper_weight_gradient(WeightGradient g) {
-    Borrowed borrowed;
     g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.B = g.patch.B, g.group_images = 1;
+    g.tiles = g.patch.tiles, g.group_images = 1;
     g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    take_bias_parts(&g, (size_t)2 * gpu_multiprocessors + g.B);
-    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, Borrowed::left()),
-                     line = plan_hopper_weight<HopperWeightTile<1>>(g, Borrowed::left());
+    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g),
+                     line = plan_hopper_weight<HopperWeightTile<1>>(g);
     if (line.us < all.us)
         launch_hopper_weight_tile<HopperWeightTile<1>>(g, line);
     else

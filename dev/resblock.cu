@@ -189,16 +189,17 @@ static void resblock_backward3(Problem& p) {
     each_vector(s.out(), SiluBackwardVectors{dnormed2, dnormed2, normed2});
     norm_alone_backward(p, "2", dh, d("out_layers.0.weight"), d("out_layers.0.bias"), dnormed2, mean2, rstd2,
                         h, exact("out_layers.0.weight"), exact("out_layers.0.bias"), s.B, s.T, s.O, s.G);
-    bias_backward(d("in_layers.2.bias"), projected, s.O, dh, s.B, s.T, s.O);
-    linear_backward(demb, nullptr, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
-                    p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), s.B, s.E, 0, s.O, false);
-    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb});
 
     groupnorm_apply(normed1, mean1, rstd1, x, nullptr, exact("in_layers.0.weight"), exact("in_layers.0.bias"),
                     s.B, s.T, s.K, 0, s.G, false);
     each_vector(s.in(), SiluVectors{active1, normed1});
-    conv3x3_backward(dnormed1, d("in_layers.2.weight"), nullptr, nullptr, 0, dh, active1,
+    conv3x3_backward(dnormed1, d("in_layers.2.weight"), d("in_layers.2.bias"), projected, s.O, dh, active1,
                      w("in_layers.2.weight"), s.B, s.H, s.H, s.K, s.O);
+    backend_join();  // projected is the side lane's
+    bias_backward(d("in_layers.2.bias"), projected, s.O, dh, s.B, s.T, s.O);
+    linear_backward(demb, nullptr, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
+                    p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), s.B, s.E, 0, s.O, false);
+    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb});
     each_vector(s.in(), SiluBackwardVectors{dnormed1, dnormed1, normed1});
     norm_alone_backward(p, "1", dx, d("in_layers.0.weight"), d("in_layers.0.bias"), dnormed1, mean1, rstd1, x,
                         exact("in_layers.0.weight"), exact("in_layers.0.bias"), s.B, s.T, s.K, s.G);
