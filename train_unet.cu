@@ -7526,8 +7526,9 @@ static bool launch_hopper(Gemm* g);
 static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the rules below
 #endif
 
-// The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
-// its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
+// The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors without
+// work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps enough of
+// them to pay for a second kernel. The bounds were measured on an H100.
 template <int TAPS, bool TRANSPOSED>
 static void launch_portable(Gemm g) {
     if constexpr (!TRANSPOSED)
@@ -7536,39 +7537,32 @@ static void launch_portable(Gemm g) {
             launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
             return;
         }
-    // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
-    static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
-    static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
-    constexpr int COLUMNS =
-        sizeof(floatX) == 2 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), best = 0, splits = 1;
-    float least = 1e30f;
-    for (int t = 0; t < 3; t++) {
-        int pixel_tiles =
-            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, BM[t]).tiles : ceil_div(g.M, BM[t]);
-        int tiles = pixel_tiles * ceil_div(g.N, BN[t]);
-        for (int s = 1; s <= chunks && s <= 8; s++) {
-            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > Borrowed::left()) break;
-            float step = 2.0f * BM[t] * BN[t] * BK / 3.2e6f / RATE[t];  // at 3.2 TFLOP/s
-            if (sizeof(floatX) == 4) step *= 10;
-            int load = ceil_div((size_t)tiles * s, gpu_multiprocessors);
-            float time =
-                load * (step * TAPS * ceil_div(chunks, s) * (load == 1 ? 1.8f : 1.0f) + FIXED[t]) + 2.0f;
-            if (s > 1) time += 2.0f + 8.0f * s * g.M * g.N / 3e6f;
-            if (time < least) least = time, best = t, splits = s;
-        }
-    }
+    constexpr bool HALF = sizeof(floatX) == 2;
+    auto tiles = [&](int pixels, int channels) {
+        int along_m =
+            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, pixels).tiles : ceil_div(g.M, pixels);
+        return along_m * ceil_div(g.N, channels);
+    };
+    bool even = ceil_div(g.N, 64) % 2 == 0;  // tiles of 128 channels are full
+    int tile = even && tiles(128, 128) >= 3 * gpu_multiprocessors ? 0
+               : tiles(128, 64) >= 2 * gpu_multiprocessors        ? 1
+                                                                  : 2;
+    const int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), least_steps = HALF ? 18 : 1;
+    int splits = 1;
+    while (tile == 2 && splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
+           splits * tiles(64, 64) <= gpu_multiprocessors)
+        splits *= 2;
 #ifdef TESTING
-    if (forced_tile >= 0) best = forced_tile;
-    if (forced_splits > 0) splits = forced_splits > chunks ? chunks : forced_splits;
+    if (forced_tile >= 0) tile = forced_tile;
+    if (forced_splits > 0) splits = std::min(forced_splits, chunks);
 #endif
     Borrowed borrowed;
     g.splits = splits;
     if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
-    if (best == 0)
-        launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
-    if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
-    if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+    constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
+    if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
+    if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
 }
 
 template <int TAPS, bool TRANSPOSED>
