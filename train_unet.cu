@@ -7079,13 +7079,13 @@ __device__ inline float2 load_shared2(uint32_t address) {
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
 // eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
 // pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
+struct Pixel {
+    int b, y, x;
+};
 struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
-    struct Origin {
-        int b, y, x;
-    };
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
         int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
@@ -7098,12 +7098,12 @@ struct Patch {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
         return image << 16 | (y - image * 10) << 8 | (row - y * (width + 2));
     }
-    __device__ Origin origin(int tile) const {
+    __device__ Pixel origin(int tile) const {
         int line = tile / tiles_x, b = line / tiles_y;
         return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
     }
     // The pixel's index in (B, H, W), or -1 outside.
-    __device__ int pixel(Origin o, int place) const {
+    __device__ int pixel(Pixel o, int place) const {
         int b = o.b + (place >> 16), y = o.y + (place >> 8 & 255), x = o.x + (place & 255);
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
@@ -7357,7 +7357,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
 
     if (TAPS > 1) {
-        Patch::Origin origin = g.patch.origin(tile);
+        Pixel origin = g.patch.origin(tile);
         for (int r = tid; r < a_rows; r += THREADS) pixel_of_row[r] = g.patch.pixel(origin, g.patch.place(r));
         __syncthreads();
     }
@@ -7846,7 +7846,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     auto load = [&](int tile) {
         uint32_t d_tile = ring + (tile - first) % STAGES * Tile::STAGE_BYTES,
                  x_tile = d_tile + PIXELS * Tile::ROW_BYTES;
-        Patch::Origin origin = {0, 0, 0};
+        Pixel origin = {0, 0, 0};
         if (TAPS > 1) origin = g.patch.origin(tile);
 #pragma unroll
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
@@ -8108,50 +8108,81 @@ namespace gpu {
 
 // ---- Hopper: tensor copies and warpgroup products
 
-// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows
-// of 64 channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion
-// counts down the bytes that a barrier in shared memory expects.
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
+// A barrier in shared memory. A phase of it is over when so many threads have arrived and all bytes that were
+// expected have come.
+struct Barrier {
+    uint64_t state;
+    __device__ uint32_t address() const { return shared_address(this); }
+    __device__ void init(int arrivals) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+    }
+    __device__ void expect(uint32_t bytes) {  // and arrive
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes)
+                     : "memory");
+    }
+    __device__ void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+    }
+    // Until the phase of this parity is over.
+    __device__ void wait(uint32_t parity) {
+        asm volatile(
+            "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done "
+            "bra "
+            "AGAIN;\n}" ::"r"(address()),
+            "r"(parity)
+            : "memory");
+    }
+};
+// Of a ring of N buffers that one thread has filled and some warpgroups read.
+template <int N>
+struct RingBarriers {
+    Barrier full[N], empty[N];
+    __device__ void init(int readers) {
+        for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
+    }
+};
 // Makes initialised barriers known to the copy engine.
 __device__ inline void barrier_publish() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Until the phase of this parity is over.
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
-        "AGAIN;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-// Where a thread stands in a ring of N barriers: the slot, and the parity of the phase to wait for. Who waits
-// for slots to become empty begins with parity 1: the first time round at once.
+// Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. Who waits for buffers
+// to become empty begins with parity 1: the first time round at once.
 template <int N>
 struct Ring {
     int slot = 0, parity = 0;
-    __device__ int before() const { return slot ? slot - 1 : N - 1; }
+    __device__ int previous() const { return slot ? slot - 1 : N - 1; }
     __device__ void next() {
         if (++slot == N) slot = 0, parity ^= 1;
     }
 };
-__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int c, int x, int y,
-                                int b) {
+// Barriers of some of a block's threads, by number; 0 is __syncthreads.
+enum NamedBarrier {
+    BARRIER_READERS = 1,   // all warpgroups that multiply
+    BARRIER_WARPGROUP = 2  // the first of these; the others' follow
+};
+__device__ inline void barrier_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
+// engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
+// the bytes that the barrier expects.
+__device__ inline void copy_box(void* to, const CUtensorMap& map, const Barrier& barrier, int c, Pixel at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
         "%3, %4, %5}], "
-        "[%6];" ::"r"(to),
-        "l"(&map), "r"(c), "r"(x), "r"(y), "r"(b), "r"(barrier)
+        "[%6];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(barrier.address())
         : "memory");
 }
+__device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+        "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(shared_address(from))
+        : "memory");
+}
+// Before the copy engine or the tensor cores read what this thread stored to shared memory.
+__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // All threads of a cluster meet.
 __device__ inline void cluster_barrier() {
@@ -8215,9 +8246,12 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
                      : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
 }
 
-// The map of x (B, H, W, C) for boxes of 64 channels, `width` columns, `height` lines and `images`.
-static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int width, int height,
-                              int images) {
+// Pixels of a copy.
+struct Box {
+    int width, height, images;
+};
+// The map of x (B, H, W, C) for such boxes of 64 channels.
+static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode) {
         cudaDriverEntryPointQueryResult found;
@@ -8226,13 +8260,13 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
         ASSERT(found == cudaDriverEntryPointSuccess);
     }
     CUtensorMap map;
-    cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
-    cuuint64_t sizes[4] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B},
-               strides[3] = {row, row * W, row * W * H};
-    cuuint32_t box[4] = {64, (cuuint32_t)width, (cuuint32_t)height, (cuuint32_t)images},
-               steps[4] = {1, 1, 1, 1};
-    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, box, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    const cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
+    const cuuint64_t sizes[] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B};
+    const cuuint64_t strides[] = {row, row * W, row * W * H};
+    const cuuint32_t extent[] = {64, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
+    const cuuint32_t steps[] = {1, 1, 1, 1};
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, extent,
+                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     ASSERT(status == CUDA_SUCCESS);
     return map;
@@ -8240,32 +8274,70 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
 
 // ---- Hopper: forward and input gradient
 
+// One tensor, or two side by side: from column `columns` on, the second.
+struct JoinedMaps {
+    CUtensorMap first, second;
+    int columns;
+    __device__ const CUtensorMap& of(int column) const { return column < columns ? first : second; }
+    __device__ int within(int column) const { return column < columns ? column : column - columns; }
+};
+
 struct HopperGemm {
-    CUtensorMap x, x2, w, out, out2;
-    CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
-    const floatX *bias, *emb;     // (N), (B, emb_pitch)[:, :N]; null: none
+    JoinedMaps x, out;  // x: a chunk of 64 channels starts at 64 times its number
+    JoinedMaps extra;   // read where the outputs go: the residual, or a norm's x
+    CUtensorMap w;
+    const floatX *bias, *emb;  // (N), (B, emb_pitch)[:, :N]; null: none
     int emb_pitch;
     float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
     Normed norm;
-    int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
-    int beside1;                    // beside2 those from here on
-    bool has_beside;
-    int B, H, W, T, tiles_x, tiles_y, tiles;
+    bool has_extra;
+    int C, N, chunks;
+    int B, W, T;
+    int tiles_x, tiles_y, tiles;
     int share;  // the chunks of one of a cluster's blocks
 };
 
-// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS,
-// for images no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
-template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int BLOCKS_, int STAGES_, int RESIDENT_>
+// 64 channels by 128 WARPGROUPS pixels a block. A warpgroup owns 128 of the pixels: 16 lines of 8, or with
+// PAIRS, for images no larger than 8 x 8, two whole images; without neighbours (1x1), where all pixels are one
+// line, any 128 in a row.
+template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int WARPGROUPS_, int STAGES_, int RESIDENT_>
 struct HopperTile {
-    static constexpr int TAPS = TAPS_, BLOCKS = BLOCKS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_ && TAPS > 1;
-    static constexpr int THREADS = BLOCKS * 128 + 32;                          // one more warp: the producer
-    static constexpr int PITCH = TAPS == 1 ? 8 : PAIRS ? 10 : 8 * BLOCKS + 2;  // rows from line to line
-    static constexpr int PATCH_ROWS = TAPS == 1 ? 128 * BLOCKS : PAIRS ? 200 * BLOCKS : 18 * PITCH;
-    static constexpr int PATCH_BYTES = (PATCH_ROWS * 128 + 1023) / 1024 * 1024;  // and enough for the outputs
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2, W_BYTES = 8192;
-    static constexpr int SHARED_BYTES = PATCHES * PATCH_BYTES + STAGES * W_BYTES + 256;
+    static constexpr int TAPS = TAPS_, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_;
+    static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;  // one more warp: the producer
+    static constexpr int BORDER = TAPS > 1;
+    static constexpr Box OUTPUTS = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
+    static constexpr Box PIXELS = {OUTPUTS.width * (PAIRS ? 1 : WARPGROUPS), OUTPUTS.height,
+                                   OUTPUTS.images*(PAIRS ? WARPGROUPS : 1)};
+    static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
+    static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
+    static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
+    // A warpgroup's first row in a patch, and the second image's distance from there.
+    static constexpr int WARPGROUP_ROWS = TAPS == 1 ? 128 : PAIRS ? 200 : 8, IMAGE_ROWS = 100;
+    // A warpgroup's first pixel, in a tile that begins at `at`.
+    __device__ static Pixel warpgroup(Pixel at, int k) {
+        return PAIRS ? Pixel{at.b + 2 * k, at.y, at.x} : Pixel{at.b, at.y, at.x + OUTPUTS.width * k};
+    }
+    __device__ static Pixel origin(const HopperGemm& g, int tile) {
+        if (TAPS == 1) return {0, 0, tile * PIXELS.width};
+        if (PAIRS) return {tile * PIXELS.images, 0, 0};
+        return {tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * PIXELS.height,
+                tile % g.tiles_x * PIXELS.width};
+    }
+};
+
+typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
+template <class Tile>
+struct HopperGemmShared {
+    union Patch {
+        unsigned char pixels[(Tile::PATCH_ROWS + 7) / 8 * 1024];
+        Rows64 outputs[Tile::WARPGROUPS][2];
+    } patches[Tile::PATCHES];  // the cluster's sums go here when the chunks have been read
+    Rows64 w[Tile::STAGES];
+    RingBarriers<Tile::PATCHES> patch;
+    RingBarriers<Tile::STAGES> stage;
+    static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
 };
 
 __device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
@@ -8273,18 +8345,6 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
-__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, int x, int y, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(c), "r"(x), "r"(y), "r"(b), "r"(from)
-        : "memory");
-}
-// Before the copy engine or the tensor cores read what this thread stored to shared memory.
-__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void barrier_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
 // tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what
 // is added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
@@ -8292,67 +8352,36 @@ __device__ inline void barrier_threads(int barrier, int threads) {
 // take one and the same tile, and a share of its chunks each. Per tile: its patch and 64 channels' weights
 // come from L2 once.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int STAGES = Tile::STAGES, PATCHES = Tile::PATCHES, TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
-    constexpr bool PAIRS = Tile::PAIRS;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    const uint32_t patches = shared_address(hopper_shared), w_ring = patches + PATCHES * Tile::PATCH_BYTES,
-                   barriers = w_ring + STAGES * Tile::W_BYTES;
-    auto patch_full = [&](int i) { return barriers + 8 * i; };
-    auto patch_empty = [&](int i) { return barriers + 8 * (PATCHES + i); };
-    auto w_full = [&](int i) { return barriers + 8 * (2 * PATCHES + i); };
-    auto w_empty = [&](int i) { return barriers + 8 * (2 * PATCHES + STAGES + i); };
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int o = blockIdx.y * 64, splits = BLOCKS == 1 ? gridDim.x : 1, rank = BLOCKS == 1 ? blockIdx.x : 0;
+struct HopperGemmBlock {
+    static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
+                         WARPGROUPS = Tile::WARPGROUPS;
+    const HopperGemm& g;
+    HopperGemmShared<Tile>& shared;
+    const int o = blockIdx.y * 64, warpgroup = threadIdx.x / 128;
+    const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
+    const int splits = WARPGROUPS == 1 ? gridDim.x : 1, rank = WARPGROUPS == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks);
-    struct Place {  // of a tile's first pixel
-        int b, y, x;
-    };
-    auto place = [&](int tile) {
-        if (TAPS == 1) return Place{0, 0, tile * 128 * BLOCKS};
-        if (PAIRS) return Place{tile * 2 * BLOCKS, 0, 0};
-        return Place{tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * 16,
-                     tile % g.tiles_x * 8 * BLOCKS};
-    };
-    // A chunk's tensor, its first channel there and in the concatenation.
-    auto second = [&](int chunk) { return chunk >= g.chunks1; };
-    auto channel = [&](int chunk) { return (second(chunk) ? chunk - g.chunks1 : chunk) * 64; };
-    auto joined = [&](int chunk) { return channel(chunk) + (second(chunk) ? g.C : 0); };
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < PATCHES; i++)
-            barrier_init(patch_full(i), 1), barrier_init(patch_empty(i), BLOCKS);
-        for (int i = 0; i < STAGES; i++) barrier_init(w_full(i), 1), barrier_init(w_empty(i), BLOCKS);
-        barrier_publish();
-    }
-    __syncthreads();
-
-    if (warp == BLOCKS * 4) {  // the producer
+    __device__ __forceinline__ void produce() {  // one thread
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
-        for (int tile = blockIdx.z; lane == 0 && tile < g.tiles; tile += gridDim.z) {
-            const Place at = place(tile);
+        for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+            const Pixel at = Tile::origin(g, tile);
             auto load_patch = [&](int chunk) {
-                uint32_t to = patches + patch.slot * Tile::PATCH_BYTES, full = patch_full(patch.slot);
-                barrier_wait(patch_empty(patch.slot), patch.parity);
+                auto& to = shared.patches[patch.slot];
+                Barrier& full = shared.patch.full[patch.slot];
+                shared.patch.empty[patch.slot].wait(patch.parity);
                 if (chunk < last) {
-                    barrier_expect(full, Tile::PATCH_ROWS * 128);
-                    copy_box(to, second(chunk) ? g.x2 : g.x, full, channel(chunk),
-                             TAPS == 1 ? at.x : at.x - 1, TAPS == 1 ? 0 : at.y - 1, at.b);
-                } else if (g.has_beside && rank == 0) {  // where the outputs will be put together
-                    bool other = g.beside1 < g.N && o >= g.beside1;
-                    barrier_expect(full, BLOCKS * 16384);
-                    for (int k = 0; k < BLOCKS; k++)
-                        copy_box(to + k * 16384, other ? g.beside2 : g.beside, full,
-                                 other ? o - g.beside1 : o,
-                                 TAPS == 1 ? at.x + 128 * k
-                                 : PAIRS   ? 0
-                                           : at.x + 8 * k,
-                                 at.y, PAIRS ? at.b + 2 * k : at.b);
+                    full.expect(Tile::PATCH_ROWS * 128);
+                    copy_box(to.pixels, g.x.of(chunk * 64), full, g.x.within(chunk * 64),
+                             {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
+                } else if (g.has_extra && rank == 0) {  // where the outputs will be put together
+                    full.expect(sizeof to.outputs);
+                    for (int k = 0; k < WARPGROUPS; k++)
+                        copy_box(to.outputs[k], g.extra.of(o), full, g.extra.within(o),
+                                 Tile::warpgroup(at, k));
                 } else {
-                    barrier_arrive(full);
+                    full.arrive();
                 }
                 patch.next();
             };
@@ -8361,100 +8390,101 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 for (int tap = 0; tap < TAPS; tap++, stage.next()) {
                     if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
                         load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
-                    uint32_t to = w_ring + stage.slot * Tile::W_BYTES, full = w_full(stage.slot);
-                    barrier_wait(w_empty(stage.slot), stage.parity);
-                    barrier_expect(full, Tile::W_BYTES);
+                    Barrier& full = shared.stage.full[stage.slot];
+                    shared.stage.empty[stage.slot].wait(stage.parity);
+                    full.expect(sizeof(Rows64));
+                    int channel = g.x.within(chunk * 64) + (chunk * 64 < g.x.columns ? 0 : g.C);
                     if (Tile::TRANSPOSED)
-                        copy_box(to, g.w, full, o, TAPS - 1 - tap, joined(chunk), 0);
+                        copy_box(shared.w[stage.slot], g.w, full, o, {0, channel, TAPS - 1 - tap});
                     else
-                        copy_box(to, g.w, full, joined(chunk), tap, o, 0);
+                        copy_box(shared.w[stage.slot], g.w, full, channel, {0, o, tap});
                     if (TAPS == 1) load_patch(chunk + 1);
                 }
         }
-        __syncwarp();
-        if (splits > 1) cluster_barrier(), cluster_barrier();
-        return;
     }
 
-    const int group = warp / 4;
-    const bool leads = threadIdx.x % 128 == 0;
-    Ring<PATCHES> patch;
-    Ring<STAGES> stage;
-    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
-        const Place at = place(tile);
-        float c[64];
+    // c = a warpgroup's sums over this block's chunks: rows are channels, columns pixels.
+    __device__ __forceinline__ void multiply(float (&c)[64], Ring<PATCHES>& patch, Ring<STAGES>& stage) {
 #pragma unroll
         for (int e = 0; e < 64; e++) c[e] = 0;
+#pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
-            barrier_wait(patch_full(patch.slot), patch.parity);
-            uint32_t pixels = patches + patch.slot * Tile::PATCH_BYTES;
+            shared.patch.full[patch.slot].wait(patch.parity);
+            uint32_t pixels = shared_address(shared.patches[patch.slot].pixels);
             for (int tap = 0; tap < TAPS; tap++, stage.next()) {
-                barrier_wait(w_full(stage.slot), stage.parity);
-                uint32_t w = w_ring + stage.slot * Tile::W_BYTES,
+                shared.stage.full[stage.slot].wait(stage.parity);
+                uint32_t w = shared_address(shared.w[stage.slot]),
                          shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                    if (PAIRS) {
-                        uint32_t from = shifted + group * 200 * 128 + k * 32;
-                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, 1280));
-                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(from + 100 * 128, 1280));
+                    uint32_t from = shifted + warpgroup * Tile::WARPGROUP_ROWS * 128 + k * 32;
+                    uint64_t b = shared_matrix(from, Tile::PITCH * 128);
+                    if (Tile::PAIRS) {
+                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, b);
+                        b = shared_matrix(from + Tile::IMAGE_ROWS * 128, Tile::PITCH * 128);
+                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b);
                     } else {
-                        uint32_t from = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
-                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, Tile::PITCH * 128));
+                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, b);
                     }
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
                 if (leads && (tap > 0 || chunk > first)) {
-                    barrier_arrive(w_empty(stage.before()));
-                    if (tap == 0) barrier_arrive(patch_empty(patch.before()));
+                    shared.stage.empty[stage.previous()].arrive();
+                    if (tap == 0) shared.patch.empty[patch.previous()].arrive();
                 }
             }
         }
         wgmma_wait<0>();
-        if (leads) barrier_arrive(w_empty(stage.before())), barrier_arrive(patch_empty(patch.before()));
-        if (splits > 1) {  // the first of the cluster adds the others' sums to its own, rank by rank
-            constexpr int ADDERS = BLOCKS * 128;
-            static_assert(ADDERS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
-            float4* mine = (float4*)hopper_shared + threadIdx.x;
-            if (rank > 0) {
-                barrier_threads(1, ADDERS);  // the patches have been read
-#pragma unroll
-                for (int e = 0; e < 64; e += 4)
-                    mine[e / 4 * ADDERS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
-            }
-            cluster_barrier();
-            if (rank == 0)
-                for (int r = 1; r < splits; r++)
-#pragma unroll
-                    for (int e = 0; e < 64; e += 4) {
-                        float4 part = load_cluster(patches + (e / 4 * ADDERS + threadIdx.x) * 16, r);
-                        c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
-                    }
-            cluster_barrier();  // nobody leaves while another reads its shared memory
-            if (rank > 0) return;
-        }
+        if (leads)
+            shared.stage.empty[stage.previous()].arrive(), shared.patch.empty[patch.previous()].arrive();
+    }
 
-        // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
-        // memory.
-        const int row = o + warp % 4 * 16 + lane / 4;  // this thread's channels: row, row + 8
-        const int block_x = TAPS == 1 ? at.x + 128 * group : PAIRS ? 0 : at.x + 8 * group;
-        constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
-        const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
-        const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? at.b + 2 * group : at.b;
-        uint32_t to = patches + patch.slot * Tile::PATCH_BYTES + group * 16384;
-        int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = to + line * 128 + ((vector ^ (line & 7)) << 4);
-        const bool gradient = Tile::TRANSPOSED && g.norm.mean;
-        float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
-        float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
+    // The first of the cluster adds the others' sums to its own, rank by rank.
+    __device__ __forceinline__ void combine(float (&c)[64]) {
+        static_assert(WARPGROUPS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
+        float4* sums = (float4*)shared.patches + threadIdx.x;
+        if (rank > 0) {
+            barrier_threads(BARRIER_WARPGROUP, 128);  // the patches have been read
+#pragma unroll
+            for (int e = 0; e < 64; e += 4)
+                sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+        }
+        cluster_barrier();
+        if (rank == 0)
+            for (int r = 1; r < splits; r++)
+#pragma unroll
+                for (int e = 0; e < 64; e += 4) {
+                    float4 part = load_cluster(shared_address(sums + e / 4 * 128), r);
+                    c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
+                }
+        cluster_barrier();  // nobody leaves while another reads its shared memory
+    }
+};
+
+// What becomes of a warpgroup's sums. A thread has channels row and row + 8, and of each 32 pixels.
+template <class Tile>
+struct HopperEpilogue {
+    static constexpr int IMAGES =
+        Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // whose pixels a warpgroup may hold
+    const HopperGemm& g;
+    const Pixel at;  // the warpgroup's first
+    const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int images = Tile::PAIRS || g.T == 64 ? IMAGES : 1;  // that it does hold
+    const int image = Tile::TAPS == 1 ? at.x / g.T : at.b;
+    const bool gradient = Tile::TRANSPOSED && g.norm.mean;
+    // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
+    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];
+    float sum[IMAGES][2] = {}, product[IMAGES][2] = {};
+
+    __device__ __forceinline__ void load() {
 #pragma unroll
         for (int i = 0; i < IMAGES; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
+                int n = min(row + 8 * h, g.N - 1), b = min(image + (images == 1 ? 0 : i), g.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
                 if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
                 if (!gradient) continue;
@@ -8462,157 +8492,185 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
                 shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
             }
-        barrier_wait(patch_full(patch.slot), patch.parity);
+    }
+
+    // c finished, and rounded and transposed into shared memory, where what is added or the norm's x has come.
+    __device__ __forceinline__ void finish(float (&c)[64], void* outputs) {
+        int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+        uint32_t rows = shared_address(outputs) + line * 128 + ((vector ^ (line & 7)) << 4);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
             uint32_t r[4];
-            if (g.has_beside) load_matrices_transposed(r, rows + j * 1024);
+            if (g.has_extra) load_matrices_transposed(r, rows + j * 1024);
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
-                float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
+                float extra = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
                 if (!Tile::TRANSPOSED) value += added[i][h];
                 if (gradient) {
-                    if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
-                    sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
-                } else if (g.has_beside) {
-                    value += beside;
+                    if (g.norm.silu) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
+                    sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
+                } else if (g.has_extra) {
+                    value += extra;
                 }
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
             store_matrices_transposed(rows + j * 1024, r);
         }
+    }
+
+    // The moments of the outputs, by channel and part: now the sum, then the squares about the mean. A norm's
+    // sums are already in `sum` and `product`.
+    __device__ __forceinline__ void write_sums(const float (&c)[64]) {
+        auto total = [](float x) {  // over the four lanes that share a row
+            x += __shfl_xor_sync(~0u, x, 1);
+            return x + __shfl_xor_sync(~0u, x, 2);
+        };
+        if (!Tile::TRANSPOSED)
+#pragma unroll
+            for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
+            if (IMAGES == 2 && images == 1) sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
+        }
+        if (!Tile::TRANSPOSED) {
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+#pragma unroll
+            for (int e = 0; e < 64; e++) {
+                float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
+                product[e * IMAGES / 64][e / 2 % 2] += d * d;
+            }
+        }
+        int pixel = Tile::TAPS == 1 ? at.x : image * g.T;  // the first, or as many as come before its part
+        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.W / 8) + at.x / 8) * 128;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
+            if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) {
+                int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
+                if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                if (gradient)
+                    product[i][h] *= g.norm.rstd[min(image + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
+                g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], product[i][h]);
+            }
+        }
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(HopperGemmShared<Tile>*)hopper_shared;
+    HopperGemmBlock<Tile> block = {g, shared};
+    if (threadIdx.x == 0) {
+        shared.patch.init(Tile::WARPGROUPS), shared.stage.init(Tile::WARPGROUPS);
+        barrier_publish();
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= Tile::READERS) {
+        if (threadIdx.x == Tile::READERS) block.produce();
+        __syncwarp();
+        if (block.splits > 1) cluster_barrier(), cluster_barrier();  // as in combine
+        return;
+    }
+
+    Ring<Tile::PATCHES> patch;
+    Ring<Tile::STAGES> stage;
+    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+        float c[64];
+        block.multiply(c, patch, stage);
+        if (block.splits > 1) block.combine(c);
+        if (block.rank > 0) return;
+
+        HopperEpilogue<Tile> epilogue = {g, Tile::warpgroup(Tile::origin(g, tile), block.warpgroup)};
+        void* outputs = shared.patches[patch.slot].outputs[block.warpgroup];
+        epilogue.load();
+        shared.patch.full[patch.slot].wait(patch.parity);
+        epilogue.finish(c, outputs);
         fence_shared();
-        barrier_threads(1 + group, 128);
-        if (leads) {
-            bool second = g.N1 < g.N && o >= g.N1;
-            store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, at.y,
-                      TAPS == 1 ? 0 : block_b);
+        barrier_threads(BARRIER_WARPGROUP + block.warpgroup, 128);
+        if (block.leads) {
+            store_box(g.out.of(block.o), outputs, g.out.within(block.o), epilogue.at);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
-        if (g.sums) {
-            auto total = [](float x) {  // over the four lanes that share a row
-                x += __shfl_xor_sync(~0u, x, 1);
-                return x + __shfl_xor_sync(~0u, x, 2);
-            };
-            if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
-#pragma unroll
-                for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
-                if (IMAGES == 2 && images == 1)
-                    sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
-            }
-            if (!Tile::TRANSPOSED) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
-#pragma unroll
-                for (int e = 0; e < 64; e++) {
-                    float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
-                    other[e * IMAGES / 64][e / 2 % 2] += d * d;
-                }
-            }
-            int pixel = TAPS == 1 ? block_x
-                                  : block_b * g.T + (PAIRS ? 0 : (at.y / 16 * (g.W / 8) + block_x / 8) * 128);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
-                if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) {
-                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                    if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
-                    if (gradient)
-                        other[i][h] *=
-                            g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
-                    g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
-                }
-            }
-        }
-        if (leads) {  // the copy engine has read the outputs
+        if (g.sums) epilogue.write_sums(c);
+        if (block.leads) {  // the copy engine has read the outputs
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-            barrier_arrive(patch_empty(patch.slot));
+            shared.patch.empty[patch.slot].arrive();
         }
         patch.next();
     }
 #endif
 }
 
-// B images of H x W; 1x1: all pixels are one line.
-struct HopperShape {
-    int B, H, W;
-};
 template <class Tile>
-static void launch_hopper_tile(const Gemm& g, HopperShape s) {
-    constexpr int TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
-    constexpr bool PAIRS = Tile::PAIRS;
-    HopperGemm h;
-    int width = TAPS == 1 ? 128 * BLOCKS : Tile::PITCH, height = TAPS == 1 ? 1 : PAIRS ? 10 : 18;
-    int images = PAIRS ? 2 * BLOCKS : 1;
-    auto pixels = [&](const floatX* x, int C) {
-        return tensor_map(x, C, s.W, s.H, s.B, width, height, images);
+static void launch_hopper_tile(const Gemm& g) {
+    constexpr int TAPS = Tile::TAPS;
+    const int B = TAPS == 1 ? 1 : g.patch.B, H = TAPS == 1 ? 1 : g.patch.H, W = TAPS == 1 ? g.M : g.patch.W;
+    const int K = g.C + g.C2;
+    const bool normed = g.norm.mean;
+    HopperGemm h = {};
+    auto joined = [&](const floatX* x, const floatX* x2, int columns, int all, Box box) {
+        JoinedMaps maps = {tensor_map(x, columns, W, H, B, box), {}, columns};
+        if (columns < all) maps.second = tensor_map(x2, all - columns, W, H, B, box);
+        return maps;
     };
-    auto outputs = [&](const floatX* x, int C) {
-        return tensor_map(x, C, s.W, s.H, s.B, TAPS == 1 ? 128 : 8,
-                          TAPS == 1 ? 1
-                          : PAIRS   ? 8
-                                    : 16,
-                          PAIRS ? 2 : 1);
-    };
-    int K = g.C + g.C2;
-    h.x = pixels(g.x, g.C);
-    if (g.C2) h.x2 = pixels(g.x2, g.C2);
-    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, 1, 64, 1)
-                           : tensor_map(g.w, K, TAPS, g.N, 1, 1, 64, 1);
-    h.out = outputs(g.out, g.N1);
-    if (g.N1 < g.N) h.out2 = outputs(g.out2, g.N - g.N1);
-    const floatX *beside = g.norm.mean ? g.norm.x : g.residual,
-                 *beside2 = g.norm.mean ? g.norm.x2 : g.residual2;
-    h.has_beside = beside, h.beside1 = g.norm.mean ? g.norm.C : g.N1;
-    if (beside) h.beside = outputs(beside, h.beside1);
-    if (beside && h.beside1 < g.N) h.beside2 = outputs(beside2, g.N - h.beside1);
+    h.x = joined(g.x, g.x2, g.C, K, Tile::PATCH);
+    h.x.columns = ceil_div(g.C, 64) * 64;
+    h.out = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
+    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, {1, 64, 1})
+                           : tensor_map(g.w, K, TAPS, g.N, 1, {1, 64, 1});
+    h.has_extra = normed || g.residual;
+    if (normed)
+        h.extra = joined(g.norm.x, g.norm.x2, g.norm.C, g.N, Tile::OUTPUTS);
+    else if (g.residual)
+        h.extra = joined(g.residual, g.residual2, g.N1, g.N, Tile::OUTPUTS);
     h.bias = g.bias, h.emb = g.emb, h.emb_pitch = g.emb_pitch, h.norm = g.norm,
-    h.sums = g.norm.mean ? g.norm.sums : g.moments;
-    h.C = g.C, h.N = g.N, h.N1 = g.N1;
-    h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
-    h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
-    h.tiles_x = ceil_div(s.W, 8 * BLOCKS), h.tiles_y = ceil_div(s.H, 16);
-    int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
-                : PAIRS   ? ceil_div(s.B, images)
-                          : s.B * h.tiles_x * h.tiles_y;
+    h.sums = normed ? g.norm.sums : g.moments;
+    h.C = g.C, h.N = g.N, h.chunks = ceil_div(g.C, 64) + ceil_div(g.C2, 64);
+    h.B = g.M / g.T, h.W = W, h.T = g.T;
+    h.tiles_x = ceil_div(W, Tile::PIXELS.width), h.tiles_y = ceil_div(H, Tile::PIXELS.height);
+    h.tiles = h.tiles_x * h.tiles_y * ceil_div(B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
     // below were measured on an H100.
     int columns = ceil_div(g.N, 64), splits = 1;
-    while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
+    while (Tile::WARPGROUPS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
            h.chunks * TAPS >= 18 * splits)
         splits *= 2;
-    h.tiles = tiles, h.share = ceil_div(h.chunks, splits);
+    h.share = ceil_div(h.chunks, splits);
     splits = ceil_div(h.chunks, h.share);  // none without a chunk
     // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
     // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
-    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns), rounds = ceil_div(tiles, slots);
-    int blocks = TAPS == 1 || tiles >= 0.8f * rounds * slots ? std::min(tiles, slots) : tiles;
-    ASSERT(splits == 1 || blocks == tiles);
+    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
+        rounds = ceil_div(h.tiles, slots);
+    int blocks = TAPS == 1 || h.tiles >= 0.8f * rounds * slots ? std::min(h.tiles, slots) : h.tiles;
+    ASSERT(splits == 1 || blocks == h.tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
-                    Tile::SHARED_BYTES, splits, h);
+                    sizeof(HopperGemmShared<Tile>), splits, h);
 }
 // Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
 // wanted of g.
 template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(Gemm* g) {
-    HopperShape s = {g->patch.B, g->patch.H, g->patch.W};
-    bool small = TAPS > 1 && s.H <= 8 && s.W <= 8;
+    const int B = g->patch.B, H = g->patch.H, W = g->patch.W;
+    bool small = TAPS > 1 && H <= 8 && W <= 8;
     if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
     if (TAPS == 1 && g->emb) return false;
     // A warpgroup's 128 pixels are a part of an image, or two images of 64.
     bool whole_parts =
-        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (s.H % 16 == 0 && s.W % 8 == 0));
+        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
     bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
     Gemm asked = *g;
     if (!whole_parts) asked.moments = nullptr;
@@ -8620,42 +8678,56 @@ static bool launch_hopper(Gemm* g) {
     if (asked.moments) g->moments = nullptr;
     if (asked.norm.mean) g->norm = Normed();
     if constexpr (TAPS == 1) {
-        s = {1, 1, g->M};
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
         bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
         if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked, s);
+            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked);
         else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked, s);
-    } else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g->N, 64) >=
-               3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked, s);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked);
+    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g->N, 64) >= 3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked);
     }
     return true;
 }
 
 // ---- Hopper: weight gradient
 
-// What a block multiplies: each of GROUPS warpgroups has 64 output channels by 64 input channels at a line's
-// three taps; the groups are the three lines of taps; or one line a block, where reading the pixels three
+struct HopperWeightGradient : WeightGradient {
+    CUtensorMap dout_map, x_map;
+    int cluster;  // splits in one
+};
+
+// What a block multiplies: each warpgroup has 64 output channels by 64 input channels at a line's three taps.
+// Three of them have the three lines of taps; or a block has one and its line, where reading the pixels three
 // times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int GROUPS_>
+template <int WARPGROUPS_>
 struct HopperWeightTile {
-    static constexpr int GROUPS = GROUPS_, THREADS = GROUPS * 128 + 32, RESIDENT = GROUPS == 1 ? 2 : 1;
-    static constexpr int PITCH = 10, LINES = 7 + GROUPS;  // of x a step, in shared memory
-    static constexpr int D_BYTES = 8192, X_BYTES = PITCH * LINES * 128;
-    static constexpr int STAGE_BYTES = D_BYTES + (X_BYTES + 1023) / 1024 * 1024;
-    static constexpr int STAGES = (216 << 10) / RESIDENT / STAGE_BYTES;
-    // Behind the last stage, besides barriers and ones, space that nobody reads: compute-sanitizer takes the
-    // 6144 bytes of x of a product, lines apart in truth, for one piece that begins at the first.
-    static constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 384 + 4096;
-    static constexpr int SUMS_PITCH = 64 + 8;  // floats a row of the finished sums
-    static constexpr int SUMS_BYTES = GROUPS * 3 * 64 * SUMS_PITCH * (int)sizeof(float);
-    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES, "the sums fit into the ring");
+    static constexpr int WARPGROUPS = WARPGROUPS_, RESIDENT = WARPGROUPS == 1 ? 2 : 1;
+    static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
+    static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
+};
+
+template <class Tile>
+struct HopperWeightShared {
+    struct Stage {
+        Rows64 dout;
+        unsigned char x[(Tile::X.width * Tile::X.height + 7) / 8 * 1024];
+    };
+    static constexpr int STAGES = (216 << 10) / Tile::RESIDENT / (int)sizeof(Stage);
+    union {
+        Stage stages[STAGES];
+        float sums[Tile::WARPGROUPS * 3 * 64][64 + 8];  // (dy, dx, output channel), rows 8 banks apart
+    };
+    RingBarriers<STAGES> ring;
+    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
+    alignas(16) uint32_t ones[15][4];
+    // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth, for
+    // one piece that begins at the first.
+    unsigned char unread[4096];
 };
 
 // *p += v, without waiting for it.
@@ -8681,147 +8753,161 @@ __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
 // memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
 // channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_weight_gradient_kernel(const __grid_constant__ WeightGradient g,
-                                  const __grid_constant__ CUtensorMap dout_map,
-                                  const __grid_constant__ CUtensorMap x_map, int cluster) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int GROUPS = Tile::GROUPS, STAGES = Tile::STAGES;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    const uint32_t ring = shared_address(hopper_shared), full = ring + STAGES * Tile::STAGE_BYTES,
-                   empty = full + 8 * STAGES, ones = empty + 8 * STAGES;
-    int group = threadIdx.x / 128, lane = threadIdx.x % 32, split = blockIdx.x, rank = split % cluster;
-    int c_tiles = ceil_div(g.C, 64), tile = blockIdx.y, dy = group;
-    if (GROUPS == 1) dy = tile % 3, tile /= 3;
-    int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-    int first = (int)((long long)split * g.tiles / g.splits);
-    int last = (int)((long long)(split + 1) * g.tiles / g.splits);
+struct HopperWeightBlock {
+    static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = HopperWeightShared<Tile>::STAGES;
+    static constexpr int PITCH = Tile::X.width;
+    const HopperWeightGradient& g;
+    HopperWeightShared<Tile>& shared;
+    const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
+    const int split = blockIdx.x, rank = split % g.cluster;
+    const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+    const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
+    const int c_tiles = ceil_div(g.C, 64), c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+    const int first = (int)((long long)split * g.tiles / g.splits);
+    const int last = (int)((long long)(split + 1) * g.tiles / g.splits);
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, GROUPS);
-        barrier_publish();
-    }
-    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
-    if (threadIdx.x < 60)
-        ((uint32_t*)(hopper_shared + (ones - ring)))[threadIdx.x] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (group == GROUPS) {
-        if (lane == 0) {
-            Patch::Origin from = g.patch.origin(first);
-            Ring<STAGES> stage = {0, 1};
-            for (int t = first; t < last; t++, stage.next()) {
-                uint32_t to = ring + stage.slot * Tile::STAGE_BYTES, barrier = full + 8 * stage.slot;
-                barrier_wait(empty + 8 * stage.slot, stage.parity);
-                barrier_expect(barrier, Tile::D_BYTES + Tile::X_BYTES);
-                copy_box(to + Tile::D_BYTES, x_map, barrier, c0, from.x, from.y + (GROUPS == 1 ? dy : 0),
-                         from.b);
-                copy_box(to, dout_map, barrier, o0, from.x + 1, from.y + 1, from.b);
-                // The next tile; divisions would take this one thread longer than the product.
-                if ((from.x += 8) >= g.patch.W - 1) from.x = -1, from.y += 8;
-                if (from.y >= g.patch.H - 1) from.y = -1, from.b++;
-            }
+    __device__ __forceinline__ void produce() {  // one thread
+        Pixel at = g.patch.origin(first);
+        Ring<STAGES> stage = {0, 1};
+        for (int t = first; t < last; t++, stage.next()) {
+            auto& to = shared.stages[stage.slot];
+            Barrier& full = shared.ring.full[stage.slot];
+            shared.ring.empty[stage.slot].wait(stage.parity);
+            full.expect(sizeof to.dout + PITCH * Tile::X.height * 128);
+            copy_box(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
+            copy_box(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+            // The next tile; divisions would take this one thread longer than the product.
+            if ((at.x += 8) >= g.patch.W - 1) at.x = -1, at.y += 8;
+            if (at.y >= g.patch.H - 1) at.y = -1, at.b++;
         }
-        __syncwarp();
-        if (cluster > 1) cluster_barrier(), cluster_barrier();
-        return;
     }
 
-    int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + o0;  // of the sums: an output channel, and that + 8
-    float c[96];
-#pragma unroll
-    for (int i = 0; i < 96; i++) c[i] = 0;
-    Ring<STAGES> stage;
-    auto release = [&] {  // the stage before
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage.before());
-    };
-    auto multiply = [&](auto sums_bias) {
-        constexpr bool BIAS = decltype(sums_bias)::value;
+    // c += a warpgroup's sums over this block's pixels, and with BIAS parts of the bias gradient.
+    template <bool BIAS>
+    __device__ __forceinline__ void multiply(float (&c)[96]) {
+        Ring<STAGES> stage;
+        auto release = [&] {  // the stage before
+            if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+        };
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
         for (int begin = first, end; begin < last; begin = end) {
             int first_image = begin / g.group_tiles, images = first_image / 8 * 8;
             end = BIAS ? min(last, (images + 8) * g.group_tiles) : last;
             int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
-            uint32_t one = ones + 112 - (first_image - images) * 16;
+            uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
             float sums[4] = {0, 0, 0, 0};
+#pragma unroll 1
             for (int t = begin; t < end; t++, stage.next()) {
-                uint32_t d = ring + stage.slot * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
-                if (GROUPS > 1) x += group * Tile::PITCH * 128;
-                barrier_wait(full + 8 * stage.slot, stage.parity);
+                uint32_t d = shared_address(shared.stages[stage.slot].dout),
+                         x = shared_address(shared.stages[stage.slot].x) + warpgroup * PITCH * 128;
+                shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(d + k * 2048, 1024);
-                    uint32_t lines = x + k * 2 * Tile::PITCH * 128;
-                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, Tile::PITCH * 128, 128));  // a tap: a row on
-                    if (BIAS) wgmma_narrow(sums, a, one);
+                    uint32_t lines = x + k * 2 * PITCH * 128;
+                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, PITCH * 128, 128));  // a tap: a row on
+                    if (BIAS) wgmma_narrow(sums, a, ones);
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
                 if (t > begin) release();
-                if (BIAS && --left == 0) left = g.group_tiles, one -= 16;
+                if (BIAS && --left == 0) left = g.group_tiles, ones -= 16;
             }
             wgmma_wait<0>();
             release();
             if (BIAS)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    int o = row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
+                    int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
                     if (o < g.O && image >= first_image && image <= (end - 1) / g.group_tiles)
                         g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
                 }
         }
-    };
-    bool sums_bias = g.bias_parts && c0 == 0 && dy == 0;
-    if (sums_bias)
-        multiply(std::true_type());
-    else
-        multiply(std::false_type());
-
-    // The sums go where the ring was, as rows of 64 columns, (dy, dx, output channel), 8 banks apart.
-    barrier_threads(1, GROUPS * 128);  // the ring has been read
-    float* own = (float*)hopper_shared + lane % 4 * 2 +
-                 (group * 3 * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) * Tile::SUMS_PITCH;
-#pragma unroll
-    for (int v = 0; v < 24; v++) {
-        float* p = own + v / 8 * 64 * Tile::SUMS_PITCH + v % 8 * 8;
-        *(float2*)p = make_float2(c[4 * v], c[4 * v + 1]);
-        *(float2*)(p + 8 * Tile::SUMS_PITCH) = make_float2(c[4 * v + 2], c[4 * v + 3]);
     }
-    if (cluster > 1)
+
+    // The sums go where the ring was.
+    __device__ __forceinline__ void store(const float (&c)[96]) {
+        barrier_threads(BARRIER_READERS, Tile::READERS);  // the ring has been read
+#pragma unroll
+        for (int v = 0; v < 24; v++) {
+            int at = (warpgroup * 3 + v / 8) * 64 + row, column = v % 8 * 8 + lane % 4 * 2;
+            *(float2*)&shared.sums[at][column] = make_float2(c[4 * v], c[4 * v + 1]);
+            *(float2*)&shared.sums[at + 8][column] = make_float2(c[4 * v + 2], c[4 * v + 3]);
+        }
+    }
+
+    // This rank's part of the tile, added up over the cluster, to device memory.
+    __device__ __forceinline__ void combine() {
+        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * g.O * 9 * g.C : g.dw;
+        int rows = WARPGROUPS * 3 * 64 / g.cluster;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < rows * 16; i += Tile::READERS) {
+            int at = rank * rows + i / 16, o = o0 + at % 64, column = c0 + i % 16 * 4, tap = dy * 3 + at / 64;
+            const float* own = &shared.sums[at][i % 16 * 4];
+            float4 sum;
+            if (g.cluster == 1) {
+                sum = *(float4*)own;
+            } else {
+                float4 parts[8];
+#pragma unroll
+                for (int r = 0; r < 8; r++)
+                    if (r < g.cluster) parts[r] = load_cluster(shared_address(own), r);
+                sum = parts[0];
+#pragma unroll
+                for (int r = 1; r < 8; r++)
+                    if (r < g.cluster)
+                        sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
+            }
+            if (o >= g.O || column >= g.C) continue;
+            float* p = to + ((size_t)o * 9 + tap) * g.C + column;
+            if (g.partial)
+                *(float4*)p = sum;
+            else
+                add_global(p, sum);
+        }
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(HopperWeightShared<Tile>*)hopper_shared;
+    HopperWeightBlock<Tile> block = {g, shared};
+    if (threadIdx.x == 0) {
+        shared.ring.init(Tile::WARPGROUPS);
+        barrier_publish();
+    }
+    if (threadIdx.x < 60)
+        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+    fence_shared();
+    __syncthreads();
+
+    if (threadIdx.x >= Tile::READERS) {
+        if (threadIdx.x == Tile::READERS) block.produce();
+        __syncwarp();
+        if (g.cluster > 1) cluster_barrier(), cluster_barrier();  // as the warpgroups do
+        return;
+    }
+
+    float c[96];
+#pragma unroll
+    for (int i = 0; i < 96; i++) c[i] = 0;
+    // All warpgroups read dout; the first sums it.
+    if (g.bias_parts && block.c0 == 0 && block.dy == 0 && block.warpgroup == 0)
+        block.template multiply<true>(c);
+    else
+        block.template multiply<false>(c);
+    block.store(c);
+    if (g.cluster > 1)
         cluster_barrier();
     else
-        barrier_threads(1, GROUPS * 128);
-    float* to = g.partial ? g.partial + (size_t)(split / cluster) * g.O * 9 * g.C : g.dw;
-    int rows = GROUPS * 3 * 64 / cluster;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < rows * 16; i += GROUPS * 128) {
-        int row = rank * rows + i / 16, o = o0 + row % 64, column = c0 + i % 16 * 4;
-        int tap = (GROUPS == 1 ? dy * 3 : 0) + row / 64;
-        uint32_t at = (row * Tile::SUMS_PITCH + i % 16 * 4) * sizeof(float);
-        float4 sum;
-        if (cluster == 1) {
-            sum = *(float4*)(hopper_shared + at);
-        } else {
-            float4 parts[8];
-#pragma unroll
-            for (int r = 0; r < 8; r++)
-                if (r < cluster) parts[r] = load_cluster(ring + at, r);
-            sum = parts[0];
-#pragma unroll
-            for (int r = 1; r < 8; r++)
-                if (r < cluster)
-                    sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
-        }
-        if (o >= g.O || column >= g.C) continue;
-        float* p = to + ((size_t)o * 9 + tap) * g.C + column;
-        if (g.partial)
-            *(float4*)p = sum;
-        else
-            add_global(p, sum);
-    }
-    if (cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
+        barrier_threads(BARRIER_READERS, Tile::READERS);
+    block.combine();
+    if (g.cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
 #endif
 }
 
@@ -8834,8 +8920,8 @@ struct HopperWeightPlan {
 // figures are microseconds, fitted to timings on an H100.
 template <class Tile>
 static HopperWeightPlan plan_hopper_weight(const WeightGradient& g) {
-    const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
-    const float step_us = Tile::GROUPS == 3 ? 0.75f : 0.3f, reduction_us = 1e-5f * g.O * g.C;
+    const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::WARPGROUPS);
+    const float step_us = Tile::WARPGROUPS == 3 ? 0.75f : 0.3f, reduction_us = 1e-5f * g.O * g.C;
     HopperWeightPlan best = {tiles, 1, 1, 1e30f};
     for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
          splits++) {
@@ -8855,12 +8941,12 @@ static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
     g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
     if (g.dbias) g.bias_parts = take<float>(&lane->workspace, (size_t)(g.splits + g.B) * g.O);
     if (g.partials > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
-    auto box = [&](const floatX* x, int channels, int width, int height) {
-        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
+    auto map = [&](const floatX* x, int channels, Box box) {
+        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, box);
     };
+    HopperWeightGradient h = {g, map(g.dout, g.O, Tile::DOUT), map(g.x, g.C, Tile::X), plan.cluster};
     launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
-                    Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
-                    box(g.x, g.C, 10, Tile::LINES), plan.cluster);
+                    sizeof(HopperWeightShared<Tile>), plan.cluster, h);
     launch_weight_reduction(g, n);
 }
 

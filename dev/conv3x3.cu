@@ -1098,7 +1098,7 @@ __global__ void __launch_bounds__(256, 1)
     __syncthreads();
     auto load = [&](int tile) {
         uint32_t to = ring + (tile - first) % 2 * JOINT_STAGE;
-        Patch::Origin origin = patch.origin(tile);
+        Pixel origin = patch.origin(tile);
         for (int i = tid; i < rows * 8; i += 256) {
             int r = i / 8, v = i % 8, m = patch.pixel(origin, place_of_row[r]);
             uint32_t at = to + r * 128 + ((v ^ (r & 7)) << 4);
@@ -1121,7 +1121,7 @@ __global__ void __launch_bounds__(256, 1)
         WarpProduct<JointInput> product([&](int p) { return patch.row(p); });
 #pragma unroll 1
         for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap(tap));
-        Patch::Origin origin = patch.origin(tile);
+        Pixel origin = patch.origin(tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int p = product.m0 + i / 2 * 16 + i % 2 * 8 + lane / 4;
