@@ -7046,12 +7046,13 @@ static void fill_timesteps(int* timesteps, int B, int value) {
 // bank.
 
 enum {
-    BK = 8 * VEC,      // channels of a 128-byte row: the depth of a step of gemm_kernel
-    REDUCE_GROUPS = 8  // threads that share one output of a reduction over splits
+    BK = 8 * VEC,  // channels of a 128-byte row: the depth of a step of gemm_kernel
+    REDUCERS = 8   // threads that share one output of a reduction over splits
 };
 
 // ---- vectors and instructions
 
+__device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     float x[VEC];
     unpack(x, *(const uint4*)p);
@@ -7670,9 +7671,7 @@ struct BiasSums {
         }
 #pragma unroll
         for (int e = 0; e < VEC / 4; e++) {
-            float4 old = own()[e * Tile::THREADS];
-            own()[e * Tile::THREADS] = make_float4(old.x + sum[4 * e], old.y + sum[4 * e + 1],
-                                                   old.z + sum[4 * e + 2], old.w + sum[4 * e + 3]);
+            own()[e * Tile::THREADS] += *(float4*)(sum + 4 * e);
         }
     }
 };
@@ -7941,31 +7940,27 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
     }
-    __shared__ float4 sums[REDUCE_GROUPS][32];
-    int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+    __shared__ float4 sums[REDUCERS][32];
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
-    if (group == 0 && i < n) old = *(const float4*)(g.dw + i);
-    if (i < n)
-        for (int first = group; first < g.partials; first += 8 * REDUCE_GROUPS) {
-            float4 part[8];  // so many loads under way
+    if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
+    for (int first = part; i < n && first < g.partials; first += 8 * REDUCERS) {
+        float4 loaded[8] = {};  // so many loads under way
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                int s = first + k * REDUCE_GROUPS;
-                part[k] = s < g.partials ? *(const float4*)(g.partial + s * n + i) : make_float4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                sum.x += part[k].x, sum.y += part[k].y, sum.z += part[k].z, sum.w += part[k].w;
+        for (int k = 0; k < 8; k++) {
+            int s = first + k * REDUCERS;
+            if (s < g.partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
-    sums[group][lane] = sum;
-    __syncthreads();
-    if (group != 0 || i >= n) return;
-    for (int other = 1; other < REDUCE_GROUPS; other++) {
-        float4 part = sums[other][lane];
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum += loaded[k];
     }
-    *(float4*)(g.dw + i) = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
+    sums[part][lane] = sum;
+    __syncthreads();
+    if (part != 0 || i >= n) return;
+    for (int i = 1; i < REDUCERS; i++) sum += sums[i][lane];
+    old += sum;
+    *(float4*)(g.dw + i) = old;
 }
 
 static void launch_weight_reduction(const WeightGradient& g, size_t n) {
@@ -8175,10 +8170,10 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, const Barrier&
         "l"(&map), "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(barrier.address())
         : "memory");
 }
-__device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
+__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, Pixel at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(shared_address(from))
+        "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(from)
         : "memory");
 }
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
@@ -8229,21 +8224,17 @@ __device__ inline void wgmma_wait() {
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
     static_assert(N == 64 || N == 128 || N == 192, "");
-    if constexpr (N == 64)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_30
-                     ",%30,%31}, %32, %33, 1, 1, 1, %34, %35;"
-                     : REGISTERS_32(c, 0)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+#define WGMMA(n, c_names, a_name, b_name, a_order, b_order, ...)                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names "}, %" #a_name \
+                 ", %" #b_name ", 1, 1, 1, %" #a_order ", %" #b_order ";"                            \
+                 : __VA_ARGS__                                                                       \
+                 : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B))
+    if constexpr (N == 64) WGMMA(64, NAMES_30 ",%30,%31", 32, 33, 34, 35, REGISTERS_32(c, 0));
     if constexpr (N == 128)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_60
-                     ",%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
-                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+        WGMMA(128, NAMES_60 ",%60,%61,%62,%63", 64, 65, 66, 67, REGISTERS_32(c, 0), REGISTERS_32(c, 32));
     if constexpr (N == 192)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES_90
-                     ",%90,%91,%92,%93,%94,%95}, %96, %97, 1, 1, 1, %98, %99;"
-                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+        WGMMA(192, NAMES_90 ",%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, REGISTERS_32(c, 0),
+              REGISTERS_32(c, 32), REGISTERS_32(c, 64));
 }
 
 // Pixels of a copy.
@@ -8282,17 +8273,13 @@ struct JoinedMaps {
     __device__ int within(int column) const { return column < columns ? column : column - columns; }
 };
 
-struct HopperGemm {
-    JoinedMaps x, out;  // x: a chunk of 64 channels starts at 64 times its number
-    JoinedMaps extra;   // read where the outputs go: the residual, or a norm's x
-    CUtensorMap w;
-    const floatX *bias, *emb;  // (N), (B, emb_pitch)[:, :N]; null: none
-    int emb_pitch;
+struct HopperGemm : Gemm {
+    JoinedMaps x_map, out_map;  // of x and x2, a chunk's channels begin at 64 times its number
+    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x
+    CUtensorMap w_map;
     float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
-    Normed norm;
     bool has_extra;
-    int C, N, chunks;
-    int B, W, T;
+    int B, chunks;
     int tiles_x, tiles_y, tiles;
     int share;  // the chunks of one of a cluster's blocks
 };
@@ -8373,12 +8360,12 @@ struct HopperGemmBlock {
                 shared.patch.empty[patch.slot].wait(patch.parity);
                 if (chunk < last) {
                     full.expect(Tile::PATCH_ROWS * 128);
-                    copy_box(to.pixels, g.x.of(chunk * 64), full, g.x.within(chunk * 64),
+                    copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
                              {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
                 } else if (g.has_extra && rank == 0) {  // where the outputs will be put together
                     full.expect(sizeof to.outputs);
                     for (int k = 0; k < WARPGROUPS; k++)
-                        copy_box(to.outputs[k], g.extra.of(o), full, g.extra.within(o),
+                        copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o),
                                  Tile::warpgroup(at, k));
                 } else {
                     full.arrive();
@@ -8393,11 +8380,11 @@ struct HopperGemmBlock {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    int channel = g.x.within(chunk * 64) + (chunk * 64 < g.x.columns ? 0 : g.C);
+                    int channel = g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.C);
                     if (Tile::TRANSPOSED)
-                        copy_box(shared.w[stage.slot], g.w, full, o, {0, channel, TAPS - 1 - tap});
+                        copy_box(shared.w[stage.slot], g.w_map, full, o, {0, channel, TAPS - 1 - tap});
                     else
-                        copy_box(shared.w[stage.slot], g.w, full, channel, {0, o, tap});
+                        copy_box(shared.w[stage.slot], g.w_map, full, channel, {0, o, tap});
                     if (TAPS == 1) load_patch(chunk + 1);
                 }
         }
@@ -8495,9 +8482,9 @@ struct HopperEpilogue {
     }
 
     // c finished, and rounded and transposed into shared memory, where what is added or the norm's x has come.
-    __device__ __forceinline__ void finish(float (&c)[64], void* outputs) {
+    __device__ __forceinline__ void finish(float (&c)[64], uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = shared_address(outputs) + line * 128 + ((vector ^ (line & 7)) << 4);
+        uint32_t rows = outputs + line * 128 + ((vector ^ (line & 7)) << 4);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
@@ -8548,7 +8535,7 @@ struct HopperEpilogue {
             }
         }
         int pixel = Tile::TAPS == 1 ? at.x : image * g.T;  // the first, or as many as come before its part
-        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.W / 8) + at.x / 8) * 128;
+        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.patch.W / 8) + at.x / 8) * 128;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -8595,14 +8582,14 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         if (block.rank > 0) return;
 
         HopperEpilogue<Tile> epilogue = {g, Tile::warpgroup(Tile::origin(g, tile), block.warpgroup)};
-        void* outputs = shared.patches[patch.slot].outputs[block.warpgroup];
+        uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[block.warpgroup]);
         epilogue.load();
         shared.patch.full[patch.slot].wait(patch.parity);
         epilogue.finish(c, outputs);
         fence_shared();
         barrier_threads(BARRIER_WARPGROUP + block.warpgroup, 128);
         if (block.leads) {
-            store_box(g.out.of(block.o), outputs, g.out.within(block.o), epilogue.at);
+            store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
         if (g.sums) epilogue.write_sums(c);
@@ -8621,26 +8608,24 @@ static void launch_hopper_tile(const Gemm& g) {
     const int B = TAPS == 1 ? 1 : g.patch.B, H = TAPS == 1 ? 1 : g.patch.H, W = TAPS == 1 ? g.M : g.patch.W;
     const int K = g.C + g.C2;
     const bool normed = g.norm.mean;
-    HopperGemm h = {};
     auto joined = [&](const floatX* x, const floatX* x2, int columns, int all, Box box) {
         JoinedMaps maps = {tensor_map(x, columns, W, H, B, box), {}, columns};
         if (columns < all) maps.second = tensor_map(x2, all - columns, W, H, B, box);
         return maps;
     };
-    h.x = joined(g.x, g.x2, g.C, K, Tile::PATCH);
-    h.x.columns = ceil_div(g.C, 64) * 64;
-    h.out = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
-    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, {1, 64, 1})
-                           : tensor_map(g.w, K, TAPS, g.N, 1, {1, 64, 1});
+    HopperGemm h = {g};
+    h.x_map = joined(g.x, g.x2, g.C, K, Tile::PATCH);
+    h.x_map.columns = ceil_div(g.C, 64) * 64;
+    h.out_map = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
+    h.w_map = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, {1, 64, 1})
+                               : tensor_map(g.w, K, TAPS, g.N, 1, {1, 64, 1});
     h.has_extra = normed || g.residual;
     if (normed)
-        h.extra = joined(g.norm.x, g.norm.x2, g.norm.C, g.N, Tile::OUTPUTS);
+        h.extra_map = joined(g.norm.x, g.norm.x2, g.norm.C, g.N, Tile::OUTPUTS);
     else if (g.residual)
-        h.extra = joined(g.residual, g.residual2, g.N1, g.N, Tile::OUTPUTS);
-    h.bias = g.bias, h.emb = g.emb, h.emb_pitch = g.emb_pitch, h.norm = g.norm,
+        h.extra_map = joined(g.residual, g.residual2, g.N1, g.N, Tile::OUTPUTS);
     h.sums = normed ? g.norm.sums : g.moments;
-    h.C = g.C, h.N = g.N, h.chunks = ceil_div(g.C, 64) + ceil_div(g.C2, 64);
-    h.B = g.M / g.T, h.W = W, h.T = g.T;
+    h.B = g.M / g.T, h.chunks = ceil_div(g.C, 64) + ceil_div(g.C2, 64);
     h.tiles_x = ceil_div(W, Tile::PIXELS.width), h.tiles_y = ceil_div(H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
@@ -8857,8 +8842,7 @@ struct HopperWeightBlock {
                 sum = parts[0];
 #pragma unroll
                 for (int r = 1; r < 8; r++)
-                    if (r < g.cluster)
-                        sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
+                    if (r < g.cluster) sum += parts[r];
             }
             if (o >= g.O || column >= g.C) continue;
             float* p = to + ((size_t)o * 9 + tap) * g.C + column;
