@@ -7041,9 +7041,13 @@ static void fill_timesteps(int* timesteps, int B, int value) {
 // A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
 // its patch of the image with a border of one pixel once per 128 bytes of channels, and the nine taps read
 // it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
-// plain FMAs (never tf32). Both share the loads, since shared memory is laid out in bytes: rows of eight
-// 16-byte vectors, vector v of row r stored at v ^ (r % 8), so that eight consecutive rows never meet in a
-// bank.
+// plain FMAs (never tf32). Both share the loads, and all kernels, Hopper's too, one layout of shared memory:
+//
+//   row 0   |0|1|2|3|4|5|6|7|     A row is 128 bytes of channels, eight 16-byte vectors (fp32 weight gradients:
+//   row 1   |1|0|3|2|5|4|7|6|     sixteen); vector v of row r is stored at v ^ (r % 8). So eight consecutive
+//   row 2   |2|3|0|1|6|7|4|5|     rows of one vector lie in different banks, whichever row is the first, and a
+//   ...                           row is still written whole. The copy engine and wgmma know this as the
+//   row 7   |7|6|5|4|3|2|1|0|     128-byte swizzle.
 
 enum {
     BK = 8 * VEC,  // channels of a 128-byte row: the depth of a step of gemm_kernel
@@ -7051,6 +7055,11 @@ enum {
 };
 
 // ---- vectors and instructions
+
+// Bytes from a tile's start, or from a row's, to vector v of row r.
+__device__ inline int swizzled(int r, int v, int row_bytes = 128) {
+    return r * row_bytes + ((v ^ (r & 7)) << 4);
+}
 
 __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
@@ -7093,19 +7102,19 @@ struct Patch {
         return (y + 2 * (y / 8)) * (width + 2) + x;
     }
     __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
-    // Image, line and column within the tile of a row, packed; the border counts: the pixel is (y - 1, x -
-    // 1).
-    __device__ int place(int row) const {
+    // Where a row lies in the tile with its border: column, line, image.
+    __device__ uchar4 offset(int row) const {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
-        return image << 16 | (y - image * 10) << 8 | (row - y * (width + 2));
+        return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
     }
+    // The first pixel of a tile's border.
     __device__ Pixel origin(int tile) const {
         int line = tile / tiles_x, b = line / tiles_y;
         return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
     }
-    // The pixel's index in (B, H, W), or -1 outside.
-    __device__ int pixel(Pixel o, int place) const {
-        int b = o.b + (place >> 16), y = o.y + (place >> 8 & 255), x = o.x + (place & 255);
+    // A pixel's index in (B, H, W), or -1 outside.
+    __device__ int pixel(Pixel origin, uchar4 offset) const {
+        int b = origin.b + offset.z, y = origin.y + offset.y, x = origin.x + offset.x;
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
     }
@@ -7169,22 +7178,14 @@ struct GemmTile {
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
-    float c[MI][NI][4];
+    float c[MI][NI][4] = {};
     int row[MI];  // of A, for this lane's ldmatrix
-    int lane, m0, n0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
 #pragma unroll
-        for (int i = 0; i < MI; i++) {
-            row[i] = row_of(m0 + i * 16 + lane % 16);
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
-        }
+        for (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
     }
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
@@ -7194,12 +7195,12 @@ struct WarpProduct {
 #pragma unroll
         for (int i = 0; i < MI; i++) {
             int r = row[i] + shift;
-            a_line[i] = a_tile + r * 128 + ((lane / 16 ^ (r & 7)) << 4);
+            a_line[i] = a_tile + swizzled(r, lane / 16);
         }
         if (Tile::TRANSPOSED)
-            b_line = b_tile + lane % 16 * (Tile::BN * 2) + (((n0 / 8 + lane / 16) ^ (lane & 7)) << 4);
+            b_line = b_tile + swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2);
         else
-            b_line = b_tile + (n0 + lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
+            b_line = b_tile + swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int k = 0; k < BK / 16; k++) {
             uint32_t a[MI][4], b[NI / 2][4];
@@ -7235,20 +7236,14 @@ struct WarpProduct {
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
-    float c[MI][NI];
+    float c[MI][NI] = {};
     int row[MI];
-    int lane, m0, n0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
 #pragma unroll
-        for (int i = 0; i < MI; i++) {
-            row[i] = row_of(m0 + i * 8 + lane / 4);
-#pragma unroll
-            for (int j = 0; j < NI; j++) c[i][j] = 0;
-        }
+        for (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
     }
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
@@ -7257,7 +7252,7 @@ struct WarpProduct {
 #pragma unroll
             for (int i = 0; i < MI; i++) {
                 int r = row[i] + shift;
-                a[i] = load_shared4(a_tile + r * 128 + ((k ^ (r & 7)) << 4));
+                a[i] = load_shared4(a_tile + swizzled(r, k));
             }
             if (Tile::TRANSPOSED) {
 #pragma unroll
@@ -7265,7 +7260,7 @@ struct WarpProduct {
 #pragma unroll
                     for (int j = 0; j < NI / 4; j++) {
                         int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
-                        float4 b = load_shared4(b_tile + r * (Tile::BN * 4) + ((v ^ (r & 7)) << 4));
+                        float4 b = load_shared4(b_tile + swizzled(r, v, Tile::BN * 4));
 #pragma unroll
                         for (int i = 0; i < MI; i++) {
                             float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
@@ -7277,7 +7272,7 @@ struct WarpProduct {
 #pragma unroll
                 for (int j = 0; j < NI; j++) {
                     int r = n0 + j * 4 + lane % 4;
-                    float4 b = load_shared4(b_tile + r * 128 + ((k ^ (r & 7)) << 4));
+                    float4 b = load_shared4(b_tile + swizzled(r, k));
 #pragma unroll
                     for (int i = 0; i < MI; i++) {
                         c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
@@ -7359,7 +7354,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
 
     if (TAPS > 1) {
         Pixel origin = g.patch.origin(tile);
-        for (int r = tid; r < a_rows; r += THREADS) pixel_of_row[r] = g.patch.pixel(origin, g.patch.place(r));
+        for (int r = tid; r < a_rows; r += THREADS)
+            pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
         __syncthreads();
     }
     auto load_a = [&](int buffer, int chunk, int begin, int end) {
@@ -7373,7 +7369,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
             int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
             bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
-            copy_async(to + r * 128 + ((v ^ (r & 7)) << 4), valid ? x + (size_t)m * channels + c : x, valid);
+            copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
         }
     };
     // The tile of w's rows and vectors: n and c, or TRANSPOSED c and n. Called once a step, in order.
@@ -7382,7 +7378,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     const size_t stride = (size_t)TAPS * (Tile::TRANSPOSED ? g.N : g.C + g.C2);
     const floatX* b_from =
         g.w + b_vector * VEC + (Tile::TRANSPOSED ? b_row * stride + n0 : (n0 + b_row) * stride);
-    const uint32_t b_to = b_ring + b_row * (ROW * 16) + ((b_vector ^ (b_row & 7)) << 4);
+    const uint32_t b_to = b_ring + swizzled(b_row, b_vector, ROW * 16);
     static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
     auto load_b = [&] {
         bool second = TAPS == 1 && b_chunk >= chunks1;
@@ -7593,12 +7589,12 @@ struct WeightGradient {
     float* dbias;          // (O): added to; null: not wanted here
     floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
     int image_pitch;
-    float* bias_parts;  // (splits + groups, group_images, O)
+    float* bias_parts;  // (splits + sets, set_images, O)
     int M, O, C, C2;
-    int splits, tiles;                 // of the pixels
-    int partials;                      // partial sums of dw: one a split, or a cluster of splits
-    int B, group_images, group_tiles;  // 3x3: images that share tiles are a group; 1x1: all is one
-    Patch patch;                       // 3x3 only
+    int splits, tiles;             // of the pixels
+    int partials;                  // partial sums of dw: one a split, or a cluster of splits
+    int B, set_images, set_tiles;  // 3x3: images that share tiles are a set; 1x1: all is one
+    Patch patch;                   // 3x3 only
     // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
 };
@@ -7615,64 +7611,65 @@ struct WeightTile {
     static constexpr int ROW = 64 / VEC,
                          ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
     static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
-    static constexpr int STAGE_BYTES = (PIXELS + X_ROWS) * ROW_BYTES;
-    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : ((X_ROWS + PIXELS) * 4 + 127) / 128 * 128;
-    static constexpr int WARPS = THREADS / 32, BIAS_BYTES = THREADS * VEC * (int)sizeof(float);
-    static constexpr int SHARED_BYTES = TABLE_BYTES + BIAS_BYTES + STAGES * STAGE_BYTES;
+    static constexpr int WARPS = THREADS / 32;
+};
+template <class Tile>
+struct WeightShared {
+    alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
+    int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
+    alignas(128) float4 bias[VEC / 4][Tile::THREADS];
+    struct Stage {
+        unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
+    } stages[Tile::STAGES];
 };
 
 // Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
-// its warp's pixels in a place of its own; on leaving a group of images the block writes part split + group:
-// the pair (split, group) never goes down, so no two pairs have the same sum.
+// its warp's pixels; on leaving a set of images the block writes part split + set: the pair (split, set) never
+// goes down, so no two pairs have the same sum.
 template <class Tile>
 struct BiasSums {
-    float* area;  // BIAS_BYTES of shared memory
-    int group;
-    __device__ float4* own() const { return (float4*)area + threadIdx.x; }
+    float4 (&sums)[VEC / 4][Tile::THREADS];  // in shared memory
+    int set;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __device__ void clear() {
 #pragma unroll
-        for (int e = 0; e < VEC / 4; e++) own()[e * Tile::THREADS] = make_float4(0, 0, 0, 0);
+        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] = make_float4(0, 0, 0, 0);
     }
     // Called by the whole block.
     __device__ void flush(const WeightGradient& g, int o0) {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         float4 sum[VEC / 4];
 #pragma unroll
         for (int e = 0; e < VEC / 4; e++) {
-            sum[e] = own()[e * Tile::THREADS];
+            sum[e] = sums[e][threadIdx.x];
 #pragma unroll
-            for (int step = Tile::ROW; step < 32; step *= 2) {
-                sum[e].x += __shfl_xor_sync(~0u, sum[e].x, step),
-                    sum[e].y += __shfl_xor_sync(~0u, sum[e].y, step);
-                sum[e].z += __shfl_xor_sync(~0u, sum[e].z, step),
-                    sum[e].w += __shfl_xor_sync(~0u, sum[e].w, step);
-            }
+            for (int step = Tile::ROW; step < 32; step *= 2)
+                sum[e] +=
+                    make_float4(__shfl_xor_sync(~0u, sum[e].x, step), __shfl_xor_sync(~0u, sum[e].y, step),
+                                __shfl_xor_sync(~0u, sum[e].z, step), __shfl_xor_sync(~0u, sum[e].w, step));
         }
         __syncthreads();
+        float* of_warp = (float*)sums;  // (warps, 64)
         if (lane < Tile::ROW)
 #pragma unroll
-            for (int e = 0; e < VEC / 4; e++) *(float4*)(area + warp * 64 + lane * VEC + 4 * e) = sum[e];
+            for (int e = 0; e < VEC / 4; e++) *(float4*)(of_warp + warp * 64 + lane * VEC + 4 * e) = sum[e];
         __syncthreads();
-        int warps = Tile::WARPS / g.group_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
-        if (image < g.group_images && o0 + o < g.O) {
+        int warps = Tile::WARPS / g.set_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
+        if (image < g.set_images && o0 + o < g.O) {
             float total = 0;
-            for (int w = image * warps; w < (image + 1) * warps; w++) total += area[w * 64 + o];
-            g.bias_parts[((size_t)(blockIdx.y + group) * g.group_images + image) * g.O + o0 + o] = total;
+            for (int w = image * warps; w < (image + 1) * warps; w++) total += of_warp[w * 64 + o];
+            g.bias_parts[((size_t)(blockIdx.y + set) * g.set_images + image) * g.O + o0 + o] = total;
         }
         __syncthreads();
     }
-    __device__ void add(const unsigned char* d_tile) {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, v = lane % Tile::ROW;
+    __device__ void add(const unsigned char* dout) {
         float sum[VEC] = {0};
 #pragma unroll
         for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
             int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
-            add_vector(sum, (const floatX*)(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4)));
+            add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
         }
 #pragma unroll
-        for (int e = 0; e < VEC / 4; e++) {
-            own()[e * Tile::THREADS] += *(float4*)(sum + 4 * e);
-        }
+        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] += *(float4*)(sum + 4 * e);
     }
 };
 
@@ -7685,26 +7682,16 @@ struct WeightProduct {
     static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
     static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
                   "warps share the work evenly");
-    float c[MI][NI][4];
-    int lane, o0, n0;
+    float c[MI][NI][4] = {};
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
     // Eight input channels of fragment j; its tap is j.
     __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
-    __device__ WeightProduct() {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
-    }
     __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
 #pragma unroll 1
         for (int k = 0; k < Tile::PIXELS; k += 32) {
-            uint32_t a[2][MI][4], a_line = d_tile + (k + lane / 16 * 8 + lane % 8) * 128;
-            a_line += ((o0 / 8 + lane / 8 % 2) ^ (lane & 7)) << 4;
+            uint32_t a[2][MI][4];
+            uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -7715,7 +7702,7 @@ struct WeightProduct {
             for (int j = 0; j < NI; j++) {
                 uint32_t b[4];
                 int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
-                load_matrices_transposed(b, x_tile + r * 128 + ((v ^ (r & 7)) << 4));
+                load_matrices_transposed(b, x_tile + swizzled(r, v));
 #pragma unroll
                 for (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
 #pragma unroll
@@ -7744,20 +7731,11 @@ struct WeightProduct {
 template <class Tile>
 struct WeightProduct {
     static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
-    float c[8][Tile::TAPS][NC];
-    int o0, c0;
-    __device__ WeightProduct() {
-        static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
-        o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
-#pragma unroll
-        for (int o = 0; o < 8; o++)
-#pragma unroll
-            for (int t = 0; t < Tile::TAPS; t++)
-#pragma unroll
-                for (int e = 0; e < NC; e++) c[o][t][e] = 0;
-    }
+    static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
+    float c[8][Tile::TAPS][NC] = {};
+    const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
     __device__ static uint32_t at(uint32_t tile, int row, int channel) {
-        return tile + row * 256 + (((channel / 4) ^ (row & 7)) << 4) + channel % 4 * 4;
+        return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
     }
     __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
         if constexpr (Tile::TAPS > 1) {
@@ -7821,10 +7799,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     weight_gradient_kernel(const WeightGradient g) {
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
     constexpr int THREADS = Tile::THREADS;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int *place_of_row = (int*)shared, *row_of_pixel = place_of_row + Tile::X_ROWS;
-    unsigned char* ring_bytes = shared + Tile::TABLE_BYTES + Tile::BIAS_BYTES;
-    uint32_t ring = shared_address(ring_bytes);
+    extern __shared__ __align__(128) unsigned char weight_shared[];
+    auto& shared = *(WeightShared<Tile>*)weight_shared;
     int tid = threadIdx.x;
     int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
     bool second = c_tile >= tiles1;
@@ -7834,36 +7810,37 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     int first = (int)((long long)blockIdx.y * g.tiles / g.splits);
     int last = (int)((long long)(blockIdx.y + 1) * g.tiles / g.splits);
     bool sums_bias = g.bias_parts && c_tile == 0;
-    BiasSums<Tile> bias = {(float*)(shared + Tile::TABLE_BYTES), first / g.group_tiles};
+    BiasSums<Tile> bias = {shared.bias, first / g.set_tiles};
     if (sums_bias) bias.clear();
 
     if (TAPS > 1) {
-        for (int r = tid; r < Tile::X_ROWS; r += THREADS) place_of_row[r] = g.patch.place(r);
-        for (int p = tid; p < PIXELS; p += THREADS) row_of_pixel[p] = g.patch.row(p);
+        for (int r = tid; r < Tile::X_ROWS; r += THREADS) shared.offset_of_row[r] = g.patch.offset(r);
+        for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
         __syncthreads();
     }
     auto load = [&](int tile) {
-        uint32_t d_tile = ring + (tile - first) % STAGES * Tile::STAGE_BYTES,
-                 x_tile = d_tile + PIXELS * Tile::ROW_BYTES;
+        auto& stage = shared.stages[(tile - first) % STAGES];
+        uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
         Pixel origin = {0, 0, 0};
         if (TAPS > 1) origin = g.patch.origin(tile);
 #pragma unroll
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
             int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
             int m = tile * PIXELS + p;
-            if (TAPS > 1) m = g.patch.pixel(origin, place_of_row[row_of_pixel[p] + g.patch.tap(4)]);
+            if (TAPS > 1)
+                m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
             bool valid = m >= 0 && m < g.M && o < g.O;
-            copy_async(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4),
+            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES),
                        valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
         }
 #pragma unroll
         for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
             int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
             if (TAPS > 1 && r >= g.patch.rows()) break;
-            int m = TAPS > 1 ? g.patch.pixel(origin, place_of_row[r]) : tile * PIXELS + r;
+            int m = TAPS > 1 ? g.patch.pixel(origin, shared.offset_of_row[r]) : tile * PIXELS + r;
             bool valid = m >= 0 && m < g.M && c < channels;
-            copy_async(x_tile + r * Tile::ROW_BYTES + ((v ^ (r & 7)) << 4),
-                       valid ? x + (size_t)m * channels + c : x, valid);
+            copy_async(x_tile + swizzled(r, v, Tile::ROW_BYTES), valid ? x + (size_t)m * channels + c : x,
+                       valid);
         }
     };
     WeightProduct<Tile> product;
@@ -7876,17 +7853,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
         if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
         copy_commit();
-        int stage = (tile - first) % STAGES * Tile::STAGE_BYTES;
-        uint32_t d_tile = ring + stage;
+        auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias) {
-            if (tile / g.group_tiles != bias.group) {
+            if (tile / g.set_tiles != bias.set) {
                 bias.flush(g, o0);
                 bias.clear();
-                bias.group = tile / g.group_tiles;
+                bias.set = tile / g.set_tiles;
             }
-            bias.add(ring_bytes + stage);
+            bias.add(stage.dout);
         }
-        product.multiply(d_tile, d_tile + PIXELS * Tile::ROW_BYTES, row_of_pixel, g.patch);
+        product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch);
     }
     copy_wait<0>();
     if (sums_bias) bias.flush(g, o0);
@@ -7908,13 +7884,13 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
     while (lanes * 2 * g.B <= 32) lanes *= 2;
     float total = 0;
     for (int b0 = 0; b0 < g.B; b0 += 32 / lanes) {
-        int b = b0 + y / lanes, group = b / g.group_images, image = b % g.group_images;
+        int b = b0 + y / lanes, set = b / g.set_images, image = b % g.set_images;
         float sum = 0;
         if (b < g.B && o < g.O) {
-            int s0 = g.split_of(group * g.group_tiles), s1 = g.split_of((group + 1) * g.group_tiles - 1) + 1;
+            int s0 = g.split_of(set * g.set_tiles), s1 = g.split_of((set + 1) * g.set_tiles - 1) + 1;
 #pragma unroll 8
             for (int s = s0 + y % lanes; s < s1; s += lanes)
-                sum += g.bias_parts[((size_t)(s + group) * g.group_images + image) * g.O + o];
+                sum += g.bias_parts[((size_t)(s + set) * g.set_images + image) * g.O + o];
         }
         sums[y][threadIdx.x % 8] = sum;
         __syncthreads();
@@ -7977,8 +7953,8 @@ static void launch_portable_weight_gradient(WeightGradient g) {
                                            WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
     if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
     g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
-    g.group_images = TAPS > 1 ? g.patch.images : 1;
-    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
+    g.set_images = TAPS > 1 ? g.patch.images : 1;
+    g.set_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
 
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O (C + C2): together they are
     // shortest where they are equal. The factor was measured on an H100.
@@ -7987,10 +7963,10 @@ static void launch_portable_weight_gradient(WeightGradient g) {
     int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)g.tiles / g.O / (g.C + g.C2)));
     g.splits = g.partials = std::max(1, std::min(most, balanced + 1));
 
-    size_t n = (size_t)g.O * TAPS * (g.C + g.C2), bias_rows = g.splits + ceil_div(g.B, g.group_images);
-    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, bias_rows * g.group_images * g.O);
+    size_t n = (size_t)g.O * TAPS * (g.C + g.C2), bias_rows = g.splits + ceil_div(g.B, g.set_images);
+    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, bias_rows * g.set_images * g.O);
     if (g.splits > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
-    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
+    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
     launch_weight_reduction(g, n);
 }
 
@@ -8393,7 +8369,7 @@ struct HopperGemmBlock {
     // c = a warpgroup's sums over this block's chunks: rows are channels, columns pixels.
     __device__ __forceinline__ void multiply(float (&c)[64], Ring<PATCHES>& patch, Ring<STAGES>& stage) {
 #pragma unroll
-        for (int e = 0; e < 64; e++) c[e] = 0;
+        for (float& sum : c) sum = 0;
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             shared.patch.full[patch.slot].wait(patch.parity);
@@ -8484,7 +8460,7 @@ struct HopperEpilogue {
     // c finished, and rounded and transposed into shared memory, where what is added or the norm's x has come.
     __device__ __forceinline__ void finish(float (&c)[64], uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = outputs + line * 128 + ((vector ^ (line & 7)) << 4);
+        uint32_t rows = outputs + swizzled(line, vector);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
@@ -8777,9 +8753,9 @@ struct HopperWeightBlock {
         };
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
         for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / g.group_tiles, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * g.group_tiles) : last;
-            int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
+            int first_image = begin / g.set_tiles, images = first_image / 8 * 8;
+            end = BIAS ? min(last, (images + 8) * g.set_tiles) : last;
+            int left = (first_image + 1) * g.set_tiles - begin;  // steps of this image
             uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
             float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
@@ -8798,7 +8774,7 @@ struct HopperWeightBlock {
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
                 if (t > begin) release();
-                if (BIAS && --left == 0) left = g.group_tiles, ones -= 16;
+                if (BIAS && --left == 0) left = g.set_tiles, ones -= 16;
             }
             wgmma_wait<0>();
             release();
@@ -8806,7 +8782,7 @@ struct HopperWeightBlock {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
-                    if (o < g.O && image >= first_image && image <= (end - 1) / g.group_tiles)
+                    if (o < g.O && image >= first_image && image <= (end - 1) / g.set_tiles)
                         g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
                 }
         }
@@ -8877,9 +8853,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         return;
     }
 
-    float c[96];
-#pragma unroll
-    for (int i = 0; i < 96; i++) c[i] = 0;
+    float c[96] = {};
     // All warpgroups read dout; the first sums it.
     if (g.bias_parts && block.c0 == 0 && block.dy == 0 && block.warpgroup == 0)
         block.template multiply<true>(c);
@@ -8937,8 +8911,8 @@ static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
 // launch_portable_weight_gradient on Hopper, for 3x3.
 static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.group_images = 1;
-    g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
+    g.tiles = g.patch.tiles, g.set_images = 1;
+    g.set_tiles = g.patch.tiles_y * g.patch.tiles_x;
     HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g),
                      line = plan_hopper_weight<HopperWeightTile<1>>(g);
     if (line.us < all.us)
