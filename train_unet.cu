@@ -7519,9 +7519,7 @@ template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(Gemm* g);
 #endif
 
-#ifdef TESTING
-static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the rules below
-#endif
+static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors without
 // work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps enough of
@@ -7549,10 +7547,8 @@ static void launch_portable(Gemm g) {
     while (tile == 2 && splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
            splits * tiles(64, 64) <= gpu_multiprocessors)
         splits *= 2;
-#ifdef TESTING
     if (forced_tile >= 0) tile = forced_tile;
     if (forced_splits > 0) splits = std::min(forced_splits, chunks);
-#endif
     Borrowed borrowed;
     g.splits = splits;
     if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
@@ -7569,10 +7565,7 @@ static void launch_gemm(Gemm g) {
            0);
     bool done = false;
 #ifdef HOPPER
-#ifdef TESTING
-    if (forced_tile < 0)
-#endif
-        done = launch_hopper<TAPS, TRANSPOSED>(&g);
+    done = forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(&g);
 #endif
     if (!done) launch_portable<TAPS, TRANSPOSED>(g);
     if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
@@ -7875,36 +7868,33 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// per_image and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8). Each image has
-// `lanes` of the 32 threads a channel, which take its parts in turn; with fewer than 32 images that is more
-// than one.
+// per_image = and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel. These
+// share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, lanes = 1;
-    while (lanes * 2 * g.B <= 32) lanes *= 2;
+    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8;
+    auto part = [&](int split, int set, int image) {
+        return g.bias_parts[((size_t)(split + set) * g.set_images + image) * g.O + o];
+    };
     float total = 0;
-    for (int b0 = 0; b0 < g.B; b0 += 32 / lanes) {
-        int b = b0 + y / lanes, set = b / g.set_images, image = b % g.set_images;
-        float sum = 0;
-        if (b < g.B && o < g.O) {
-            int s0 = g.split_of(set * g.set_tiles), s1 = g.split_of((set + 1) * g.set_tiles - 1) + 1;
+    if (g.B == 1) {
 #pragma unroll 8
-            for (int s = s0 + y % lanes; s < s1; s += lanes)
-                sum += g.bias_parts[((size_t)(s + set) * g.set_images + image) * g.O + o];
-        }
-        sums[y][threadIdx.x % 8] = sum;
-        __syncthreads();
-        if (y % lanes == 0 && b < g.B && o < g.O) {
-            for (int i = 1; i < lanes; i++) sum += sums[y + i][threadIdx.x % 8];
+        for (int s = y; s < g.splits && o < g.O; s += 32) total += part(s, 0, 0);
+    } else {
+        for (int b = y; b < g.B && o < g.O; b += 32) {
+            int set = b / g.set_images, s1 = g.split_of((set + 1) * g.set_tiles - 1);
+            float sum = 0;
+#pragma unroll 8
+            for (int s = g.split_of(set * g.set_tiles); s <= s1; s++) sum += part(s, set, b % g.set_images);
             if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
             total += sum;
         }
-        __syncthreads();
     }
-    sums[y][threadIdx.x % 8] = y % lanes == 0 ? total : 0.0f;
+    sums[y][threadIdx.x % 8] = total;
     __syncthreads();
     if (y != 0 || o >= g.O) return;
     for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
+    if (g.per_image && g.B == 1) g.per_image[o] = (floatX)total;
     g.dbias[o] += total;
 }
 
@@ -8589,7 +8579,8 @@ static void launch_hopper_tile(const Gemm& g) {
         if (columns < all) maps.second = tensor_map(x2, all - columns, W, H, B, box);
         return maps;
     };
-    HopperGemm h = {g};
+    HopperGemm h = {};
+    static_cast<Gemm&>(h) = g;
     h.x_map = joined(g.x, g.x2, g.C, K, Tile::PATCH);
     h.x_map.columns = ceil_div(g.C, 64) * 64;
     h.out_map = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
