@@ -7331,6 +7331,96 @@ struct OutputColumns {
     }
 };
 
+// Copies a block's tile of w, BN of its N by a chunk at a tap: one step of the reduction after another. Rows and
+// vectors are n and c, or TRANSPOSED c and n.
+template <class Tile>
+struct GemmWeights {
+    static constexpr bool TRANSPOSED = Tile::TRANSPOSED;
+    static constexpr int TAPS = Tile::TAPS, BN = Tile::BN, THREADS = Tile::THREADS;
+    static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
+    const Gemm& g;
+    const int n0, chunks1, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
+    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N : g.C + g.C2);
+    const floatX* const first = g.w + vector * VEC + (TRANSPOSED ? row * stride + n0 : (n0 + row) * stride);
+    const uint32_t to;
+    int chunk, tap = 0, stage = 0;  // of the next step
+    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk, int chunks1)
+        : g(g), n0(n0), chunks1(chunks1), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
+    __device__ void load() {
+        bool second = TAPS == 1 && chunk >= chunks1;
+        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK, rows;
+        const floatX* from = first;
+        if (TRANSPOSED) {
+            rows = n0 + vector * VEC < g.N ? channels - c0 - row : 0;
+            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N;
+        } else {
+            rows = c0 + vector * VEC < channels ? g.N - n0 - row : 0;
+            from += tap * g.C + (second ? g.C : 0) + c0;
+        }
+#pragma unroll
+        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
+            if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
+            bool valid = i * ROWS < rows;
+            copy_async(to + stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
+            from += ROWS * stride;
+        }
+        if (++stage == Tile::STAGES) stage = 0;
+        if (++tap == TAPS) tap = 0, chunk++;
+    }
+};
+
+// A block's sums, finished or its split's, from shared memory to where they go.
+template <class Tile>
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* staging, const int* pixel_of_row,
+                                              int tile, int n0) {
+    constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC;
+    int tid = threadIdx.x;
+    // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
+    // image.
+    constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
+    int column = tid % ROW * VEC, n = n0 + column;
+    if (n >= g.N) return;
+    bool finishes = g.splits == 1;
+    OutputColumns columns(g, n);
+    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
+    const float* from = staging + tid / ROW * Tile::STAGING_PITCH + column;
+#pragma unroll 1
+    for (int p0 = tid / ROW; p0 < BM; p0 += BATCH * PASS) {
+        int m[BATCH];
+        uint4 residual[BATCH];
+        float added[VEC] = {0};
+        if (finishes && TAPS > 1)
+            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            int p = p0 + i * PASS;
+            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+            if (m[i] >= g.M) m[i] = -1;
+            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
+            if (m[i] < 0) continue;
+            float value[VEC];
+#pragma unroll
+            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
+            if (finishes) {
+                if (TAPS > 1)
+#pragma unroll
+                    for (int e = 0; e < VEC; e++) value[e] += added[e];
+                else
+                    columns.add(value, g.emb ? m[i] / g.T : 0);
+                columns.store(value, residual[i], m[i]);
+            } else {
+                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
+#pragma unroll
+                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
+            }
+        }
+    }
+}
+
 // out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
@@ -7372,41 +7462,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
         }
     };
-    // The tile of w's rows and vectors: n and c, or TRANSPOSED c and n. Called once a step, in order.
-    constexpr int ROW = Tile::TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-    int b_row = tid / ROW, b_vector = tid % ROW, b_chunk = first, b_tap = 0, b_stage = 0;
-    const size_t stride = (size_t)TAPS * (Tile::TRANSPOSED ? g.N : g.C + g.C2);
-    const floatX* b_from =
-        g.w + b_vector * VEC + (Tile::TRANSPOSED ? b_row * stride + n0 : (n0 + b_row) * stride);
-    const uint32_t b_to = b_ring + swizzled(b_row, b_vector, ROW * 16);
-    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
-    auto load_b = [&] {
-        bool second = TAPS == 1 && b_chunk >= chunks1;
-        int channels = second ? g.C2 : g.C, c0 = (second ? b_chunk - chunks1 : b_chunk) * BK, rows;
-        const floatX* from = b_from;
-        if (Tile::TRANSPOSED) {
-            rows = n0 + b_vector * VEC < g.N ? channels - c0 - b_row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - b_tap) * g.N;
-        } else {
-            rows = c0 + b_vector * VEC < channels ? g.N - n0 - b_row : 0;
-            from += b_tap * g.C + (second ? g.C : 0) + c0;
-        }
-#pragma unroll
-        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
-            if (BN * 8 % THREADS != 0 && i * THREADS + tid >= BN * 8) break;
-            bool valid = i * ROWS < rows;
-            copy_async(b_to + b_stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
-            from += ROWS * stride;
-        }
-        if (++b_stage == STAGES) b_stage = 0;
-        if (++b_tap == TAPS) b_tap = 0, b_chunk++;
-    };
+    GemmWeights<Tile> weights(g, b_ring, n0, first, chunks1);
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
     if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
     for (int s = 0; s < STAGES - 1; s++) {
         if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
-        if (s < steps) load_b();
+        if (s < steps) weights.load();
         copy_commit();
     }
     int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
@@ -7424,7 +7486,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         }
         if (next < steps) {
             if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
-            load_b();
+            weights.load();
         }
         copy_commit();
         product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
@@ -7438,49 +7500,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
-    // image.
-    constexpr int PASS = THREADS / (BN / VEC), BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
-    int column = tid % (BN / VEC) * VEC, n = n0 + column;
-    if (n >= g.N) return;
-    bool finishes = g.splits == 1;
-    OutputColumns columns(g, n);
-    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
-    const float* from = staging + tid / (BN / VEC) * Tile::STAGING_PITCH + column;
-#pragma unroll 1
-    for (int p0 = tid / (BN / VEC); p0 < BM; p0 += BATCH * PASS) {
-        int m[BATCH];
-        uint4 residual[BATCH];
-        float added[VEC] = {0};
-        if (finishes && TAPS > 1)
-            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            int p = p0 + i * PASS;
-            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (m[i] >= g.M) m[i] = -1;
-            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
-            if (m[i] < 0) continue;
-            float value[VEC];
-#pragma unroll
-            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
-            if (finishes) {
-                if (TAPS > 1)
-#pragma unroll
-                    for (int e = 0; e < VEC; e++) value[e] += added[e];
-                else
-                    columns.add(value, g.emb ? m[i] / g.T : 0);
-                columns.store(value, residual[i], m[i]);
-            } else {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
-#pragma unroll
-                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
-            }
-        }
-    }
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
