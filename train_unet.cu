@@ -7043,11 +7043,11 @@ static void fill_timesteps(int* timesteps, int B, int value) {
 // it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
 // plain FMAs (never tf32). Both share the loads, and all kernels, Hopper's too, one layout of shared memory:
 //
-//   row 0   |0|1|2|3|4|5|6|7|     A row is 128 bytes of channels, eight 16-byte vectors (fp32 weight gradients:
-//   row 1   |1|0|3|2|5|4|7|6|     sixteen); vector v of row r is stored at v ^ (r % 8). So eight consecutive
-//   row 2   |2|3|0|1|6|7|4|5|     rows of one vector lie in different banks, whichever row is the first, and a
-//   ...                           row is still written whole. The copy engine and wgmma know this as the
-//   row 7   |7|6|5|4|3|2|1|0|     128-byte swizzle.
+//   row 0   |0|1|2|3|4|5|6|7|     A row is 128 bytes of channels (some are 256), eight 16-byte vectors; vector
+//   row 1   |1|0|3|2|5|4|7|6|     v of row r is stored at v ^ (r % 8). So one vector of eight consecutive rows
+//   row 2   |2|3|0|1|6|7|4|5|     lies in eight different banks, and a row is still written whole. The copy
+//   ...                           engine and wgmma know this as the 128-byte swizzle.
+//   row 7   |7|6|5|4|3|2|1|0|
 
 enum {
     BK = 8 * VEC,  // channels of a 128-byte row: the depth of a step of gemm_kernel
@@ -7086,12 +7086,13 @@ __device__ inline float2 load_shared2(uint32_t address) {
 
 // ---- patches: the pixels of a 3x3 convolution's tile
 
-// A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
-// eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
-// pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
 struct Pixel {
     int b, y, x;
 };
+
+// A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
+// eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
+// pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
 struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; width is 8 or 16, its height always 8
@@ -7608,7 +7609,8 @@ struct WeightGradient {
     int partials;                  // partial sums of dw: one a split, or a cluster of splits
     int B, set_images, set_tiles;  // 3x3: images that share tiles are a set; 1x1: all is one
     Patch patch;                   // 3x3 only
-    // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
+    // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
+    __device__ int first_tile(int s) const { return (int)((long long)s * tiles / splits); }
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
 };
 
@@ -7820,8 +7822,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     const floatX* x = second ? g.x2 : g.x;
     int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
     int o0 = blockIdx.x / c_tiles * 64;
-    int first = (int)((long long)blockIdx.y * g.tiles / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * g.tiles / g.splits);
+    int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
     bool sums_bias = g.bias_parts && c_tile == 0;
     BiasSums<Tile> bias = {shared.bias, first / g.set_tiles};
     if (sums_bias) bias.clear();
@@ -8286,8 +8287,9 @@ struct HopperTile {
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
-    // A warpgroup's first row in a patch, and the second image's distance from there.
-    static constexpr int WARPGROUP_ROWS = TAPS == 1 ? 128 : PAIRS ? 200 : 8, IMAGE_ROWS = 100;
+    static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
+    static constexpr int WARPGROUP_ROWS =
+        PAIRS ? 2 * IMAGE_ROWS : OUTPUTS.width;  // to the next one's first row
     // A warpgroup's first pixel, in a tile that begins at `at`.
     __device__ static Pixel warpgroup(Pixel at, int k) {
         return PAIRS ? Pixel{at.b + 2 * k, at.y, at.x} : Pixel{at.b, at.y, at.x + OUTPUTS.width * k};
@@ -8736,8 +8738,7 @@ struct HopperWeightBlock {
     const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
     const int c_tiles = ceil_div(g.C, 64), c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-    const int first = (int)((long long)split * g.tiles / g.splits);
-    const int last = (int)((long long)(split + 1) * g.tiles / g.splits);
+    const int first = g.first_tile(split), last = g.first_tile(split + 1);
 
     __device__ __forceinline__ void produce() {  // one thread
         Pixel at = g.patch.origin(first);
@@ -8880,56 +8881,49 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 #endif
 }
 
-struct HopperWeightPlan {
-    int tiles, splits, cluster;
-    float us;  // estimated
-};
-// The splits with the least estimated time. Two, four or eight of them are a cluster where enough
-// multiprocessors take part (theirs come in numbers that clusters don't divide); more leave partial sums. The
-// figures are microseconds, fitted to timings on an H100.
 template <class Tile>
-static HopperWeightPlan plan_hopper_weight(const WeightGradient& g) {
-    const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::WARPGROUPS);
-    const float step_us = Tile::WARPGROUPS == 3 ? 0.75f : 0.3f, reduction_us = 1e-5f * g.O * g.C;
-    HopperWeightPlan best = {tiles, 1, 1, 1e30f};
-    for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
-         splits++) {
-        bool joined = splits == 2 || ((splits == 4 || splits == 8) &&
-                                      splits * tiles <= gpu_multiprocessors * Tile::RESIDENT * 10 / 11);
-        float us =
-            ceil_div((size_t)splits * tiles, gpu_multiprocessors) * ceil_div(g.tiles, splits) * step_us;
-        if (splits > 1) us += joined ? 2.5f : 6.0f + splits * reduction_us;
-        if (us < best.us) best = {tiles, splits, joined ? splits : 1, us};
-    }
-    return best;
-}
-
-template <class Tile>
-static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
+static void launch_hopper_weight_tile(WeightGradient g, int tiles, int cluster) {
     size_t n = (size_t)g.O * 9 * g.C;
-    g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
+    g.partials = g.splits / cluster;
     if (g.dbias) g.bias_parts = take<float>(&lane->workspace, (size_t)(g.splits + g.B) * g.O);
     if (g.partials > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
     auto map = [&](const floatX* x, int channels, Box box) {
         return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, box);
     };
-    HopperWeightGradient h = {g, map(g.dout, g.O, Tile::DOUT), map(g.x, g.C, Tile::X), plan.cluster};
-    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
-                    sizeof(HopperWeightShared<Tile>), plan.cluster, h);
+    HopperWeightGradient h = {g, map(g.dout, g.O, Tile::DOUT), map(g.x, g.C, Tile::X), cluster};
+    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
+                    sizeof(HopperWeightShared<Tile>), cluster, h);
     launch_weight_reduction(g, n);
 }
 
-// launch_portable_weight_gradient on Hopper, for 3x3.
+// launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take the
+// least estimated time. Two, four or eight splits are a cluster where enough multiprocessors take part (theirs
+// come in numbers that clusters don't divide); others leave partial sums. The figures are microseconds, fitted
+// to timings on an H100.
 static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.set_images = 1;
-    g.set_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g),
-                     line = plan_hopper_weight<HopperWeightTile<1>>(g);
-    if (line.us < all.us)
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line);
+    g.tiles = g.patch.tiles, g.set_images = 1, g.set_tiles = g.patch.tiles_y * g.patch.tiles_x;
+    int best_warpgroups = 0, best_tiles = 0, best_cluster = 0;
+    float least = FLT_MAX;
+    for (int warpgroups : {3, 1}) {
+        const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / warpgroups);
+        const int resident = gpu_multiprocessors * (warpgroups == 1 ? 2 : 1);
+        for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
+             splits++) {
+            bool joined =
+                splits == 2 || ((splits == 4 || splits == 8) && splits * tiles <= resident * 10 / 11);
+            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(g.tiles, splits) *
+                       (warpgroups == 3 ? 0.75f : 0.3f);
+            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * g.O * g.C;
+            if (us >= least) continue;
+            least = us, g.splits = splits;
+            best_warpgroups = warpgroups, best_tiles = tiles, best_cluster = joined ? splits : 1;
+        }
+    }
+    if (best_warpgroups == 3)
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, best_tiles, best_cluster);
     else
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all);
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, best_tiles, best_cluster);
 }
 
 }  // namespace gpu
