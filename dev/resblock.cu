@@ -196,7 +196,6 @@ static void resblock_backward3(Problem& p) {
     conv3x3_backward(dnormed1, d("in_layers.2.weight"), d("in_layers.2.bias"), projected, s.O, dh, active1,
                      w("in_layers.2.weight"), s.B, s.H, s.H, s.K, s.O);
     backend_join();  // projected is the side lane's
-    bias_backward(d("in_layers.2.bias"), projected, s.O, dh, s.B, s.T, s.O);
     linear_backward(demb, nullptr, d("emb_layers.1.weight"), d("emb_layers.1.bias"), projected,
                     p.in<floatX>("emb"), nullptr, w("emb_layers.1.weight"), s.B, s.E, 0, s.O, false);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb});
