@@ -8281,15 +8281,15 @@ struct HopperTile {
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;  // one more warp: the producer
     static constexpr int BORDER = TAPS > 1;
     static constexpr Box OUTPUTS = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr Box PIXELS = {OUTPUTS.width * (PAIRS ? 1 : WARPGROUPS), OUTPUTS.height,
-                                   OUTPUTS.images*(PAIRS ? WARPGROUPS : 1)};
+    static constexpr int WIDE = PAIRS ? 1 : WARPGROUPS, DEEP = PAIRS ? WARPGROUPS : 1;  // in warpgroups
+    static constexpr Box PIXELS = {WIDE * OUTPUTS.width, OUTPUTS.height, DEEP* OUTPUTS.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
-    static constexpr int WARPGROUP_ROWS =
-        PAIRS ? 2 * IMAGE_ROWS : OUTPUTS.width;  // to the next one's first row
+    // From one warpgroup's first row to the next one's.
+    static constexpr int WARPGROUP_ROWS = PAIRS ? 2 * IMAGE_ROWS : OUTPUTS.width;
     // A warpgroup's first pixel, in a tile that begins at `at`.
     __device__ static Pixel warpgroup(Pixel at, int k) {
         return PAIRS ? Pixel{at.b + 2 * k, at.y, at.x} : Pixel{at.b, at.y, at.x + OUTPUTS.width * k};
@@ -8320,6 +8320,7 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
+
 // The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
 // tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what
 // is added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
