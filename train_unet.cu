@@ -7945,7 +7945,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     sums[part][lane] = sum;
     __syncthreads();
     if (part != 0 || i >= n) return;
-    for (int i = 1; i < REDUCERS; i++) sum += sums[i][lane];
+    for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
     old += sum;
     *(float4*)(g.dw + i) = old;
 }
