@@ -762,11 +762,6 @@ static Work convolution_work(double M, int taps, int C, int O, size_t weight = s
 
 namespace DEVICE {
 
-// dout (B, T, O) summed: dbias (O) += over B and T; per_image (B, pitch)[:, :O] = over T, where it is wanted
-// (the gradient of what was added per image, the time embedding).
-static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
-                          int O);
-
 // out (B, H, W, O) = F.linear(x, w, bias) + residual: a 1x1 convolution, or the rows of an embedding.
 static void linear_forward(Tensor out, Joined x, Linear layer, Forward options = {});
 // dx = [+=] dout w; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)). dx without data: not wanted. On the
@@ -6988,17 +6983,27 @@ static void finish_step(StepState* state, BatchLoss batch, const float* norm_par
 // A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
 // its patch of the image with a border of one pixel once per 128 bytes of channels, and the nine taps read
 // it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
-// plain FMAs (never tf32). Both share the loads, since shared memory is laid out in bytes: rows of eight
-// 16-byte vectors, vector v of row r stored at v ^ (r % 8), so that eight consecutive rows never meet in a
-// bank.
+// plain FMAs (never tf32). Both share the loads, and all kernels, Hopper's too, one layout of shared memory:
+//
+//   row 0   |0|1|2|3|4|5|6|7|     A row is 128 bytes of channels (some are 256), eight 16-byte vectors; vector
+//   row 1   |1|0|3|2|5|4|7|6|     v of row r is stored at v ^ (r % 8). So one vector of eight consecutive rows
+//   row 2   |2|3|0|1|6|7|4|5|     lies in eight different banks, and a row is still written whole. The copy
+//   ...                           engine and wgmma know this as the 128-byte swizzle.
+//   row 7   |7|6|5|4|3|2|1|0|
 
 enum {
-    BK = 8 * VEC,      // channels of a 128-byte row: the depth of a step of gemm_kernel
-    REDUCE_GROUPS = 8  // threads that share one output of a reduction over splits
+    BK = 8 * VEC,  // channels of a 128-byte row: the depth of a step of gemm_kernel
+    REDUCERS = 8   // threads that share one output of a reduction over splits
 };
 
 // ---- vectors and instructions
 
+// Bytes from a tile's start, or from a row's, to vector v of row r.
+__device__ inline int swizzled(int r, int v, int row_bytes = 128) {
+    return r * row_bytes + ((v ^ (r & 7)) << 4);
+}
+
+__device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     float x[VEC];
     unpack(x, *(const uint4*)p);
@@ -7023,6 +7028,10 @@ __device__ inline float2 load_shared2(uint32_t address) {
 
 // ---- patches: the pixels of a 3x3 convolution's tile
 
+struct Pixel {
+    int b, y, x;
+};
+
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
 // eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
 // pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
@@ -7030,28 +7039,25 @@ struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
-    struct Origin {
-        int b, y, x;
-    };
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
         int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
         return (y + 2 * (y / 8)) * (width + 2) + x;
     }
     __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
-    // Image, line and column within the tile of a row, packed; the border counts: the pixel is (y - 1, x -
-    // 1).
-    __device__ int place(int row) const {
+    // Where a row lies in the tile with its border: column, line, image.
+    __device__ uchar4 offset(int row) const {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
-        return image << 16 | (y - image * 10) << 8 | (row - y * (width + 2));
+        return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
     }
-    __device__ Origin origin(int tile) const {
+    // The first pixel of a tile's border.
+    __device__ Pixel origin(int tile) const {
         int line = tile / tiles_x, b = line / tiles_y;
         return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
     }
-    // The pixel's index in (B, H, W), or -1 outside.
-    __device__ int pixel(Origin o, int place) const {
-        int b = o.b + (place >> 16), y = o.y + (place >> 8 & 255), x = o.x + (place & 255);
+    // A pixel's index in (B, H, W), or -1 outside.
+    __device__ int pixel(Pixel origin, uchar4 offset) const {
+        int b = origin.b + offset.z, y = origin.y + offset.y, x = origin.x + offset.x;
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
     }
@@ -7115,22 +7121,14 @@ struct GemmTile {
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
-    float c[MI][NI][4];
+    float c[MI][NI][4] = {};
     int row[MI];  // of A, for this lane's ldmatrix
-    int lane, m0, n0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
 #pragma unroll
-        for (int i = 0; i < MI; i++) {
-            row[i] = row_of(m0 + i * 16 + lane % 16);
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
-        }
+        for (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
     }
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
@@ -7140,12 +7138,12 @@ struct WarpProduct {
 #pragma unroll
         for (int i = 0; i < MI; i++) {
             int r = row[i] + shift;
-            a_line[i] = a_tile + r * 128 + ((lane / 16 ^ (r & 7)) << 4);
+            a_line[i] = a_tile + swizzled(r, lane / 16);
         }
         if (Tile::TRANSPOSED)
-            b_line = b_tile + lane % 16 * (Tile::BN * 2) + (((n0 / 8 + lane / 16) ^ (lane & 7)) << 4);
+            b_line = b_tile + swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2);
         else
-            b_line = b_tile + (n0 + lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
+            b_line = b_tile + swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int k = 0; k < BK / 16; k++) {
             uint32_t a[MI][4], b[NI / 2][4];
@@ -7181,20 +7179,14 @@ struct WarpProduct {
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
-    float c[MI][NI];
+    float c[MI][NI] = {};
     int row[MI];
-    int lane, m0, n0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
 #pragma unroll
-        for (int i = 0; i < MI; i++) {
-            row[i] = row_of(m0 + i * 8 + lane / 4);
-#pragma unroll
-            for (int j = 0; j < NI; j++) c[i][j] = 0;
-        }
+        for (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
     }
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
@@ -7203,7 +7195,7 @@ struct WarpProduct {
 #pragma unroll
             for (int i = 0; i < MI; i++) {
                 int r = row[i] + shift;
-                a[i] = load_shared4(a_tile + r * 128 + ((k ^ (r & 7)) << 4));
+                a[i] = load_shared4(a_tile + swizzled(r, k));
             }
             if (Tile::TRANSPOSED) {
 #pragma unroll
@@ -7211,7 +7203,7 @@ struct WarpProduct {
 #pragma unroll
                     for (int j = 0; j < NI / 4; j++) {
                         int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
-                        float4 b = load_shared4(b_tile + r * (Tile::BN * 4) + ((v ^ (r & 7)) << 4));
+                        float4 b = load_shared4(b_tile + swizzled(r, v, Tile::BN * 4));
 #pragma unroll
                         for (int i = 0; i < MI; i++) {
                             float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
@@ -7223,7 +7215,7 @@ struct WarpProduct {
 #pragma unroll
                 for (int j = 0; j < NI; j++) {
                     int r = n0 + j * 4 + lane % 4;
-                    float4 b = load_shared4(b_tile + r * 128 + ((k ^ (r & 7)) << 4));
+                    float4 b = load_shared4(b_tile + swizzled(r, k));
 #pragma unroll
                     for (int i = 0; i < MI; i++) {
                         c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
@@ -7282,123 +7274,62 @@ struct OutputColumns {
     }
 };
 
-// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
-// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
-// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
-// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
-// (3x3: with border) and BN x BK weights a tap come from device memory or L2 once; the output is written
-// once, in 16-byte vectors.
+// Copies a block's tile of w, BN of its N by a chunk at a tap: one step of the reduction after another. Rows and
+// vectors are n and c, or TRANSPOSED c and n.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
-                  THREADS = Tile::THREADS;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
-    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
-    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
-    int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-
-    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
-    int first = (int)((long long)blockIdx.y * chunks / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
-
-    if (TAPS > 1) {
-        Patch::Origin origin = g.patch.origin(tile);
-        for (int r = tid; r < a_rows; r += THREADS) pixel_of_row[r] = g.patch.pixel(origin, g.patch.place(r));
-        __syncthreads();
-    }
-    auto load_a = [&](int buffer, int chunk, int begin, int end) {
-        bool second = TAPS == 1 && chunk >= chunks1;
-        const floatX* x = second ? g.x2 : g.x;
-        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
-        uint32_t to = a_ring + buffer * a_bytes;
-#pragma unroll
-        for (int i = begin; i < end; i++) {
-            int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
-            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
-            int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
-            copy_async(to + r * 128 + ((v ^ (r & 7)) << 4), valid ? x + (size_t)m * channels + c : x, valid);
-        }
-    };
-    // The tile of w's rows and vectors: n and c, or TRANSPOSED c and n. Called once a step, in order.
-    constexpr int ROW = Tile::TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-    int b_row = tid / ROW, b_vector = tid % ROW, b_chunk = first, b_tap = 0, b_stage = 0;
-    const size_t stride = (size_t)TAPS * (Tile::TRANSPOSED ? g.N : g.C + g.C2);
-    const floatX* b_from =
-        g.w + b_vector * VEC + (Tile::TRANSPOSED ? b_row * stride + n0 : (n0 + b_row) * stride);
-    const uint32_t b_to = b_ring + b_row * (ROW * 16) + ((b_vector ^ (b_row & 7)) << 4);
+struct GemmWeights {
+    static constexpr bool TRANSPOSED = Tile::TRANSPOSED;
+    static constexpr int TAPS = Tile::TAPS, BN = Tile::BN, THREADS = Tile::THREADS;
+    static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
     static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
-    auto load_b = [&] {
-        bool second = TAPS == 1 && b_chunk >= chunks1;
-        int channels = second ? g.C2 : g.C, c0 = (second ? b_chunk - chunks1 : b_chunk) * BK, rows;
-        const floatX* from = b_from;
-        if (Tile::TRANSPOSED) {
-            rows = n0 + b_vector * VEC < g.N ? channels - c0 - b_row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - b_tap) * g.N;
+    const Gemm& g;
+    const int n0, chunks1, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
+    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N : g.C + g.C2);
+    const floatX* const first = g.w + vector * VEC + (TRANSPOSED ? row * stride + n0 : (n0 + row) * stride);
+    const uint32_t to;
+    int chunk, tap = 0, stage = 0;  // of the next step
+    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk, int chunks1)
+        : g(g), n0(n0), chunks1(chunks1), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
+    __device__ void load() {
+        bool second = TAPS == 1 && chunk >= chunks1;
+        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK, rows;
+        const floatX* from = first;
+        if (TRANSPOSED) {
+            rows = n0 + vector * VEC < g.N ? channels - c0 - row : 0;
+            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N;
         } else {
-            rows = c0 + b_vector * VEC < channels ? g.N - n0 - b_row : 0;
-            from += b_tap * g.C + (second ? g.C : 0) + c0;
+            rows = c0 + vector * VEC < channels ? g.N - n0 - row : 0;
+            from += tap * g.C + (second ? g.C : 0) + c0;
         }
 #pragma unroll
         for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
-            if (BN * 8 % THREADS != 0 && i * THREADS + tid >= BN * 8) break;
+            if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
             bool valid = i * ROWS < rows;
-            copy_async(b_to + b_stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
+            copy_async(to + stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
             from += ROWS * stride;
         }
-        if (++b_stage == STAGES) b_stage = 0;
-        if (++b_tap == TAPS) b_tap = 0, b_chunk++;
-    };
-
-    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
-    if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
-        if (s < steps) load_b();
-        copy_commit();
-    }
-    int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
-    for (int s = 0; s < steps; s++) {
-        copy_wait<STAGES - 2>();
-        __syncthreads();  // step s has arrived for every thread, and every thread is done with step s - 1
-        int next = s + STAGES - 1;
-        if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
-            constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
-            int begin = tap * PART;
-#pragma unroll
-            for (int i = 0; i < PART; i++)
-                if (begin + i < Tile::A_VECTORS)
-                    load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
-        }
-        if (next < steps) {
-            if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
-            load_b();
-        }
-        copy_commit();
-        product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
-                         TAPS > 1 ? g.patch.tap(tap) : 0);
+        if (++stage == Tile::STAGES) stage = 0;
         if (++tap == TAPS) tap = 0, chunk++;
-        if (++stage == STAGES) stage = 0;
     }
+};
 
-    copy_wait<0>();
-    __syncthreads();  // the rings become the staging area
-    float* staging = (float*)(shared + Tile::TABLE_BYTES);
-    product.store(staging);
-    __syncthreads();
+// A block's sums, finished or its split's, from shared memory to where they go.
+template <class Tile>
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* staging, const int* pixel_of_row,
+                                              int tile, int n0) {
+    constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC;
+    int tid = threadIdx.x;
     // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
     // image.
-    constexpr int PASS = THREADS / (BN / VEC), BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
-    int column = tid % (BN / VEC) * VEC, n = n0 + column;
+    constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
+    int column = tid % ROW * VEC, n = n0 + column;
     if (n >= g.N) return;
     bool finishes = g.splits == 1;
     OutputColumns columns(g, n);
     int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
-    const float* from = staging + tid / (BN / VEC) * Tile::STAGING_PITCH + column;
+    const float* from = staging + tid / ROW * Tile::STAGING_PITCH + column;
 #pragma unroll 1
-    for (int p0 = tid / (BN / VEC); p0 < BM; p0 += BATCH * PASS) {
+    for (int p0 = tid / ROW; p0 < BM; p0 += BATCH * PASS) {
         int m[BATCH];
         uint4 residual[BATCH];
         float added[VEC] = {0};
@@ -7431,6 +7362,88 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             }
         }
     }
+}
+
+// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
+// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
+// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
+// (3x3: with border) and BN x BK weights a tap come from device memory or L2 once; the output is written
+// once, in 16-byte vectors.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
+                  THREADS = Tile::THREADS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
+    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
+    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
+    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
+    int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+
+    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
+    int first = (int)((long long)blockIdx.y * chunks / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
+
+    if (TAPS > 1) {
+        Pixel origin = g.patch.origin(tile);
+        for (int r = tid; r < a_rows; r += THREADS)
+            pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
+        __syncthreads();
+    }
+    auto load_a = [&](int buffer, int chunk, int begin, int end) {
+        bool second = TAPS == 1 && chunk >= chunks1;
+        const floatX* x = second ? g.x2 : g.x;
+        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
+        uint32_t to = a_ring + buffer * a_bytes;
+#pragma unroll
+        for (int i = begin; i < end; i++) {
+            int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
+            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
+            int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
+            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
+            copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
+        }
+    };
+    GemmWeights<Tile> weights(g, b_ring, n0, first, chunks1);
+
+    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
+    if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
+        if (s < steps) weights.load();
+        copy_commit();
+    }
+    int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
+    for (int s = 0; s < steps; s++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();  // step s has arrived for every thread, and every thread is done with step s - 1
+        int next = s + STAGES - 1;
+        if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
+            constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
+            int begin = tap * PART;
+#pragma unroll
+            for (int i = 0; i < PART; i++)
+                if (begin + i < Tile::A_VECTORS)
+                    load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
+        }
+        if (next < steps) {
+            if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
+            weights.load();
+        }
+        copy_commit();
+        product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
+                         TAPS > 1 ? g.patch.tap(tap) : 0);
+        if (++tap == TAPS) tap = 0, chunk++;
+        if (++stage == STAGES) stage = 0;
+    }
+
+    copy_wait<0>();
+    __syncthreads();  // the rings become the staging area
+    float* staging = (float*)(shared + Tile::TABLE_BYTES);
+    product.store(staging);
+    __syncthreads();
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
@@ -7469,12 +7482,11 @@ template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(Gemm* g);
 #endif
 
-#ifdef TESTING
-static int forced_tile = -1, forced_splits = 0;  // tests and tuning: instead of the estimate below
-#endif
+static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
-// The tile and the split with the least estimated time. A block's time is its arithmetic at the rate that
-// its tile reaches; blocks that share a multiprocessor share that rate, and a lone one reaches half of it.
+// The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors without
+// work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps enough of
+// them to pay for a second kernel. The bounds were measured on an H100.
 template <int TAPS, bool TRANSPOSED>
 static void launch_portable(Gemm g) {
     if constexpr (!TRANSPOSED)
@@ -7483,39 +7495,30 @@ static void launch_portable(Gemm g) {
             launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
             return;
         }
-    // Relative rates, and microseconds a block spends before and after its arithmetic: measured on an H100.
-    static const int BM[] = {128, 128, 64}, BN[] = {128, 64, 64};
-    static const float RATE[] = {1.0f, 0.92f, 0.75f}, FIXED[] = {1.6f, 0.9f, 0.5f};
-    constexpr int COLUMNS =
-        sizeof(floatX) == 2 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), best = 0, splits = 1;
-    float least = 1e30f;
-    for (int t = 0; t < 3; t++) {
-        int pixel_tiles =
-            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, BM[t]).tiles : ceil_div(g.M, BM[t]);
-        int tiles = pixel_tiles * ceil_div(g.N, BN[t]);
-        for (int s = 1; s <= chunks && s <= 8; s++) {
-            if (s > 1 && (size_t)s * g.M * g.N * sizeof(float) > Borrowed::left()) break;
-            float step = 2.0f * BM[t] * BN[t] * BK / 3.2e6f / RATE[t];  // at 3.2 TFLOP/s
-            if (sizeof(floatX) == 4) step *= 10;
-            int load = ceil_div((size_t)tiles * s, gpu_multiprocessors);
-            float time =
-                load * (step * TAPS * ceil_div(chunks, s) * (load == 1 ? 1.8f : 1.0f) + FIXED[t]) + 2.0f;
-            if (s > 1) time += 2.0f + 8.0f * s * g.M * g.N / 3e6f;
-            if (time < least) least = time, best = t, splits = s;
-        }
-    }
-#ifdef TESTING
-    if (forced_tile >= 0) best = forced_tile;
-    if (forced_splits > 0) splits = forced_splits > chunks ? chunks : forced_splits;
-#endif
+    constexpr bool HALF = sizeof(floatX) == 2;
+    auto tiles = [&](int pixels, int channels) {
+        int along_m =
+            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, pixels).tiles : ceil_div(g.M, pixels);
+        return along_m * ceil_div(g.N, channels);
+    };
+    bool even = ceil_div(g.N, 64) % 2 == 0;  // tiles of 128 channels are full
+    int tile = even && tiles(128, 128) >= 3 * gpu_multiprocessors ? 0
+               : tiles(128, 64) >= 2 * gpu_multiprocessors        ? 1
+                                                                  : 2;
+    const int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), least_steps = HALF ? 18 : 1;
+    int splits = 1;
+    while (tile == 2 && splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
+           splits * tiles(64, 64) <= gpu_multiprocessors)
+        splits *= 2;
+    if (forced_tile >= 0) tile = forced_tile;
+    if (forced_splits > 0) splits = std::min(forced_splits, chunks);
     Borrowed borrowed;
     g.splits = splits;
     if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
-    if (best == 0)
-        launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, COLUMNS == 64 ? 2 : 1>>(g);
-    if (best == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
-    if (best == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+    constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
+    if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
+    if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
 }
 
 template <int TAPS, bool TRANSPOSED>
@@ -7525,10 +7528,7 @@ static void launch_gemm(Gemm g) {
            0);
     bool done = false;
 #ifdef HOPPER
-#ifdef TESTING
-    if (forced_tile < 0)
-#endif
-        done = launch_hopper<TAPS, TRANSPOSED>(&g);
+    done = forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(&g);
 #endif
     if (!done) launch_portable<TAPS, TRANSPOSED>(g);
     if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
@@ -7545,13 +7545,14 @@ struct WeightGradient {
     float* dbias;          // (O): added to; null: not wanted here
     floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
     int image_pitch;
-    float* bias_parts;  // (splits + groups, group_images, O)
+    float* bias_parts;  // (splits + sets, set_images, O)
     int M, O, C, C2;
-    int splits, tiles;                 // of the pixels
-    int partials;                      // partial sums of dw: one a split, or a cluster of splits
-    int B, group_images, group_tiles;  // 3x3: images that share tiles are a group; 1x1: all is one
-    Patch patch;                       // 3x3 only
-    // The split that tile t belongs to, if split s has tiles [s * tiles / splits, (s + 1) * tiles / splits).
+    int splits, tiles;             // of the pixels
+    int partials;                  // partial sums of dw: one a split, or a cluster of splits
+    int B, set_images, set_tiles;  // 3x3: images that share tiles are a set; 1x1: all is one
+    Patch patch;                   // 3x3 only
+    // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
+    __device__ int first_tile(int s) const { return (int)((long long)s * tiles / splits); }
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
 };
 
@@ -7567,66 +7568,65 @@ struct WeightTile {
     static constexpr int ROW = 64 / VEC,
                          ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
     static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
-    static constexpr int STAGE_BYTES = (PIXELS + X_ROWS) * ROW_BYTES;
-    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : ((X_ROWS + PIXELS) * 4 + 127) / 128 * 128;
-    static constexpr int WARPS = THREADS / 32, BIAS_BYTES = THREADS * VEC * (int)sizeof(float);
-    static constexpr int SHARED_BYTES = TABLE_BYTES + BIAS_BYTES + STAGES * STAGE_BYTES;
+    static constexpr int WARPS = THREADS / 32;
+};
+template <class Tile>
+struct WeightShared {
+    alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
+    int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
+    alignas(128) float4 bias[VEC / 4][Tile::THREADS];
+    struct Stage {
+        unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
+    } stages[Tile::STAGES];
 };
 
 // Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
-// its warp's pixels in a place of its own; on leaving a group of images the block writes part split + group:
-// the pair (split, group) never goes down, so no two pairs have the same sum.
+// its warp's pixels; on leaving a set of images the block writes part split + set: the pair (split, set) never
+// goes down, so no two pairs have the same sum.
 template <class Tile>
 struct BiasSums {
-    float* area;  // BIAS_BYTES of shared memory
-    int group;
-    __device__ float4* own() const { return (float4*)area + threadIdx.x; }
+    float4 (&sums)[VEC / 4][Tile::THREADS];  // in shared memory
+    int set;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __device__ void clear() {
 #pragma unroll
-        for (int e = 0; e < VEC / 4; e++) own()[e * Tile::THREADS] = make_float4(0, 0, 0, 0);
+        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] = make_float4(0, 0, 0, 0);
     }
     // Called by the whole block.
     __device__ void flush(const WeightGradient& g, int o0) {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         float4 sum[VEC / 4];
 #pragma unroll
         for (int e = 0; e < VEC / 4; e++) {
-            sum[e] = own()[e * Tile::THREADS];
+            sum[e] = sums[e][threadIdx.x];
 #pragma unroll
-            for (int step = Tile::ROW; step < 32; step *= 2) {
-                sum[e].x += __shfl_xor_sync(~0u, sum[e].x, step),
-                    sum[e].y += __shfl_xor_sync(~0u, sum[e].y, step);
-                sum[e].z += __shfl_xor_sync(~0u, sum[e].z, step),
-                    sum[e].w += __shfl_xor_sync(~0u, sum[e].w, step);
-            }
+            for (int step = Tile::ROW; step < 32; step *= 2)
+                sum[e] +=
+                    make_float4(__shfl_xor_sync(~0u, sum[e].x, step), __shfl_xor_sync(~0u, sum[e].y, step),
+                                __shfl_xor_sync(~0u, sum[e].z, step), __shfl_xor_sync(~0u, sum[e].w, step));
         }
         __syncthreads();
+        float* of_warp = (float*)sums;  // (warps, 64)
         if (lane < Tile::ROW)
 #pragma unroll
-            for (int e = 0; e < VEC / 4; e++) *(float4*)(area + warp * 64 + lane * VEC + 4 * e) = sum[e];
+            for (int e = 0; e < VEC / 4; e++) *(float4*)(of_warp + warp * 64 + lane * VEC + 4 * e) = sum[e];
         __syncthreads();
-        int warps = Tile::WARPS / g.group_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
-        if (image < g.group_images && o0 + o < g.O) {
+        int warps = Tile::WARPS / g.set_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
+        if (image < g.set_images && o0 + o < g.O) {
             float total = 0;
-            for (int w = image * warps; w < (image + 1) * warps; w++) total += area[w * 64 + o];
-            g.bias_parts[((size_t)(blockIdx.y + group) * g.group_images + image) * g.O + o0 + o] = total;
+            for (int w = image * warps; w < (image + 1) * warps; w++) total += of_warp[w * 64 + o];
+            g.bias_parts[((size_t)(blockIdx.y + set) * g.set_images + image) * g.O + o0 + o] = total;
         }
         __syncthreads();
     }
-    __device__ void add(const unsigned char* d_tile) {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, v = lane % Tile::ROW;
+    __device__ void add(const unsigned char* dout) {
         float sum[VEC] = {0};
 #pragma unroll
         for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
             int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
-            add_vector(sum, (const floatX*)(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4)));
+            add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
         }
 #pragma unroll
-        for (int e = 0; e < VEC / 4; e++) {
-            float4 old = own()[e * Tile::THREADS];
-            own()[e * Tile::THREADS] = make_float4(old.x + sum[4 * e], old.y + sum[4 * e + 1],
-                                                   old.z + sum[4 * e + 2], old.w + sum[4 * e + 3]);
-        }
+        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] += *(float4*)(sum + 4 * e);
     }
 };
 
@@ -7639,26 +7639,16 @@ struct WeightProduct {
     static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
     static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
                   "warps share the work evenly");
-    float c[MI][NI][4];
-    int lane, o0, n0;
+    float c[MI][NI][4] = {};
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
     // Eight input channels of fragment j; its tap is j.
     __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
-    __device__ WeightProduct() {
-        int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][j][e] = 0;
-    }
     __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
 #pragma unroll 1
         for (int k = 0; k < Tile::PIXELS; k += 32) {
-            uint32_t a[2][MI][4], a_line = d_tile + (k + lane / 16 * 8 + lane % 8) * 128;
-            a_line += ((o0 / 8 + lane / 8 % 2) ^ (lane & 7)) << 4;
+            uint32_t a[2][MI][4];
+            uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -7669,7 +7659,7 @@ struct WeightProduct {
             for (int j = 0; j < NI; j++) {
                 uint32_t b[4];
                 int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
-                load_matrices_transposed(b, x_tile + r * 128 + ((v ^ (r & 7)) << 4));
+                load_matrices_transposed(b, x_tile + swizzled(r, v));
 #pragma unroll
                 for (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
 #pragma unroll
@@ -7698,20 +7688,11 @@ struct WeightProduct {
 template <class Tile>
 struct WeightProduct {
     static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
-    float c[8][Tile::TAPS][NC];
-    int o0, c0;
-    __device__ WeightProduct() {
-        static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
-        o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
-#pragma unroll
-        for (int o = 0; o < 8; o++)
-#pragma unroll
-            for (int t = 0; t < Tile::TAPS; t++)
-#pragma unroll
-                for (int e = 0; e < NC; e++) c[o][t][e] = 0;
-    }
+    static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
+    float c[8][Tile::TAPS][NC] = {};
+    const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
     __device__ static uint32_t at(uint32_t tile, int row, int channel) {
-        return tile + row * 256 + (((channel / 4) ^ (row & 7)) << 4) + channel % 4 * 4;
+        return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
     }
     __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
         if constexpr (Tile::TAPS > 1) {
@@ -7775,49 +7756,47 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     weight_gradient_kernel(const WeightGradient g) {
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
     constexpr int THREADS = Tile::THREADS;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int *place_of_row = (int*)shared, *row_of_pixel = place_of_row + Tile::X_ROWS;
-    unsigned char* ring_bytes = shared + Tile::TABLE_BYTES + Tile::BIAS_BYTES;
-    uint32_t ring = shared_address(ring_bytes);
+    extern __shared__ __align__(128) unsigned char weight_shared[];
+    auto& shared = *(WeightShared<Tile>*)weight_shared;
     int tid = threadIdx.x;
     int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
     bool second = c_tile >= tiles1;
     const floatX* x = second ? g.x2 : g.x;
     int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
     int o0 = blockIdx.x / c_tiles * 64;
-    int first = (int)((long long)blockIdx.y * g.tiles / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * g.tiles / g.splits);
+    int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
     bool sums_bias = g.bias_parts && c_tile == 0;
-    BiasSums<Tile> bias = {(float*)(shared + Tile::TABLE_BYTES), first / g.group_tiles};
+    BiasSums<Tile> bias = {shared.bias, first / g.set_tiles};
     if (sums_bias) bias.clear();
 
     if (TAPS > 1) {
-        for (int r = tid; r < Tile::X_ROWS; r += THREADS) place_of_row[r] = g.patch.place(r);
-        for (int p = tid; p < PIXELS; p += THREADS) row_of_pixel[p] = g.patch.row(p);
+        for (int r = tid; r < Tile::X_ROWS; r += THREADS) shared.offset_of_row[r] = g.patch.offset(r);
+        for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
         __syncthreads();
     }
     auto load = [&](int tile) {
-        uint32_t d_tile = ring + (tile - first) % STAGES * Tile::STAGE_BYTES,
-                 x_tile = d_tile + PIXELS * Tile::ROW_BYTES;
-        Patch::Origin origin = {0, 0, 0};
+        auto& stage = shared.stages[(tile - first) % STAGES];
+        uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
+        Pixel origin = {0, 0, 0};
         if (TAPS > 1) origin = g.patch.origin(tile);
 #pragma unroll
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
             int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
             int m = tile * PIXELS + p;
-            if (TAPS > 1) m = g.patch.pixel(origin, place_of_row[row_of_pixel[p] + g.patch.tap(4)]);
+            if (TAPS > 1)
+                m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
             bool valid = m >= 0 && m < g.M && o < g.O;
-            copy_async(d_tile + p * Tile::ROW_BYTES + ((v ^ (p & 7)) << 4),
+            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES),
                        valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
         }
 #pragma unroll
         for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
             int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
             if (TAPS > 1 && r >= g.patch.rows()) break;
-            int m = TAPS > 1 ? g.patch.pixel(origin, place_of_row[r]) : tile * PIXELS + r;
+            int m = TAPS > 1 ? g.patch.pixel(origin, shared.offset_of_row[r]) : tile * PIXELS + r;
             bool valid = m >= 0 && m < g.M && c < channels;
-            copy_async(x_tile + r * Tile::ROW_BYTES + ((v ^ (r & 7)) << 4),
-                       valid ? x + (size_t)m * channels + c : x, valid);
+            copy_async(x_tile + swizzled(r, v, Tile::ROW_BYTES), valid ? x + (size_t)m * channels + c : x,
+                       valid);
         }
     };
     WeightProduct<Tile> product;
@@ -7830,17 +7809,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
         if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
         copy_commit();
-        int stage = (tile - first) % STAGES * Tile::STAGE_BYTES;
-        uint32_t d_tile = ring + stage;
+        auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias) {
-            if (tile / g.group_tiles != bias.group) {
+            if (tile / g.set_tiles != bias.set) {
                 bias.flush(g, o0);
                 bias.clear();
-                bias.group = tile / g.group_tiles;
+                bias.set = tile / g.set_tiles;
             }
-            bias.add(ring_bytes + stage);
+            bias.add(stage.dout);
         }
-        product.multiply(d_tile, d_tile + PIXELS * Tile::ROW_BYTES, row_of_pixel, g.patch);
+        product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch);
     }
     copy_wait<0>();
     if (sums_bias) bias.flush(g, o0);
@@ -7853,36 +7831,33 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// per_image and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8). Each image has
-// `lanes` of the 32 threads a channel, which take its parts in turn; with fewer than 32 images that is more
-// than one.
+// per_image = and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel. These
+// share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, lanes = 1;
-    while (lanes * 2 * g.B <= 32) lanes *= 2;
+    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8;
+    auto part = [&](int split, int set, int image) {
+        return g.bias_parts[((size_t)(split + set) * g.set_images + image) * g.O + o];
+    };
     float total = 0;
-    for (int b0 = 0; b0 < g.B; b0 += 32 / lanes) {
-        int b = b0 + y / lanes, group = b / g.group_images, image = b % g.group_images;
-        float sum = 0;
-        if (b < g.B && o < g.O) {
-            int s0 = g.split_of(group * g.group_tiles), s1 = g.split_of((group + 1) * g.group_tiles - 1) + 1;
+    if (g.B == 1) {
 #pragma unroll 8
-            for (int s = s0 + y % lanes; s < s1; s += lanes)
-                sum += g.bias_parts[((size_t)(s + group) * g.group_images + image) * g.O + o];
-        }
-        sums[y][threadIdx.x % 8] = sum;
-        __syncthreads();
-        if (y % lanes == 0 && b < g.B && o < g.O) {
-            for (int i = 1; i < lanes; i++) sum += sums[y + i][threadIdx.x % 8];
+        for (int s = y; s < g.splits && o < g.O; s += 32) total += part(s, 0, 0);
+    } else {
+        for (int b = y; b < g.B && o < g.O; b += 32) {
+            int set = b / g.set_images, s1 = g.split_of((set + 1) * g.set_tiles - 1);
+            float sum = 0;
+#pragma unroll 8
+            for (int s = g.split_of(set * g.set_tiles); s <= s1; s++) sum += part(s, set, b % g.set_images);
             if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
             total += sum;
         }
-        __syncthreads();
     }
-    sums[y][threadIdx.x % 8] = y % lanes == 0 ? total : 0.0f;
+    sums[y][threadIdx.x % 8] = total;
     __syncthreads();
     if (y != 0 || o >= g.O) return;
     for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
+    if (g.per_image && g.B == 1) g.per_image[o] = (floatX)total;
     g.dbias[o] += total;
 }
 
@@ -7894,140 +7869,78 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
     }
-    __shared__ float4 sums[REDUCE_GROUPS][32];
-    int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+    __shared__ float4 sums[REDUCERS][32];
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
-    if (group == 0 && i < n) old = *(const float4*)(g.dw + i);
-    if (i < n)
-        for (int first = group; first < g.partials; first += 8 * REDUCE_GROUPS) {
-            float4 part[8];  // so many loads under way
+    if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
+    for (int first = part; i < n && first < g.partials; first += 8 * REDUCERS) {
+        float4 loaded[8] = {};  // so many loads under way
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                int s = first + k * REDUCE_GROUPS;
-                part[k] = s < g.partials ? *(const float4*)(g.partial + s * n + i) : make_float4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                sum.x += part[k].x, sum.y += part[k].y, sum.z += part[k].z, sum.w += part[k].w;
+        for (int k = 0; k < 8; k++) {
+            int s = first + k * REDUCERS;
+            if (s < g.partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
-    sums[group][lane] = sum;
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum += loaded[k];
+    }
+    sums[part][lane] = sum;
     __syncthreads();
-    if (group != 0 || i >= n) return;
-    for (int other = 1; other < REDUCE_GROUPS; other++) {
-        float4 part = sums[other][lane];
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    *(float4*)(g.dw + i) = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
+    if (part != 0 || i >= n) return;
+    for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
+    old += sum;
+    *(float4*)(g.dw + i) = old;
 }
 
-// Borrows the partial sums of dbias, `rows` of (O). Those of thousands of images are better taken apart.
-static void take_bias_parts(WeightGradient* g, size_t rows) {
-    if (g->dbias && rows * g->O * sizeof(float) > Borrowed::left() / 2) {
-        bias_backward(g->dbias, g->per_image, g->image_pitch, g->dout, g->B, g->M / g->B, g->O);
-        g->dbias = nullptr;
-    }
-    g->bias_parts = g->dbias ? take<float>(&lane->workspace, rows * g->O) : nullptr;
-}
-
-template <int TAPS>
-static void launch_weight_gradient(WeightGradient g) {
-    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
-#ifdef HOPPER
-    if (TAPS > 1) return launch_hopper_weight_gradient(g);
-#endif
-    Borrowed borrowed;
-    constexpr bool HALF = sizeof(floatX) == 2;
-    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
-                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
-    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
-    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
-    g.B = TAPS > 1 ? g.patch.B : 1, g.group_images = TAPS > 1 ? g.patch.images : 1;
-    g.group_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
-    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
-    int most = std::max(1, std::min(g.tiles, 2 * gpu_multiprocessors / (TAPS > 1 ? 2 : 1) / tiles));
-
-    take_bias_parts(&g, (size_t)(most + ceil_div(g.B, g.group_images)) * g.group_images);
-
-    // More splits shorten a block's walk over the pixels and lengthen the reduction.
-    size_t n = (size_t)g.O * TAPS * (g.C + g.C2);
-    most = std::max(1, std::min(most, (int)(Borrowed::left() / (n * sizeof(float)))));
-    float least = 1e30f, tile_us = (HALF ? 4.0f : 12.0f) * (TAPS > 1 ? 1.0f : 0.12f);  // measured on an H100
-    for (int s = 1; s <= most; s++) {
-        float time = ceil_div(g.tiles, s) * tile_us + 8.0f * s * n / 4e6f;
-        if (time < least) least = time, g.splits = s;
-    }
-    g.partials = g.splits;
-    g.partial = g.splits > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
-    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, Tile::SHARED_BYTES, g);
+static void launch_weight_reduction(const WeightGradient& g, size_t n) {
     int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
     launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
 }
 
-// ---- bias gradient
+// 3x3 has at most a block on every multiprocessor, 1x1 two: the sums of all of them fit into half the workspace.
+template <int TAPS>
+static void launch_portable_weight_gradient(WeightGradient g) {
+    constexpr bool HALF = sizeof(floatX) == 2;
+    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
+                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
+    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
+    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
+    g.set_images = TAPS > 1 ? g.patch.images : 1;
+    g.set_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
 
-// parts (B, chunks, O) = dout (B, T, O).sum(1), a chunk of pixels at a time. Block (slab, chunk, b) owns up
-// to 8 vectors of channels of its chunk; dout is read once.
-__global__ void bias_parts_kernel(float* parts, const floatX* dout, int T, int O, int chunk_rows) {
-    __shared__ float sums[32][8 * VEC + 1];
-    int v = threadIdx.x % 8, group = threadIdx.x / 8, o = (blockIdx.x * 8 + v) * VEC;
-    int chunk = blockIdx.y, b = blockIdx.z, end = min((chunk + 1) * chunk_rows, T);
-    float sum[VEC] = {0};
-    for (int t = chunk * chunk_rows + group; t < end; t += 32) {
-        const floatX* row = dout + ((size_t)b * T + t) * O + o;
-        if (o < O) add_vector(sum, row);
-    }
-#pragma unroll
-    for (int e = 0; e < VEC; e++) sums[group][v * VEC + e] = sum[e];
-    __syncthreads();
-    int channel = threadIdx.x;
-    if (channel >= 8 * VEC || blockIdx.x * 8 * VEC + channel >= (unsigned)O) return;
-    float total = 0;
-    for (int i = 0; i < 32; i++) total += sums[i][channel];
-    parts[((size_t)b * gridDim.y + chunk) * O + blockIdx.x * 8 * VEC + channel] = total;
+    // A block's walk over the pixels takes tiles / splits, and the reduction splits O (C + C2): together they are
+    // shortest where they are equal. The factor was measured on an H100.
+    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
+    int most = std::min(g.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
+    int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)g.tiles / g.O / (g.C + g.C2)));
+    g.splits = g.partials = std::max(1, std::min(most, balanced + 1));
+
+    size_t n = (size_t)g.O * TAPS * (g.C + g.C2), bias_rows = g.splits + ceil_div(g.B, g.set_images);
+    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, bias_rows * g.set_images * g.O);
+    if (g.splits > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
+    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
+    launch_weight_reduction(g, n);
 }
 
-// per_image (B, pitch)[:, :O] = parts.sum(1), where wanted; dbias (O) += parts.sum((0, 1)). Block b owns
-// channels [32 b, 32 b + 32); eight threads a channel take every eighth image.
-__global__ void bias_finish_kernel(float* dbias, floatX* per_image, int pitch, const float* parts, int B,
-                                   int chunks, int O) {
-    __shared__ float sums[REDUCE_GROUPS][32];
-    int o = blockIdx.x * 32 + threadIdx.x;
-    float total = 0;
-    if (o < O)
-        for (int b = threadIdx.y; b < B; b += REDUCE_GROUPS) {
-            float sum = 0;
-#pragma unroll 8
-            for (int i = 0; i < chunks; i++) sum += parts[((size_t)b * chunks + i) * O + o];
-            if (per_image) per_image[(size_t)b * pitch + o] = (floatX)sum;
-            total += sum;
-        }
-    sums[threadIdx.y][threadIdx.x] = total;
-    __syncthreads();
-    if (threadIdx.y != 0 || o >= O) return;
-    for (int group = 1; group < REDUCE_GROUPS; group++) total += sums[group][threadIdx.x];
-    dbias[o] += total;
-}
-
-static void bias_backward(float* dbias, floatX* per_image, int pitch, const floatX* dout, int B, int T,
-                          int O) {
-    int slabs = ceil_div(O, 8 * VEC), chunks = ceil_div(4 * gpu_multiprocessors, B * slabs);
-    chunks = std::max(1, std::min(chunks, ceil_div(T, 64)));
-    int rows = ceil_div(T, chunks);
-    chunks = ceil_div(T, rows);
-    Borrowed borrowed;
-    size_t most = std::max((size_t)1, Borrowed::left() / ((size_t)chunks * O * sizeof(float)));
-    int images = (int)std::min((size_t)B, most);  // as many at a time as fit
-    float* parts = take<float>(&lane->workspace, (size_t)images * chunks * O);
-    for (int b = 0; b < B; b += images) {
-        int count = std::min(images, B - b);
-        launch(bias_parts_kernel, dim3(slabs, chunks, count), 256, 0, parts, dout + (size_t)b * T * O, T, O,
-               rows);
-        // Without per-image sums every part may go to any of the eight threads.
-        launch(bias_finish_kernel, ceil_div(O, 32), dim3(32, REDUCE_GROUPS), 0, dbias,
-               per_image ? per_image + (size_t)b * pitch : nullptr, pitch, parts,
-               per_image ? count : count * chunks, per_image ? chunks : 1, O);
+// The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
+// several runs.
+template <int TAPS>
+static void launch_weight_gradient(WeightGradient g) {
+    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
+    const size_t B = TAPS > 1 ? g.patch.B : 1, T = g.M / B;
+    const size_t run = std::min(B, Borrowed::left() / 2 / (g.O * sizeof(float)));
+    for (size_t b = 0; b < B; b += run) {
+        Borrowed borrowed;
+        g.B = g.patch.B = (int)std::min(run, B - b), g.M = (int)(g.B * T);
+#ifdef HOPPER
+        if (TAPS > 1)
+            launch_hopper_weight_gradient(g);
+        else
+#endif
+            launch_portable_weight_gradient<TAPS>(g);
+        g.dout += g.M * (size_t)g.O, g.x += g.M * (size_t)g.C;
+        if (g.per_image) g.per_image += g.B * (size_t)g.image_pitch;
     }
 }
 
@@ -8107,50 +8020,81 @@ namespace gpu {
 
 // ---- Hopper: tensor copies and warpgroup products
 
-// A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows
-// of 64 channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion
-// counts down the bytes that a barrier in shared memory expects.
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
+// A barrier in shared memory. A phase of it is over when so many threads have arrived and all bytes that were
+// expected have come.
+struct Barrier {
+    uint64_t state;
+    __device__ uint32_t address() const { return shared_address(this); }
+    __device__ void init(int arrivals) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+    }
+    __device__ void expect(uint32_t bytes) {  // and arrive
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes)
+                     : "memory");
+    }
+    __device__ void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+    }
+    // Until the phase of this parity is over.
+    __device__ void wait(uint32_t parity) {
+        asm volatile(
+            "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done "
+            "bra "
+            "AGAIN;\n}" ::"r"(address()),
+            "r"(parity)
+            : "memory");
+    }
+};
+// Of a ring of N buffers that one thread has filled and some warpgroups read.
+template <int N>
+struct RingBarriers {
+    Barrier full[N], empty[N];
+    __device__ void init(int readers) {
+        for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
+    }
+};
 // Makes initialised barriers known to the copy engine.
 __device__ inline void barrier_publish() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Until the phase of this parity is over.
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
-        "AGAIN;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-// Where a thread stands in a ring of N barriers: the slot, and the parity of the phase to wait for. Who waits
-// for slots to become empty begins with parity 1: the first time round at once.
+// Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. Who waits for buffers
+// to become empty begins with parity 1: the first time round at once.
 template <int N>
 struct Ring {
     int slot = 0, parity = 0;
-    __device__ int before() const { return slot ? slot - 1 : N - 1; }
+    __device__ int previous() const { return slot ? slot - 1 : N - 1; }
     __device__ void next() {
         if (++slot == N) slot = 0, parity ^= 1;
     }
 };
-__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int c, int x, int y,
-                                int b) {
+// Barriers of some of a block's threads, by number; 0 is __syncthreads.
+enum NamedBarrier {
+    BARRIER_READERS = 1,   // all warpgroups that multiply
+    BARRIER_WARPGROUP = 2  // the first of these; the others' follow
+};
+__device__ inline void barrier_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
+// engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
+// the bytes that the barrier expects.
+__device__ inline void copy_box(void* to, const CUtensorMap& map, const Barrier& barrier, int c, Pixel at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
         "%3, %4, %5}], "
-        "[%6];" ::"r"(to),
-        "l"(&map), "r"(c), "r"(x), "r"(y), "r"(b), "r"(barrier)
+        "[%6];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(barrier.address())
         : "memory");
 }
+__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, Pixel at) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+        "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(from)
+        : "memory");
+}
+// Before the copy engine or the tensor cores read what this thread stored to shared memory.
+__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // All threads of a cluster meet.
 __device__ inline void cluster_barrier() {
@@ -8197,26 +8141,25 @@ __device__ inline void wgmma_wait() {
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
     static_assert(N == 64 || N == 128 || N == 192, "");
-    if constexpr (N == 64)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_30
-                     ",%30,%31}, %32, %33, 1, 1, 1, %34, %35;"
-                     : REGISTERS_32(c, 0)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+#define WGMMA(n, c_names, a_name, b_name, a_order, b_order, ...)                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names "}, %" #a_name \
+                 ", %" #b_name ", 1, 1, 1, %" #a_order ", %" #b_order ";"                            \
+                 : __VA_ARGS__                                                                       \
+                 : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B))
+    if constexpr (N == 64) WGMMA(64, NAMES_30 ",%30,%31", 32, 33, 34, 35, REGISTERS_32(c, 0));
     if constexpr (N == 128)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_60
-                     ",%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
-                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+        WGMMA(128, NAMES_60 ",%60,%61,%62,%63", 64, 65, 66, 67, REGISTERS_32(c, 0), REGISTERS_32(c, 32));
     if constexpr (N == 192)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES_90
-                     ",%90,%91,%92,%93,%94,%95}, %96, %97, 1, 1, 1, %98, %99;"
-                     : REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64)
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+        WGMMA(192, NAMES_90 ",%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, REGISTERS_32(c, 0),
+              REGISTERS_32(c, 32), REGISTERS_32(c, 64));
 }
 
-// The map of x (B, H, W, C) for boxes of 64 channels, `width` columns, `height` lines and `images`.
-static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int width, int height,
-                              int images) {
+// Pixels of a copy.
+struct Box {
+    int width, height, images;
+};
+// The map of x (B, H, W, C) for such boxes of 64 channels.
+static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode) {
         cudaDriverEntryPointQueryResult found;
@@ -8225,13 +8168,13 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
         ASSERT(found == cudaDriverEntryPointSuccess);
     }
     CUtensorMap map;
-    cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
-    cuuint64_t sizes[4] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B},
-               strides[3] = {row, row * W, row * W * H};
-    cuuint32_t box[4] = {64, (cuuint32_t)width, (cuuint32_t)height, (cuuint32_t)images},
-               steps[4] = {1, 1, 1, 1};
-    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, box, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    const cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
+    const cuuint64_t sizes[] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B};
+    const cuuint64_t strides[] = {row, row * W, row * W * H};
+    const cuuint32_t extent[] = {64, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
+    const cuuint32_t steps[] = {1, 1, 1, 1};
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, extent,
+                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     ASSERT(status == CUDA_SUCCESS);
     return map;
@@ -8239,49 +8182,73 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
 
 // ---- Hopper: forward and input gradient
 
-struct HopperGemm {
-    CUtensorMap x, x2, w, out, out2;
-    CUtensorMap beside, beside2;  // read where the outputs go: the residual, or a norm's x
-    const floatX *bias, *emb;     // (N), (B, emb_pitch)[:, :N]; null: none
-    int emb_pitch;
+// One tensor, or two side by side: from column `columns` on, the second.
+struct JoinedMaps {
+    CUtensorMap first, second;
+    int columns;
+    __device__ const CUtensorMap& of(int column) const { return column < columns ? first : second; }
+    __device__ int within(int column) const { return column < columns ? column : column - columns; }
+};
+
+struct HopperGemm : Gemm {
+    JoinedMaps x_map, out_map;  // of x and x2, a chunk's channels begin at 64 times its number
+    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x
+    CUtensorMap w_map;
     float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
-    Normed norm;
-    int C, N, N1, chunks1, chunks;  // out2 has the columns from N1 on
-    int beside1;                    // beside2 those from here on
-    bool has_beside;
-    int B, H, W, T, tiles_x, tiles_y, tiles;
+    bool has_extra;
+    int B, chunks;
+    int tiles_x, tiles_y, tiles;
     int share;  // the chunks of one of a cluster's blocks
 };
 
-// 64 channels by 128 BLOCKS pixels a block; a warpgroup owns 128 of the pixels: 16 lines of 8, or with PAIRS,
-// for images no larger than 8 x 8, two whole images; without neighbours (1x1) any 128 in a row.
-template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int BLOCKS_, int STAGES_, int RESIDENT_>
+// 64 channels by 128 WARPGROUPS pixels a block. A warpgroup owns 128 of the pixels: 16 lines of 8, or with
+// PAIRS, for images no larger than 8 x 8, two whole images; without neighbours (1x1), where all pixels are one
+// line, any 128 in a row.
+template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int WARPGROUPS_, int STAGES_, int RESIDENT_>
 struct HopperTile {
-    static constexpr int TAPS = TAPS_, BLOCKS = BLOCKS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_ && TAPS > 1;
-    static constexpr int THREADS = BLOCKS * 128 + 32;                          // one more warp: the producer
-    static constexpr int PITCH = TAPS == 1 ? 8 : PAIRS ? 10 : 8 * BLOCKS + 2;  // rows from line to line
-    static constexpr int PATCH_ROWS = TAPS == 1 ? 128 * BLOCKS : PAIRS ? 200 * BLOCKS : 18 * PITCH;
-    static constexpr int PATCH_BYTES = (PATCH_ROWS * 128 + 1023) / 1024 * 1024;  // and enough for the outputs
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2, W_BYTES = 8192;
-    static constexpr int SHARED_BYTES = PATCHES * PATCH_BYTES + STAGES * W_BYTES + 256;
+    static constexpr int TAPS = TAPS_, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_;
+    static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;  // one more warp: the producer
+    static constexpr int BORDER = TAPS > 1;
+    static constexpr Box OUTPUTS = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
+    static constexpr int WIDE = PAIRS ? 1 : WARPGROUPS, DEEP = PAIRS ? WARPGROUPS : 1;  // in warpgroups
+    static constexpr Box PIXELS = {WIDE * OUTPUTS.width, OUTPUTS.height, DEEP* OUTPUTS.images};
+    static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
+    static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
+    static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
+    static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
+    // From one warpgroup's first row to the next one's.
+    static constexpr int WARPGROUP_ROWS = PAIRS ? 2 * IMAGE_ROWS : OUTPUTS.width;
+    // A warpgroup's first pixel, in a tile that begins at `at`.
+    __device__ static Pixel warpgroup(Pixel at, int k) {
+        return PAIRS ? Pixel{at.b + 2 * k, at.y, at.x} : Pixel{at.b, at.y, at.x + OUTPUTS.width * k};
+    }
+    __device__ static Pixel origin(const HopperGemm& g, int tile) {
+        if (TAPS == 1) return {0, 0, tile * PIXELS.width};
+        if (PAIRS) return {tile * PIXELS.images, 0, 0};
+        return {tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * PIXELS.height,
+                tile % g.tiles_x * PIXELS.width};
+    }
+};
+
+typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
+template <class Tile>
+struct HopperGemmShared {
+    union Patch {
+        unsigned char pixels[(Tile::PATCH_ROWS + 7) / 8 * 1024];
+        Rows64 outputs[Tile::WARPGROUPS][2];
+    } patches[Tile::PATCHES];  // the cluster's sums go here when the chunks have been read
+    Rows64 w[Tile::STAGES];
+    RingBarriers<Tile::PATCHES> patch;
+    RingBarriers<Tile::STAGES> stage;
+    static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
 };
 
 __device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
-}
-__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, int x, int y, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(c), "r"(x), "r"(y), "r"(b), "r"(from)
-        : "memory");
-}
-// Before the copy engine or the tensor cores read what this thread stored to shared memory.
-__device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void barrier_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
@@ -8291,67 +8258,36 @@ __device__ inline void barrier_threads(int barrier, int threads) {
 // take one and the same tile, and a share of its chunks each. Per tile: its patch and 64 channels' weights
 // come from L2 once.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int STAGES = Tile::STAGES, PATCHES = Tile::PATCHES, TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
-    constexpr bool PAIRS = Tile::PAIRS;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    const uint32_t patches = shared_address(hopper_shared), w_ring = patches + PATCHES * Tile::PATCH_BYTES,
-                   barriers = w_ring + STAGES * Tile::W_BYTES;
-    auto patch_full = [&](int i) { return barriers + 8 * i; };
-    auto patch_empty = [&](int i) { return barriers + 8 * (PATCHES + i); };
-    auto w_full = [&](int i) { return barriers + 8 * (2 * PATCHES + i); };
-    auto w_empty = [&](int i) { return barriers + 8 * (2 * PATCHES + STAGES + i); };
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int o = blockIdx.y * 64, splits = BLOCKS == 1 ? gridDim.x : 1, rank = BLOCKS == 1 ? blockIdx.x : 0;
+struct HopperGemmBlock {
+    static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
+                         WARPGROUPS = Tile::WARPGROUPS;
+    const HopperGemm& g;
+    HopperGemmShared<Tile>& shared;
+    const int o = blockIdx.y * 64, warpgroup = threadIdx.x / 128;
+    const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
+    const int splits = WARPGROUPS == 1 ? gridDim.x : 1, rank = WARPGROUPS == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks);
-    struct Place {  // of a tile's first pixel
-        int b, y, x;
-    };
-    auto place = [&](int tile) {
-        if (TAPS == 1) return Place{0, 0, tile * 128 * BLOCKS};
-        if (PAIRS) return Place{tile * 2 * BLOCKS, 0, 0};
-        return Place{tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * 16,
-                     tile % g.tiles_x * 8 * BLOCKS};
-    };
-    // A chunk's tensor, its first channel there and in the concatenation.
-    auto second = [&](int chunk) { return chunk >= g.chunks1; };
-    auto channel = [&](int chunk) { return (second(chunk) ? chunk - g.chunks1 : chunk) * 64; };
-    auto joined = [&](int chunk) { return channel(chunk) + (second(chunk) ? g.C : 0); };
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < PATCHES; i++)
-            barrier_init(patch_full(i), 1), barrier_init(patch_empty(i), BLOCKS);
-        for (int i = 0; i < STAGES; i++) barrier_init(w_full(i), 1), barrier_init(w_empty(i), BLOCKS);
-        barrier_publish();
-    }
-    __syncthreads();
-
-    if (warp == BLOCKS * 4) {  // the producer
+    __device__ __forceinline__ void produce() {  // one thread
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
-        for (int tile = blockIdx.z; lane == 0 && tile < g.tiles; tile += gridDim.z) {
-            const Place at = place(tile);
+        for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+            const Pixel at = Tile::origin(g, tile);
             auto load_patch = [&](int chunk) {
-                uint32_t to = patches + patch.slot * Tile::PATCH_BYTES, full = patch_full(patch.slot);
-                barrier_wait(patch_empty(patch.slot), patch.parity);
+                auto& to = shared.patches[patch.slot];
+                Barrier& full = shared.patch.full[patch.slot];
+                shared.patch.empty[patch.slot].wait(patch.parity);
                 if (chunk < last) {
-                    barrier_expect(full, Tile::PATCH_ROWS * 128);
-                    copy_box(to, second(chunk) ? g.x2 : g.x, full, channel(chunk),
-                             TAPS == 1 ? at.x : at.x - 1, TAPS == 1 ? 0 : at.y - 1, at.b);
-                } else if (g.has_beside && rank == 0) {  // where the outputs will be put together
-                    bool other = g.beside1 < g.N && o >= g.beside1;
-                    barrier_expect(full, BLOCKS * 16384);
-                    for (int k = 0; k < BLOCKS; k++)
-                        copy_box(to + k * 16384, other ? g.beside2 : g.beside, full,
-                                 other ? o - g.beside1 : o,
-                                 TAPS == 1 ? at.x + 128 * k
-                                 : PAIRS   ? 0
-                                           : at.x + 8 * k,
-                                 at.y, PAIRS ? at.b + 2 * k : at.b);
+                    full.expect(Tile::PATCH_ROWS * 128);
+                    copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
+                             {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
+                } else if (g.has_extra && rank == 0) {  // where the outputs will be put together
+                    full.expect(sizeof to.outputs);
+                    for (int k = 0; k < WARPGROUPS; k++)
+                        copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o),
+                                 Tile::warpgroup(at, k));
                 } else {
-                    barrier_arrive(full);
+                    full.arrive();
                 }
                 patch.next();
             };
@@ -8360,100 +8296,101 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 for (int tap = 0; tap < TAPS; tap++, stage.next()) {
                     if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
                         load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
-                    uint32_t to = w_ring + stage.slot * Tile::W_BYTES, full = w_full(stage.slot);
-                    barrier_wait(w_empty(stage.slot), stage.parity);
-                    barrier_expect(full, Tile::W_BYTES);
+                    Barrier& full = shared.stage.full[stage.slot];
+                    shared.stage.empty[stage.slot].wait(stage.parity);
+                    full.expect(sizeof(Rows64));
+                    int channel = g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.C);
                     if (Tile::TRANSPOSED)
-                        copy_box(to, g.w, full, o, TAPS - 1 - tap, joined(chunk), 0);
+                        copy_box(shared.w[stage.slot], g.w_map, full, o, {0, channel, TAPS - 1 - tap});
                     else
-                        copy_box(to, g.w, full, joined(chunk), tap, o, 0);
+                        copy_box(shared.w[stage.slot], g.w_map, full, channel, {0, o, tap});
                     if (TAPS == 1) load_patch(chunk + 1);
                 }
         }
-        __syncwarp();
-        if (splits > 1) cluster_barrier(), cluster_barrier();
-        return;
     }
 
-    const int group = warp / 4;
-    const bool leads = threadIdx.x % 128 == 0;
-    Ring<PATCHES> patch;
-    Ring<STAGES> stage;
-    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
-        const Place at = place(tile);
-        float c[64];
+    // c = a warpgroup's sums over this block's chunks: rows are channels, columns pixels.
+    __device__ __forceinline__ void multiply(float (&c)[64], Ring<PATCHES>& patch, Ring<STAGES>& stage) {
 #pragma unroll
-        for (int e = 0; e < 64; e++) c[e] = 0;
+        for (float& sum : c) sum = 0;
+#pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
-            barrier_wait(patch_full(patch.slot), patch.parity);
-            uint32_t pixels = patches + patch.slot * Tile::PATCH_BYTES;
+            shared.patch.full[patch.slot].wait(patch.parity);
+            uint32_t pixels = shared_address(shared.patches[patch.slot].pixels);
             for (int tap = 0; tap < TAPS; tap++, stage.next()) {
-                barrier_wait(w_full(stage.slot), stage.parity);
-                uint32_t w = w_ring + stage.slot * Tile::W_BYTES,
+                shared.stage.full[stage.slot].wait(stage.parity);
+                uint32_t w = shared_address(shared.w[stage.slot]),
                          shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                    if (PAIRS) {
-                        uint32_t from = shifted + group * 200 * 128 + k * 32;
-                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, 1280));
-                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, shared_matrix(from + 100 * 128, 1280));
+                    uint32_t from = shifted + warpgroup * Tile::WARPGROUP_ROWS * 128 + k * 32;
+                    uint64_t b = shared_matrix(from, Tile::PITCH * 128);
+                    if (Tile::PAIRS) {
+                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, b);
+                        b = shared_matrix(from + Tile::IMAGE_ROWS * 128, Tile::PITCH * 128);
+                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b);
                     } else {
-                        uint32_t from = shifted + group * (TAPS == 1 ? 128 : 8) * 128 + k * 32;
-                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, shared_matrix(from, Tile::PITCH * 128));
+                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, b);
                     }
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
                 if (leads && (tap > 0 || chunk > first)) {
-                    barrier_arrive(w_empty(stage.before()));
-                    if (tap == 0) barrier_arrive(patch_empty(patch.before()));
+                    shared.stage.empty[stage.previous()].arrive();
+                    if (tap == 0) shared.patch.empty[patch.previous()].arrive();
                 }
             }
         }
         wgmma_wait<0>();
-        if (leads) barrier_arrive(w_empty(stage.before())), barrier_arrive(patch_empty(patch.before()));
-        if (splits > 1) {  // the first of the cluster adds the others' sums to its own, rank by rank
-            constexpr int ADDERS = BLOCKS * 128;
-            static_assert(ADDERS * 64 * sizeof(float) <= PATCHES * Tile::PATCH_BYTES, "");
-            float4* mine = (float4*)hopper_shared + threadIdx.x;
-            if (rank > 0) {
-                barrier_threads(1, ADDERS);  // the patches have been read
-#pragma unroll
-                for (int e = 0; e < 64; e += 4)
-                    mine[e / 4 * ADDERS] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
-            }
-            cluster_barrier();
-            if (rank == 0)
-                for (int r = 1; r < splits; r++)
-#pragma unroll
-                    for (int e = 0; e < 64; e += 4) {
-                        float4 part = load_cluster(patches + (e / 4 * ADDERS + threadIdx.x) * 16, r);
-                        c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
-                    }
-            cluster_barrier();  // nobody leaves while another reads its shared memory
-            if (rank > 0) return;
-        }
+        if (leads)
+            shared.stage.empty[stage.previous()].arrive(), shared.patch.empty[patch.previous()].arrive();
+    }
 
-        // Outputs: what is added, rounding, transposition through shared memory, and whole boxes to device
-        // memory.
-        const int row = o + warp % 4 * 16 + lane / 4;  // this thread's channels: row, row + 8
-        const int block_x = TAPS == 1 ? at.x + 128 * group : PAIRS ? 0 : at.x + 8 * group;
-        constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;   // whose pixels a warpgroup may hold
-        const int images = PAIRS || g.T == 64 ? IMAGES : 1;  // and does
-        const int block_b = TAPS == 1 ? block_x / g.T : PAIRS ? at.b + 2 * group : at.b;
-        uint32_t to = patches + patch.slot * Tile::PATCH_BYTES + group * 16384;
-        int line = lane % 8 + lane / 16 * 8, vector = warp % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = to + line * 128 + ((vector ^ (line & 7)) << 4);
-        const bool gradient = Tile::TRANSPOSED && g.norm.mean;
-        float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];  // by image and row
-        float sum[IMAGES][2] = {}, other[IMAGES][2] = {};
+    // The first of the cluster adds the others' sums to its own, rank by rank.
+    __device__ __forceinline__ void combine(float (&c)[64]) {
+        static_assert(WARPGROUPS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
+        float4* sums = (float4*)shared.patches + threadIdx.x;
+        if (rank > 0) {
+            barrier_threads(BARRIER_WARPGROUP, 128);  // the patches have been read
+#pragma unroll
+            for (int e = 0; e < 64; e += 4)
+                sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+        }
+        cluster_barrier();
+        if (rank == 0)
+            for (int r = 1; r < splits; r++)
+#pragma unroll
+                for (int e = 0; e < 64; e += 4) {
+                    float4 part = load_cluster(shared_address(sums + e / 4 * 128), r);
+                    c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
+                }
+        cluster_barrier();  // nobody leaves while another reads its shared memory
+    }
+};
+
+// What becomes of a warpgroup's sums. A thread has channels row and row + 8, and of each 32 pixels.
+template <class Tile>
+struct HopperEpilogue {
+    static constexpr int IMAGES =
+        Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // whose pixels a warpgroup may hold
+    const HopperGemm& g;
+    const Pixel at;  // the warpgroup's first
+    const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int images = Tile::PAIRS || g.T == 64 ? IMAGES : 1;  // that it does hold
+    const int image = Tile::TAPS == 1 ? at.x / g.T : at.b;
+    const bool gradient = Tile::TRANSPOSED && g.norm.mean;
+    // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
+    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];
+    float sum[IMAGES][2] = {}, product[IMAGES][2] = {};
+
+    __device__ __forceinline__ void load() {
 #pragma unroll
         for (int i = 0; i < IMAGES; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N - 1), b = min(block_b + (images == 1 ? 0 : i), g.B - 1);
+                int n = min(row + 8 * h, g.N - 1), b = min(image + (images == 1 ? 0 : i), g.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
                 if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
                 if (!gradient) continue;
@@ -8461,157 +8398,184 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
                 shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
             }
-        barrier_wait(patch_full(patch.slot), patch.parity);
+    }
+
+    // c finished, and rounded and transposed into shared memory, where what is added or the norm's x has come.
+    __device__ __forceinline__ void finish(float (&c)[64], uint32_t outputs) {
+        int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+        uint32_t rows = outputs + swizzled(line, vector);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
             uint32_t r[4];
-            if (g.has_beside) load_matrices_transposed(r, rows + j * 1024);
+            if (g.has_extra) load_matrices_transposed(r, rows + j * 1024);
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
-                float beside = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
+                float extra = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
                 if (!Tile::TRANSPOSED) value += added[i][h];
                 if (gradient) {
-                    if (g.norm.silu) value *= silu_gradient(beside * scale[i][h] + shift[i][h]);
-                    sum[i][h] += value, other[i][h] += value * (beside - mean[i][h]);
-                } else if (g.has_beside) {
-                    value += beside;
+                    if (g.norm.silu) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
+                    sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
+                } else if (g.has_extra) {
+                    value += extra;
                 }
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
             store_matrices_transposed(rows + j * 1024, r);
         }
+    }
+
+    // The moments of the outputs, by channel and part: now the sum, then the squares about the mean. A norm's
+    // sums are already in `sum` and `product`.
+    __device__ __forceinline__ void write_sums(const float (&c)[64]) {
+        auto total = [](float x) {  // over the four lanes that share a row
+            x += __shfl_xor_sync(~0u, x, 1);
+            return x + __shfl_xor_sync(~0u, x, 2);
+        };
+        if (!Tile::TRANSPOSED)
+#pragma unroll
+            for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
+            if (IMAGES == 2 && images == 1) sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
+        }
+        if (!Tile::TRANSPOSED) {
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+#pragma unroll
+            for (int e = 0; e < 64; e++) {
+                float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
+                product[e * IMAGES / 64][e / 2 % 2] += d * d;
+            }
+        }
+        int pixel = Tile::TAPS == 1 ? at.x : image * g.T;  // the first, or as many as come before its part
+        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.patch.W / 8) + at.x / 8) * 128;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
+            if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
+#pragma unroll
+            for (int i = 0; i < IMAGES; i++) {
+                int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
+                if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                if (gradient)
+                    product[i][h] *= g.norm.rstd[min(image + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
+                g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], product[i][h]);
+            }
+        }
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(HopperGemmShared<Tile>*)hopper_shared;
+    HopperGemmBlock<Tile> block = {g, shared};
+    if (threadIdx.x == 0) {
+        shared.patch.init(Tile::WARPGROUPS), shared.stage.init(Tile::WARPGROUPS);
+        barrier_publish();
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= Tile::READERS) {
+        if (threadIdx.x == Tile::READERS) block.produce();
+        __syncwarp();
+        if (block.splits > 1) cluster_barrier(), cluster_barrier();  // as in combine
+        return;
+    }
+
+    Ring<Tile::PATCHES> patch;
+    Ring<Tile::STAGES> stage;
+    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+        float c[64];
+        block.multiply(c, patch, stage);
+        if (block.splits > 1) block.combine(c);
+        if (block.rank > 0) return;
+
+        HopperEpilogue<Tile> epilogue = {g, Tile::warpgroup(Tile::origin(g, tile), block.warpgroup)};
+        uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[block.warpgroup]);
+        epilogue.load();
+        shared.patch.full[patch.slot].wait(patch.parity);
+        epilogue.finish(c, outputs);
         fence_shared();
-        barrier_threads(1 + group, 128);
-        if (leads) {
-            bool second = g.N1 < g.N && o >= g.N1;
-            store_box(second ? g.out2 : g.out, to, second ? o - g.N1 : o, block_x, at.y,
-                      TAPS == 1 ? 0 : block_b);
+        barrier_threads(BARRIER_WARPGROUP + block.warpgroup, 128);
+        if (block.leads) {
+            store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
-        if (g.sums) {
-            auto total = [](float x) {  // over the four lanes that share a row
-                x += __shfl_xor_sync(~0u, x, 1);
-                return x + __shfl_xor_sync(~0u, x, 2);
-            };
-            if (!Tile::TRANSPOSED)  // moments: now the sum, then the squares about the mean
-#pragma unroll
-                for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
-                if (IMAGES == 2 && images == 1)
-                    sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
-            }
-            if (!Tile::TRANSPOSED) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
-#pragma unroll
-                for (int e = 0; e < 64; e++) {
-                    float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
-                    other[e * IMAGES / 64][e / 2 % 2] += d * d;
-                }
-            }
-            int pixel = TAPS == 1 ? block_x
-                                  : block_b * g.T + (PAIRS ? 0 : (at.y / 16 * (g.W / 8) + block_x / 8) * 128);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) other[i][h] = total(other[i][h]);
-                if (IMAGES == 2 && images == 1) other[0][h] += other[IMAGES - 1][h];
-#pragma unroll
-                for (int i = 0; i < IMAGES; i++) {
-                    int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                    if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
-                    if (gradient)
-                        other[i][h] *=
-                            g.norm.rstd[min(block_b + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
-                    g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], other[i][h]);
-                }
-            }
-        }
-        if (leads) {  // the copy engine has read the outputs
+        if (g.sums) epilogue.write_sums(c);
+        if (block.leads) {  // the copy engine has read the outputs
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-            barrier_arrive(patch_empty(patch.slot));
+            shared.patch.empty[patch.slot].arrive();
         }
         patch.next();
     }
 #endif
 }
 
-// B images of H x W; 1x1: all pixels are one line.
-struct HopperShape {
-    int B, H, W;
-};
 template <class Tile>
-static void launch_hopper_tile(const Gemm& g, HopperShape s) {
-    constexpr int TAPS = Tile::TAPS, BLOCKS = Tile::BLOCKS;
-    constexpr bool PAIRS = Tile::PAIRS;
-    HopperGemm h;
-    int width = TAPS == 1 ? 128 * BLOCKS : Tile::PITCH, height = TAPS == 1 ? 1 : PAIRS ? 10 : 18;
-    int images = PAIRS ? 2 * BLOCKS : 1;
-    auto pixels = [&](const floatX* x, int C) {
-        return tensor_map(x, C, s.W, s.H, s.B, width, height, images);
+static void launch_hopper_tile(const Gemm& g) {
+    constexpr int TAPS = Tile::TAPS;
+    const int B = TAPS == 1 ? 1 : g.patch.B, H = TAPS == 1 ? 1 : g.patch.H, W = TAPS == 1 ? g.M : g.patch.W;
+    const int K = g.C + g.C2;
+    const bool normed = g.norm.mean;
+    auto joined = [&](const floatX* x, const floatX* x2, int columns, int all, Box box) {
+        JoinedMaps maps = {tensor_map(x, columns, W, H, B, box), {}, columns};
+        if (columns < all) maps.second = tensor_map(x2, all - columns, W, H, B, box);
+        return maps;
     };
-    auto outputs = [&](const floatX* x, int C) {
-        return tensor_map(x, C, s.W, s.H, s.B, TAPS == 1 ? 128 : 8,
-                          TAPS == 1 ? 1
-                          : PAIRS   ? 8
-                                    : 16,
-                          PAIRS ? 2 : 1);
-    };
-    int K = g.C + g.C2;
-    h.x = pixels(g.x, g.C);
-    if (g.C2) h.x2 = pixels(g.x2, g.C2);
-    h.w = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, 1, 64, 1)
-                           : tensor_map(g.w, K, TAPS, g.N, 1, 1, 64, 1);
-    h.out = outputs(g.out, g.N1);
-    if (g.N1 < g.N) h.out2 = outputs(g.out2, g.N - g.N1);
-    const floatX *beside = g.norm.mean ? g.norm.x : g.residual,
-                 *beside2 = g.norm.mean ? g.norm.x2 : g.residual2;
-    h.has_beside = beside, h.beside1 = g.norm.mean ? g.norm.C : g.N1;
-    if (beside) h.beside = outputs(beside, h.beside1);
-    if (beside && h.beside1 < g.N) h.beside2 = outputs(beside2, g.N - h.beside1);
-    h.bias = g.bias, h.emb = g.emb, h.emb_pitch = g.emb_pitch, h.norm = g.norm,
-    h.sums = g.norm.mean ? g.norm.sums : g.moments;
-    h.C = g.C, h.N = g.N, h.N1 = g.N1;
-    h.chunks1 = ceil_div(g.C, 64), h.chunks = h.chunks1 + ceil_div(g.C2, 64);
-    h.B = TAPS == 1 ? g.M / g.T : s.B, h.H = s.H, h.W = s.W, h.T = g.T;
-    h.tiles_x = ceil_div(s.W, 8 * BLOCKS), h.tiles_y = ceil_div(s.H, 16);
-    int tiles = TAPS == 1 ? ceil_div(s.W, 128 * BLOCKS)
-                : PAIRS   ? ceil_div(s.B, images)
-                          : s.B * h.tiles_x * h.tiles_y;
+    HopperGemm h = {};
+    static_cast<Gemm&>(h) = g;
+    h.x_map = joined(g.x, g.x2, g.C, K, Tile::PATCH);
+    h.x_map.columns = ceil_div(g.C, 64) * 64;
+    h.out_map = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
+    h.w_map = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, {1, 64, 1})
+                               : tensor_map(g.w, K, TAPS, g.N, 1, {1, 64, 1});
+    h.has_extra = normed || g.residual;
+    if (normed)
+        h.extra_map = joined(g.norm.x, g.norm.x2, g.norm.C, g.N, Tile::OUTPUTS);
+    else if (g.residual)
+        h.extra_map = joined(g.residual, g.residual2, g.N1, g.N, Tile::OUTPUTS);
+    h.sums = normed ? g.norm.sums : g.moments;
+    h.B = g.M / g.T, h.chunks = ceil_div(g.C, 64) + ceil_div(g.C2, 64);
+    h.tiles_x = ceil_div(W, Tile::PIXELS.width), h.tiles_y = ceil_div(H, Tile::PIXELS.height);
+    h.tiles = h.tiles_x * h.tiles_y * ceil_div(B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
     // below were measured on an H100.
     int columns = ceil_div(g.N, 64), splits = 1;
-    while (BLOCKS == 1 && splits < 4 && 2 * splits * tiles * columns <= gpu_multiprocessors &&
+    while (Tile::WARPGROUPS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
            h.chunks * TAPS >= 18 * splits)
         splits *= 2;
-    h.tiles = tiles, h.share = ceil_div(h.chunks, splits);
+    h.share = ceil_div(h.chunks, splits);
     splits = ceil_div(h.chunks, h.share);  // none without a chunk
     // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
     // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
-    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns), rounds = ceil_div(tiles, slots);
-    int blocks = TAPS == 1 || tiles >= 0.8f * rounds * slots ? std::min(tiles, slots) : tiles;
-    ASSERT(splits == 1 || blocks == tiles);
+    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
+        rounds = ceil_div(h.tiles, slots);
+    int blocks = TAPS == 1 || h.tiles >= 0.8f * rounds * slots ? std::min(h.tiles, slots) : h.tiles;
+    ASSERT(splits == 1 || blocks == h.tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
-                    Tile::SHARED_BYTES, splits, h);
+                    sizeof(HopperGemmShared<Tile>), splits, h);
 }
 // Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
 // wanted of g.
 template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(Gemm* g) {
-    HopperShape s = {g->patch.B, g->patch.H, g->patch.W};
-    bool small = TAPS > 1 && s.H <= 8 && s.W <= 8;
+    const int B = g->patch.B, H = g->patch.H, W = g->patch.W;
+    bool small = TAPS > 1 && H <= 8 && W <= 8;
     if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
     if (TAPS == 1 && g->emb) return false;
     // A warpgroup's 128 pixels are a part of an image, or two images of 64.
     bool whole_parts =
-        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (s.H % 16 == 0 && s.W % 8 == 0));
+        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
     bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
     Gemm asked = *g;
     if (!whole_parts) asked.moments = nullptr;
@@ -8619,42 +8583,56 @@ static bool launch_hopper(Gemm* g) {
     if (asked.moments) g->moments = nullptr;
     if (asked.norm.mean) g->norm = Normed();
     if constexpr (TAPS == 1) {
-        s = {1, 1, g->M};
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
         bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
         if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked, s);
+            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked);
         else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked, s);
-    } else if (2 * s.B * ceil_div(s.H, 16) * ceil_div(s.W, 16) * ceil_div(g->N, 64) >=
-               3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked, s);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked);
+    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g->N, 64) >= 3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked, s);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked);
     }
     return true;
 }
 
 // ---- Hopper: weight gradient
 
-// What a block multiplies: each of GROUPS warpgroups has 64 output channels by 64 input channels at a line's
-// three taps; the groups are the three lines of taps; or one line a block, where reading the pixels three
+struct HopperWeightGradient : WeightGradient {
+    CUtensorMap dout_map, x_map;
+    int cluster;  // splits in one
+};
+
+// What a block multiplies: each warpgroup has 64 output channels by 64 input channels at a line's three taps.
+// Three of them have the three lines of taps; or a block has one and its line, where reading the pixels three
 // times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int GROUPS_>
+template <int WARPGROUPS_>
 struct HopperWeightTile {
-    static constexpr int GROUPS = GROUPS_, THREADS = GROUPS * 128 + 32, RESIDENT = GROUPS == 1 ? 2 : 1;
-    static constexpr int PITCH = 10, LINES = 7 + GROUPS;  // of x a step, in shared memory
-    static constexpr int D_BYTES = 8192, X_BYTES = PITCH * LINES * 128;
-    static constexpr int STAGE_BYTES = D_BYTES + (X_BYTES + 1023) / 1024 * 1024;
-    static constexpr int STAGES = (216 << 10) / RESIDENT / STAGE_BYTES;
-    // Behind the last stage, besides barriers and ones, room that nobody reads: compute-sanitizer takes the
-    // 6144 bytes of x of a product, lines apart in truth, for one piece that begins at the first.
-    static constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 384 + 4096;
-    static constexpr int SUMS_PITCH = 64 + 8;  // floats a row of the finished sums
-    static constexpr int SUMS_BYTES = GROUPS * 3 * 64 * SUMS_PITCH * (int)sizeof(float);
-    static_assert(STAGES * STAGE_BYTES >= SUMS_BYTES + 512, "the sums fit into the ring");
+    static constexpr int WARPGROUPS = WARPGROUPS_, RESIDENT = WARPGROUPS == 1 ? 2 : 1;
+    static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
+    static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
+};
+
+template <class Tile>
+struct HopperWeightShared {
+    struct Stage {
+        Rows64 dout;
+        unsigned char x[(Tile::X.width * Tile::X.height + 7) / 8 * 1024];
+    };
+    static constexpr int STAGES = (216 << 10) / Tile::RESIDENT / (int)sizeof(Stage);
+    union {
+        Stage stages[STAGES];
+        float sums[Tile::WARPGROUPS * 3 * 64][64 + 8];  // (dy, dx, output channel), rows 8 banks apart
+    };
+    RingBarriers<STAGES> ring;
+    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
+    alignas(16) uint32_t ones[15][4];
+    // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth, for
+    // one piece that begins at the first.
+    unsigned char unread[4096];
 };
 
 // *p += v, without waiting for it.
@@ -8672,38 +8650,6 @@ __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
         : "l"(a), "l"((uint64_t)((b & 0x3ffff) >> 4)));
 }
 
-// per_image and dbias += from bias_parts of channels [o0 + rank * channels, + channels), by 128 threads; at
-// most eight splits.
-__device__ inline void finish_bias(const WeightGradient& g, float* totals, int o0, int channels, int rank,
-                                   int thread) {
-    int o = o0 + rank * channels + thread % channels, lanes = 128 / channels;
-    float total = 0;
-    for (int b0 = thread / channels; b0 < g.B && o < g.O; b0 += 4 * lanes) {
-        float sum[4];  // of images b0, b0 + lanes, ...: four loads under way
-        int split[4], last[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            unsigned b = min(b0 + k * lanes, g.B - 1);  // split_of in 32 bits
-            split[k] = ((b * g.group_tiles + 1) * g.splits - 1) / (unsigned)g.tiles;
-            last[k] = ((b + 1) * g.group_tiles * g.splits - 1) / (unsigned)g.tiles;
-            sum[k] = __ldcg(g.bias_parts + (size_t)(split[k] + b) * g.O + o);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            int b = b0 + k * lanes;
-            if (b >= g.B) break;
-            while (split[k] < last[k]) sum[k] += __ldcg(g.bias_parts + (size_t)(++split[k] + b) * g.O + o);
-            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum[k];
-            total += sum[k];
-        }
-    }
-    totals[thread] = total;
-    barrier_threads(2, 128);
-    if (thread >= channels || o >= g.O) return;
-    for (int i = 1; i < lanes; i++) total += totals[thread + i * channels];
-    g.dbias[o] += total;
-}
-
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
 // dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
@@ -8712,217 +8658,203 @@ __device__ inline void finish_bias(const WeightGradient& g, float* totals, int o
 // memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
 // channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_weight_gradient_kernel(const __grid_constant__ WeightGradient g,
-                                  const __grid_constant__ CUtensorMap dout_map,
-                                  const __grid_constant__ CUtensorMap x_map, int cluster) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int GROUPS = Tile::GROUPS, STAGES = Tile::STAGES;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    const uint32_t ring = shared_address(hopper_shared), full = ring + STAGES * Tile::STAGE_BYTES,
-                   empty = full + 8 * STAGES, ones = empty + 8 * STAGES;
-    int group = threadIdx.x / 128, lane = threadIdx.x % 32, split = blockIdx.x, rank = split % cluster;
-    int c_tiles = ceil_div(g.C, 64), tile = blockIdx.y, dy = group;
-    if (GROUPS == 1) dy = tile % 3, tile /= 3;
-    int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-    int first = (int)((long long)split * g.tiles / g.splits);
-    int last = (int)((long long)(split + 1) * g.tiles / g.splits);
+struct HopperWeightBlock {
+    static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = HopperWeightShared<Tile>::STAGES;
+    static constexpr int PITCH = Tile::X.width;
+    const HopperWeightGradient& g;
+    HopperWeightShared<Tile>& shared;
+    const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
+    const int split = blockIdx.x, rank = split % g.cluster;
+    const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+    const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
+    const int c_tiles = ceil_div(g.C, 64), c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+    const int first = g.first_tile(split), last = g.first_tile(split + 1);
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, GROUPS);
-        barrier_publish();
-    }
-    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
-    if (threadIdx.x < 60)
-        ((uint32_t*)(hopper_shared + (ones - ring)))[threadIdx.x] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (group == GROUPS) {
-        if (lane == 0) {
-            Patch::Origin from = g.patch.origin(first);
-            Ring<STAGES> stage = {0, 1};
-            for (int t = first; t < last; t++, stage.next()) {
-                uint32_t to = ring + stage.slot * Tile::STAGE_BYTES, barrier = full + 8 * stage.slot;
-                barrier_wait(empty + 8 * stage.slot, stage.parity);
-                barrier_expect(barrier, Tile::D_BYTES + Tile::X_BYTES);
-                copy_box(to + Tile::D_BYTES, x_map, barrier, c0, from.x, from.y + (GROUPS == 1 ? dy : 0),
-                         from.b);
-                copy_box(to, dout_map, barrier, o0, from.x + 1, from.y + 1, from.b);
-                // The next tile; divisions would take this one thread longer than the product.
-                if ((from.x += 8) >= g.patch.W - 1) from.x = -1, from.y += 8;
-                if (from.y >= g.patch.H - 1) from.y = -1, from.b++;
-            }
+    __device__ __forceinline__ void produce() {  // one thread
+        Pixel at = g.patch.origin(first);
+        Ring<STAGES> stage = {0, 1};
+        for (int t = first; t < last; t++, stage.next()) {
+            auto& to = shared.stages[stage.slot];
+            Barrier& full = shared.ring.full[stage.slot];
+            shared.ring.empty[stage.slot].wait(stage.parity);
+            full.expect(sizeof to.dout + PITCH * Tile::X.height * 128);
+            copy_box(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
+            copy_box(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+            // The next tile; divisions would take this one thread longer than the product.
+            if ((at.x += 8) >= g.patch.W - 1) at.x = -1, at.y += 8;
+            if (at.y >= g.patch.H - 1) at.y = -1, at.b++;
         }
-        __syncwarp();
-        if (cluster > 1) cluster_barrier(), cluster_barrier();
-        return;
     }
 
-    int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + o0;  // of the sums: an output channel, and that + 8
-    float c[96];
-#pragma unroll
-    for (int i = 0; i < 96; i++) c[i] = 0;
-    Ring<STAGES> stage;
-    auto release = [&] {  // the stage before
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage.before());
-    };
-    auto multiply = [&](auto sums_bias) {
-        constexpr bool BIAS = decltype(sums_bias)::value;
+    // c += a warpgroup's sums over this block's pixels, and with BIAS parts of the bias gradient.
+    template <bool BIAS>
+    __device__ __forceinline__ void multiply(float (&c)[96]) {
+        Ring<STAGES> stage;
+        auto release = [&] {  // the stage before
+            if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+        };
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
         for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / g.group_tiles, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * g.group_tiles) : last;
-            int left = (first_image + 1) * g.group_tiles - begin;  // steps of this image
-            uint32_t one = ones + 112 - (first_image - images) * 16;
+            int first_image = begin / g.set_tiles, images = first_image / 8 * 8;
+            end = BIAS ? min(last, (images + 8) * g.set_tiles) : last;
+            int left = (first_image + 1) * g.set_tiles - begin;  // steps of this image
+            uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
             float sums[4] = {0, 0, 0, 0};
+#pragma unroll 1
             for (int t = begin; t < end; t++, stage.next()) {
-                uint32_t d = ring + stage.slot * Tile::STAGE_BYTES, x = d + Tile::D_BYTES;
-                if (GROUPS > 1) x += group * Tile::PITCH * 128;
-                barrier_wait(full + 8 * stage.slot, stage.parity);
+                uint32_t d = shared_address(shared.stages[stage.slot].dout),
+                         x = shared_address(shared.stages[stage.slot].x) + warpgroup * PITCH * 128;
+                shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(d + k * 2048, 1024);
-                    uint32_t lines = x + k * 2 * Tile::PITCH * 128;
-                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, Tile::PITCH * 128, 128));  // a tap: a row on
-                    if (BIAS) wgmma_narrow(sums, a, one);
+                    uint32_t lines = x + k * 2 * PITCH * 128;
+                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, PITCH * 128, 128));  // a tap: a row on
+                    if (BIAS) wgmma_narrow(sums, a, ones);
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
                 if (t > begin) release();
-                if (BIAS && --left == 0) left = g.group_tiles, one -= 16;
+                if (BIAS && --left == 0) left = g.set_tiles, ones -= 16;
             }
             wgmma_wait<0>();
             release();
             if (BIAS)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    int o = row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
-                    if (o < g.O && image >= first_image && image <= (end - 1) / g.group_tiles)
+                    int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
+                    if (o < g.O && image >= first_image && image <= (end - 1) / g.set_tiles)
                         g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
                 }
         }
-    };
-    bool sums_bias = g.bias_parts && c0 == 0 && dy == 0;
-    if (sums_bias)
-        multiply(std::true_type());
-    else
-        multiply(std::false_type());
-
-    // The sums go where the ring was, as rows of 64 columns, (dy, dx, output channel), 8 banks apart.
-    barrier_threads(1, GROUPS * 128);  // the ring has been read
-    float* own = (float*)hopper_shared + lane % 4 * 2 +
-                 (group * 3 * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) * Tile::SUMS_PITCH;
-#pragma unroll
-    for (int v = 0; v < 24; v++) {
-        float* p = own + v / 8 * 64 * Tile::SUMS_PITCH + v % 8 * 8;
-        *(float2*)p = make_float2(c[4 * v], c[4 * v + 1]);
-        *(float2*)(p + 8 * Tile::SUMS_PITCH) = make_float2(c[4 * v + 2], c[4 * v + 3]);
     }
-    if (cluster > 1)
+
+    // The sums go where the ring was.
+    __device__ __forceinline__ void store(const float (&c)[96]) {
+        barrier_threads(BARRIER_READERS, Tile::READERS);  // the ring has been read
+#pragma unroll
+        for (int v = 0; v < 24; v++) {
+            int at = (warpgroup * 3 + v / 8) * 64 + row, column = v % 8 * 8 + lane % 4 * 2;
+            *(float2*)&shared.sums[at][column] = make_float2(c[4 * v], c[4 * v + 1]);
+            *(float2*)&shared.sums[at + 8][column] = make_float2(c[4 * v + 2], c[4 * v + 3]);
+        }
+    }
+
+    // This rank's part of the tile, added up over the cluster, to device memory.
+    __device__ __forceinline__ void combine() {
+        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * g.O * 9 * g.C : g.dw;
+        int rows = WARPGROUPS * 3 * 64 / g.cluster;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < rows * 16; i += Tile::READERS) {
+            int at = rank * rows + i / 16, o = o0 + at % 64, column = c0 + i % 16 * 4, tap = dy * 3 + at / 64;
+            const float* own = &shared.sums[at][i % 16 * 4];
+            float4 sum;
+            if (g.cluster == 1) {
+                sum = *(float4*)own;
+            } else {
+                float4 parts[8];
+#pragma unroll
+                for (int r = 0; r < 8; r++)
+                    if (r < g.cluster) parts[r] = load_cluster(shared_address(own), r);
+                sum = parts[0];
+#pragma unroll
+                for (int r = 1; r < 8; r++)
+                    if (r < g.cluster) sum += parts[r];
+            }
+            if (o >= g.O || column >= g.C) continue;
+            float* p = to + ((size_t)o * 9 + tap) * g.C + column;
+            if (g.partial)
+                *(float4*)p = sum;
+            else
+                add_global(p, sum);
+        }
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(HopperWeightShared<Tile>*)hopper_shared;
+    HopperWeightBlock<Tile> block = {g, shared};
+    if (threadIdx.x == 0) {
+        shared.ring.init(Tile::WARPGROUPS);
+        barrier_publish();
+    }
+    if (threadIdx.x < 60)
+        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+    fence_shared();
+    __syncthreads();
+
+    if (threadIdx.x >= Tile::READERS) {
+        if (threadIdx.x == Tile::READERS) block.produce();
+        __syncwarp();
+        if (g.cluster > 1) cluster_barrier(), cluster_barrier();  // as the warpgroups do
+        return;
+    }
+
+    float c[96] = {};
+    // All warpgroups read dout; the first sums it.
+    if (g.bias_parts && block.c0 == 0 && block.dy == 0 && block.warpgroup == 0)
+        block.template multiply<true>(c);
+    else
+        block.template multiply<false>(c);
+    block.store(c);
+    if (g.cluster > 1)
         cluster_barrier();
     else
-        barrier_threads(1, GROUPS * 128);
-    float* to = g.partial ? g.partial + (size_t)(split / cluster) * g.O * 9 * g.C : g.dw;
-    int rows = GROUPS * 3 * 64 / cluster;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < rows * 16; i += GROUPS * 128) {
-        int row = rank * rows + i / 16, o = o0 + row % 64, column = c0 + i % 16 * 4;
-        int tap = (GROUPS == 1 ? dy * 3 : 0) + row / 64;
-        uint32_t at = (row * Tile::SUMS_PITCH + i % 16 * 4) * sizeof(float);
-        float4 sum;
-        if (cluster == 1) {
-            sum = *(float4*)(hopper_shared + at);
-        } else {
-            float4 parts[8];
-#pragma unroll
-            for (int r = 0; r < 8; r++)
-                if (r < cluster) parts[r] = load_cluster(ring + at, r);
-            sum = parts[0];
-#pragma unroll
-            for (int r = 1; r < 8; r++)
-                if (r < cluster)
-                    sum.x += parts[r].x, sum.y += parts[r].y, sum.z += parts[r].z, sum.w += parts[r].w;
-        }
-        if (o >= g.O || column >= g.C) continue;
-        float* p = to + ((size_t)o * 9 + tap) * g.C + column;
-        if (g.partial)
-            *(float4*)p = sum;
-        else
-            add_global(p, sum);
-    }
-    // Without other clusters all parts are here: ranks share the channels, threads the images.
-    if (sums_bias && !g.partial)
-        finish_bias(g, (float*)(hopper_shared + Tile::SUMS_BYTES), o0, 64 / cluster, rank, threadIdx.x % 128);
-    if (cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
+        barrier_threads(BARRIER_READERS, Tile::READERS);
+    block.combine();
+    if (g.cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
 #endif
 }
 
-struct HopperWeightPlan {
-    int tiles, splits, cluster;
-    float us;  // estimated
-};
-// The splits and clusters with the least estimated time. The figures, microseconds and bytes a microsecond,
-// were fitted to 900 timings on an H100; the choices cost 1% more than the best ones.
 template <class Tile>
-static HopperWeightPlan plan_hopper_weight(const WeightGradient& g, size_t bytes) {
-    int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / Tile::GROUPS);
+static void launch_hopper_weight_tile(WeightGradient g, int tiles, int cluster) {
     size_t n = (size_t)g.O * 9 * g.C;
-    HopperWeightPlan best = {tiles, 1, 1, 1e30f};
-    // Every block loads its own pixels from L2; all of them come from device memory once.
-    float load =
-        std::max((float)tiles * g.tiles * Tile::STAGE_BYTES / 8.1e6f, (float)g.M * (g.O + g.C) * 2 / 2.7e6f);
-    float step = Tile::GROUPS == 3 ? 0.73f : 0.27f;
-    for (int cluster = 1; cluster <= 8; cluster *= 2) {
-        // Larger clusters leave some multiprocessors without work: theirs are not a multiple of the cluster.
-        int slots = gpu_multiprocessors * Tile::RESIDENT * (cluster > 2 ? 10 : 11) / 11;
-        for (int splits = cluster; splits <= g.tiles && (splits == 1 || splits * tiles <= slots);
-             splits += cluster) {
-            int partials = splits / cluster;
-            bool partial = partials > 1;
-            if (partial && partials * n * sizeof(float) > bytes) break;
-            float product = ceil_div((size_t)splits * tiles, slots) * ceil_div(g.tiles, splits) * step;
-            if (Tile::RESIDENT > 1 && splits * tiles > gpu_multiprocessors) product *= 1.87f;
-            float us =
-                std::max(product, load) + 0.12f * std::min(product, load) + (Tile::GROUPS == 3 ? 4.5f : 3.5f);
-            if (cluster > 1) us += cluster < 8 ? 2.3f : 3.0f;
-            if (partial) us += 3.9f + n / 136e3f + 8.0f * partials * n / 8.9e6f;
-            if (us < best.us) best = {tiles, splits, cluster, us};
+    g.partials = g.splits / cluster;
+    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, (size_t)(g.splits + g.B) * g.O);
+    if (g.partials > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
+    auto map = [&](const floatX* x, int channels, Box box) {
+        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, box);
+    };
+    HopperWeightGradient h = {g, map(g.dout, g.O, Tile::DOUT), map(g.x, g.C, Tile::X), cluster};
+    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
+                    sizeof(HopperWeightShared<Tile>), cluster, h);
+    launch_weight_reduction(g, n);
+}
+
+// launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take the
+// least estimated time. Two, four or eight splits are a cluster where enough multiprocessors take part (theirs
+// come in numbers that clusters don't divide); others leave partial sums. The figures are microseconds, fitted
+// to timings on an H100.
+static void launch_hopper_weight_gradient(WeightGradient g) {
+    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
+    g.tiles = g.patch.tiles, g.set_images = 1, g.set_tiles = g.patch.tiles_y * g.patch.tiles_x;
+    int best_warpgroups = 0, best_tiles = 0, best_cluster = 0;
+    float least = FLT_MAX;
+    for (int warpgroups : {3, 1}) {
+        const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / warpgroups);
+        const int resident = gpu_multiprocessors * (warpgroups == 1 ? 2 : 1);
+        for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
+             splits++) {
+            bool joined =
+                splits == 2 || ((splits == 4 || splits == 8) && splits * tiles <= resident * 10 / 11);
+            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(g.tiles, splits) *
+                       (warpgroups == 3 ? 0.75f : 0.3f);
+            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * g.O * g.C;
+            if (us >= least) continue;
+            least = us, g.splits = splits;
+            best_warpgroups = warpgroups, best_tiles = tiles, best_cluster = joined ? splits : 1;
         }
     }
-    return best;
-}
-
-template <class Tile>
-static void launch_hopper_weight_tile(WeightGradient g, HopperWeightPlan plan) {
-    size_t n = (size_t)g.O * 9 * g.C;
-    g.splits = plan.splits, g.partials = plan.splits / plan.cluster;
-    g.partial = g.partials > 1 ? take<float>(&lane->workspace, g.partials * n) : nullptr;
-    auto box = [&](const floatX* x, int channels, int width, int height) {
-        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, width, height, 1);
-    };
-    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(plan.splits, plan.tiles), Tile::THREADS,
-                    Tile::SHARED_BYTES, plan.cluster, g, box(g.dout, g.O, 8, 8),
-                    box(g.x, g.C, 10, Tile::LINES), plan.cluster);
-    if (!g.partial) return;
-    int weight_blocks = ceil_div(n, 128), bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
-}
-
-// launch_weight_gradient on Hopper, for 3x3.
-static void launch_hopper_weight_gradient(WeightGradient g) {
-    Borrowed borrowed;
-    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.B = g.patch.B, g.group_images = 1;
-    g.group_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    take_bias_parts(&g, (size_t)2 * gpu_multiprocessors + g.B);
-    HopperWeightPlan all = plan_hopper_weight<HopperWeightTile<3>>(g, Borrowed::left()),
-                     line = plan_hopper_weight<HopperWeightTile<1>>(g, Borrowed::left());
-    if (line.us < all.us)
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, line);
+    if (best_warpgroups == 3)
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, best_tiles, best_cluster);
     else
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, all);
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, best_tiles, best_cluster);
 }
 
 }  // namespace gpu

@@ -1083,12 +1083,13 @@ __global__ void __launch_bounds__(256, 1)
     conv3x3_backward_kernel8(floatX* dx, float* parts, const floatX* dout, const floatX* x, const floatX* w,
                              int o0, Patch patch, Shape s) {
     extern __shared__ __align__(128) unsigned char shared[];
-    int *place_of_row = (int*)shared, *row_of_pixel = place_of_row + JOINT_ROWS;
+    uchar4* offset_of_row = (uchar4*)shared;
+    int* row_of_pixel = (int*)(offset_of_row + JOINT_ROWS);
     uint32_t weights = shared_address(shared) + JOINT_TABLES, ring = weights + JOINT_WEIGHTS;
     int tid = threadIdx.x, lane = tid % 32, c0 = blockIdx.x * 64, rows = patch.rows();
     int first = (int)((long long)patch.tiles * blockIdx.y / gridDim.y);
     int last = (int)((long long)patch.tiles * (blockIdx.y + 1) / gridDim.y);
-    for (int r = tid; r < rows; r += 256) place_of_row[r] = patch.place(r);
+    for (int r = tid; r < rows; r += 256) offset_of_row[r] = patch.offset(r);
     for (int p = tid; p < 128; p += 256) row_of_pixel[p] = patch.row(p);
     // Rows of eight 16-byte vectors, vector v of row r at v ^ (r % 8), as everywhere in the program.
     for (int i = tid; i < 9 * 64 * 8; i += 256) {
@@ -1100,9 +1101,9 @@ __global__ void __launch_bounds__(256, 1)
     __syncthreads();
     auto load = [&](int tile) {
         uint32_t to = ring + (tile - first) % 2 * JOINT_STAGE;
-        Patch::Origin origin = patch.origin(tile);
+        Pixel origin = patch.origin(tile);
         for (int i = tid; i < rows * 8; i += 256) {
-            int r = i / 8, v = i % 8, m = patch.pixel(origin, place_of_row[r]);
+            int r = i / 8, v = i % 8, m = patch.pixel(origin, offset_of_row[r]);
             uint32_t at = to + r * 128 + ((v ^ (r & 7)) << 4);
             bool valid = m >= 0 && o0 + v * 8 < s.O;
             copy_async(at, valid ? dout + (size_t)m * s.O + o0 + v * 8 : dout, valid);
@@ -1123,11 +1124,11 @@ __global__ void __launch_bounds__(256, 1)
         WarpProduct<JointInput> product([&](int p) { return patch.row(p); });
 #pragma unroll 1
         for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap(tap));
-        Patch::Origin origin = patch.origin(tile);
+        Pixel origin = patch.origin(tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int p = product.m0 + i / 2 * 16 + i % 2 * 8 + lane / 4;
-            int m = patch.pixel(origin, place_of_row[row_of_pixel[p] + patch.tap(4)]);
+            int m = patch.pixel(origin, offset_of_row[row_of_pixel[p] + patch.tap(4)]);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int c = c0 + product.n0 + j * 8 + lane % 4 * 2;

@@ -177,14 +177,13 @@ static void resblock_backward3(Problem& p) {
     conv3x3_backward(dnormed2, dout, active2, conv2);
     each_vector(s.out(), SiluBackwardVectors{dnormed2.data, dnormed2.data, normed2.data});
     norm_alone_backward(dh, dnormed2, norm2);
-    bias_backward(conv1.dbias, dprojected.data, s.O, dh.data, s.B, s.T, s.O);
-    conv1.dbias = nullptr;  // it is done
-    linear_backward(demb, dprojected, emb, backward_layer(p, "emb_layers.1"));
-    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
 
     groupnorm_apply(normed1, norm1);
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
-    conv3x3_backward(dnormed1, dh, active1, conv1);
+    conv3x3_backward(dnormed1, dh, active1, conv1, {.demb = {dprojected.data, s.O}});
+    backend_join();  // dprojected is the side lane's
+    linear_backward(demb, dprojected, emb, backward_layer(p, "emb_layers.1"));
+    each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
     each_vector(s.in(), SiluBackwardVectors{dnormed1.data, dnormed1.data, normed1.data});
     norm_alone_backward(dx, dnormed1, norm1);
     if (s.widens) linear_backward(dskip, dout, x, backward_layer(p, "skip_connection"));
