@@ -136,24 +136,46 @@ static std::string printable(const std::string& bytes) {
     return shown;
 }
 
+#define LIKE_PRINTF __attribute__((format(printf, 1, 2)))
+static std::string vtext(const char* format, va_list args) {
+    char buffer[4096];
+    vsnprintf(buffer, sizeof buffer, format, args);
+    return buffer;
+}
+LIKE_PRINTF static std::string text(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::string formatted = vtext(format, args);
+    va_end(args);
+    return formatted;
+}
+
 [[noreturn]] static void vfail(int status, const char* format, va_list args) {
-    char message[2048];
-    vsnprintf(message, sizeof message, format, args);
-    std::string sentence = printable(error_place + message);
+    std::string sentence = printable(error_place + vtext(format, args));
     error_place.clear();
     fail_handler(status, sentence.c_str());
     abort();
 }
-[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char* format, ...) {
+[[noreturn]] LIKE_PRINTF static void fail(const char* format, ...) {
     va_list args;
     va_start(args, format);
     vfail(1, format, args);
 }
-[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail_usage(const char* format, ...) {
+[[noreturn]] LIKE_PRINTF static void fail_usage(const char* format, ...) {
     va_list args;
     va_start(args, format);
     vfail(2, format, args);
 }
+
+// A line for the reader that may hold names.
+LIKE_PRINTF static void say(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    printf("%s\n", printable(vtext(format, args)).c_str());
+    va_end(args);
+}
+// What went wrong without ending the program.
+static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
 template <typename Work>
@@ -180,25 +202,6 @@ static std::string failure_of(Work work) {
             abort();                                                                                  \
         }                                                                                             \
     } while (0)
-
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
-    char buffer[4096];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
-}
-
-// A line for the reader that may hold names: `format` ends in a line break.
-__attribute__((format(printf, 1, 2))) static void say(const char* format, ...) {
-    char line[4096];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(line, sizeof line, format, args);
-    va_end(args);
-    printf("%s\n", printable(std::string(line, strcspn(line, "\n"))).c_str());
-}
 
 // "1 picture", "2 pictures"
 static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
@@ -2301,7 +2304,7 @@ static void save(Trainer* t) {
             if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
                 unlink(checkpoint_path(c.out_dir, step).c_str());
     });
-    if (!why.empty()) fprintf(stderr, "note: old checkpoints stay: %s\n", why.c_str());
+    if (!why.empty()) note("old checkpoints stay: " + why);
 }
 
 static std::string samples_path(const std::string& folder, long step) {
@@ -2319,10 +2322,10 @@ static void save_samples(Trainer* t) {
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
     if (!failure.empty()) {
-        fprintf(stderr, "note: %s\n", failure.c_str());
+        note(failure);
         return;
     }
-    say("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
+    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
     if (long broken = count_broken(pictures, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights have grown too large; try a lower --lr\n",
@@ -2364,17 +2367,17 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     if (t.best.step >= 0)
         printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
                file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
-    say("checkpoint: %s\n", checkpoint.c_str());
+    say("checkpoint: %s", checkpoint.c_str());
     std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s\n", samples.c_str());
-    say("metrics:    %s/metrics.jsonl\n", c.out_dir);
-    say("config:     %s/config.txt\n", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
+    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("metrics:    %s/metrics.jsonl", c.out_dir);
+    say("config:     %s/config.txt", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
     if (t.step < c.steps) {
-        say("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
+        say("continue:   ./train_unet --resume %s", shell_word(c.out_dir).c_str());
     } else {
         bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
-        say("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
+        say("continue:   ./train_unet --resume %s --steps %ld%s", shell_word(c.out_dir).c_str(),
             std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
     }
 }
@@ -3418,7 +3421,7 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
         WeightsFile file;
         std::string damage = failure_of([&] { file = open_weights(checkpoint_path(folder, step)); });
         if (damage.empty()) return file;
-        fprintf(stderr, "note: passed over: %s\n", damage.c_str());
+        note("passed over: " + damage);
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -3532,8 +3535,8 @@ void Metrics::write_waiting() {
         written += (size_t)n;
     bool all = written == waiting.size();
     if (!all && !warned)
-        fprintf(stderr, "note: could not write %s: %s; what is missing there is added once it can be\n",
-                printable(path).c_str(), strerror(errno));
+        note("could not write " + path + ": " + strerror(errno) +
+             "; what is missing there is added once it can be");
     warned |= !all;
     if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
     waiting.erase(0, written), end += (off_t)written;
@@ -3542,7 +3545,7 @@ void Metrics::write_waiting() {
 void Metrics::close() {
     write_waiting();
     lost += std::count(waiting.begin(), waiting.end(), '\n');
-    if (lost) fprintf(stderr, "note: %s lacks %s\n", printable(path).c_str(), counted(lost, "line").c_str());
+    if (lost) note(path + " lacks " + counted(lost, "line"));
     ::close(file);
 }
 
@@ -4127,7 +4130,7 @@ static void note_disk(const Trainer& t) {
     double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
            room = (double)disk.f_bavail * (double)disk.f_frsize;
     if ((double)more * bytes > room)
-        say("note: the disk of %s has %s free and this run needs room for %s of %s more\n", c.out_dir,
+        say("note: the disk of %s has %s free and this run needs room for %s of %s more", c.out_dir,
             human_bytes(room).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
 }
 
@@ -4199,7 +4202,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     read_parameters(m.master, file, section, m.plan);
     use_weights(&m, m.master);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    say("%s with %s (%s, step %ld), %s, seeds %s%s\n", counted(count, "picture").c_str(), file.path.c_str(),
+    say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
     std::vector<float> pictures, strip;
@@ -4210,14 +4213,14 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     }
     // the way from one seed to another in a row, if it is not too long
     write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
-    say("%s: %s in %s\n", grid.c_str(), counted(count, "picture").c_str(),
+    say("%s: %s in %s", grid.c_str(), counted(count, "picture").c_str(),
         human_time(seconds_now() - start).c_str());
     if (config.strip) {
         size_t dot = grid.rfind('.'), slash = grid.rfind('/');
         if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
         grid.insert(dot, "_strip");
         write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
-        say("%s: %s of each\n", grid.c_str(), counted(config.strip, "step").c_str());
+        say("%s: %s of each", grid.c_str(), counted(config.strip, "step").c_str());
     }
     if (*config.output_dir) {  // between two seeds the pictures are numbered instead
         size_t elements = pictures.size() / count;
@@ -4225,7 +4228,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
             write_grid(text("%s/%06u.png", config.output_dir, config.interpolate ? n : begins[n].seed),
                        {pictures.begin() + n * elements, pictures.begin() + (n + 1) * elements}, 1,
                        config.image_size, 1, 0);
-        say("%s: each picture on its own\n", config.output_dir);
+        say("%s: each picture on its own", config.output_dir);
     }
     free_model(&m);
     if (long broken = count_broken(pictures, count))
@@ -4297,8 +4300,8 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
     if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
         if (t->folder >= 0 && errno == EWOULDBLOCK)
             fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
-        fprintf(stderr, "note: %s can't be locked (%s): see that no other run is started in it\n",
-                printable(config->out_dir).c_str(), strerror(errno));
+        note(text("%s can't be locked (%s): see that no other run is started in it", config->out_dir,
+                  strerror(errno)));
     }
     if (list_checkpoints(config->out_dir) != there)
         fail(
@@ -4382,7 +4385,7 @@ static int run_program(int argc, char** argv) {
     if (config.profile) return run_profile(config);
     if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
-    for (const std::string& change : trainer.changes) say("changed on resume: %s\n", change.c_str());
+    for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
     note_attention(config, given);
     if (!config.resume_given && !*config.model_weights && file_exists("unet_init.bin"))
         printf(
@@ -4402,7 +4405,7 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
-    say("%s in %s; %s step %ld\n", counted(trainer.images.count, "image").c_str(), config.data_file,
+    say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     note_disk(trainer);
     fflush(stdout);
