@@ -245,25 +245,29 @@ enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
 
+// What the optimiser goes by: small enough to be handed to a kernel.
+struct Hyper {
+    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
+    int lr_schedule, warmup_steps, lr_steps;
+    float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
+};
+
 struct Config {
     // files
     char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
     char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
-    char output_dir[MAX_PATH_LENGTH];
-    char config[MAX_PATH_LENGTH];
+    char output_dir[MAX_PATH_LENGTH], config[MAX_PATH_LENGTH];
     // architecture
     int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
-    int batch_size, microbatch, steps, flip, lr_schedule, warmup_steps, lr_steps;
+    int batch_size, microbatch, steps, flip;
     unsigned seed;
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers,
-        min_snr_gamma, offset_noise;
-    float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
-    int log_every, save_every, sample_every, val_every, keep, num_samples;
-    int keep_every;
+    Hyper optimiser;
+    float min_snr_gamma, offset_noise;
+    int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH];
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
@@ -285,7 +289,7 @@ static int list_length(const int* list) {
 
 static int ema_count(const Config& c) {
     int n = 0;
-    while (n < MAX_EMAS && c.ema_rate[n] > 0) n++;
+    while (n < MAX_EMAS && c.optimiser.ema_rate[n] > 0) n++;
     return n;
 }
 
@@ -329,10 +333,6 @@ static void check_config(const Config& c) {
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
     }
-    for (int i = 1; i < MAX_EMAS; i++)
-        if (c.ema_rate[i] > 0 && !(c.ema_rate[i - 1] > 0))
-            fail("--ema_rate has a 0 before %s; 0 stands alone, for no averaged weights",
-                 float_text(c.ema_rate[i]).c_str());
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
@@ -1669,22 +1669,8 @@ static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, cons
                   const uint8_t* decays, size_t n, const StepState* state);
 }
 
-// What the optimiser's settings are: the part of Config that a kernel can be handed.
-struct Hyper {
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
-    int lr_schedule, warmup_steps, lr_steps;
-    float ema_rate[MAX_EMAS];
-};
-static Hyper hyper_of(const Config& c) {
-    Hyper hyper = {c.lr,        c.final_lr_fraction, c.weight_decay, c.beta1,        c.beta2,    c.adam_eps,
-                   c.grad_clip, c.skip_outliers,     c.lr_schedule,  c.warmup_steps, c.lr_steps, {}};
-    std::copy(c.ema_rate, c.ema_rate + MAX_EMAS, hyper.ema_rate);
-    return hyper;
-}
-
-// The learning rate of step s, counted from 0; Settings: Config or Hyper.
-template <typename Settings>
-HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
+// The learning rate of step s, counted from 0.
+HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     double rate = c.lr;
     if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return rate;
@@ -1696,8 +1682,7 @@ HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
 }
 
 // The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
-template <typename Settings>
-HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s, int64_t updates) {
+HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
     AdamW a = {(float)learning_rate(c, s),
                c.weight_decay,
@@ -2088,7 +2073,7 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
     size_t P = m->plan.num_floats;
-    begin_step(m->state, m->timesteps, m->sources, t->source, hyper_of(c));
+    begin_step(m->state, m->timesteps, m->sources, t->source, c.optimiser);
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
@@ -2102,7 +2087,7 @@ static void enqueue_step(Trainer* t) {
     }
     squared_norm(m->norm_parts, m->gradients, P);
     finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
-                m->norm_parts, P, hyper_of(c));
+                m->norm_parts, P, c.optimiser);
     adamw(m->master, {{m->ema[0], m->ema[1], m->ema[2], m->ema[3]}},
           sizeof(floatX) == sizeof(float) ? nullptr : m->weights, m->adam_m, m->adam_v, m->gradients,
           m->decays, P, m->state);
@@ -2165,7 +2150,7 @@ static const float* chosen_weights(const Model* m) {
 }
 static std::string chosen_name(const Config& c) {
     bool raw = !c.use_ema || c.use_ema > ema_count(c);
-    return raw ? "raw weights" : "EMA " + float_text(c.ema_rate[c.use_ema - 1]);
+    return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
 // Loss over the validation images with noise and timesteps that never change, of the weights that sampling
@@ -2376,7 +2361,8 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     if (t.step < c.steps) {
         say("continue:   ./train_unet --resume %s", shell_word(c.out_dir).c_str());
     } else {
-        bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
+        bool over =
+            t.step && !(learning_rate(c.optimiser, t.step) > 0);  // a schedule that has come to its end
         say("continue:   ./train_unet --resume %s --steps %ld%s", shell_word(c.out_dir).c_str(),
             std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
     }
@@ -2429,7 +2415,8 @@ static void train(Trainer* t) {
         std::string to_go = human_time((c.steps - t->step) / rate);
         // a line every log_every steps, the first step, and at least every 30 seconds
         if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
-            double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
+            double ms = 1e3 * (now - log_start) / (t->step - logged),
+                   lr = learning_rate(c.optimiser, t->step - 1);
             double tflops = model_tflops(t->model, ms);
             std::string mfu = peak ? text(", \"mfu\": %.4f", tflops / peak) : "";
             printf(
@@ -2474,19 +2461,8 @@ static void train(Trainer* t) {
 
 // ---- flags ------------------------------------------------------------------------------------------------
 
-// A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
-// .bin header.
-enum FlagKind {
-    FLAG_INT,
-    FLAG_UINT,
-    FLAG_FLOAT,
-    FLAG_BOOL,
-    FLAG_LIST,
-    FLAG_FLOAT_LIST,
-    FLAG_CHOICE,
-    FLAG_PATH,
-    FLAG_OPTIONAL_PATH
-};
+// What a flag's value is; of a number, also a list of them where Config has an array.
+enum FlagKind { FLAG_INT, FLAG_UINT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
 enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
@@ -2500,14 +2476,14 @@ struct Flag {
     FlagGroup group;
     FlagResume on_resume;
     int field;             // first int32 field of the .bin header that stores it, 0: not stored
-    size_t offset;         // in Config
+    size_t offset, size;   // in Config, in bytes
     const char* standard;  // the default, as it would be typed
     double least, most;    // range of a number or of a list's elements
     const char* choices;   // of a FLAG_CHOICE, separated by |
     const char* help;
 };
 
-#define AT(member) offsetof(Config, member)
+#define AT(member) offsetof(Config, member), sizeof(Config().member)
 static const Flag FLAGS[] = {
     {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
      "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
@@ -2519,7 +2495,7 @@ static const Flag FLAGS[] = {
      "start from (or generate with) the weights of this .bin; its configuration comes with it"},
     {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
      "folder for checkpoints, samples, metrics.jsonl and config.txt"},
-    {"resume", FLAG_OPTIONAL_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
+    {"resume", FLAG_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
      "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
     {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
      "PNG grid that --generate writes"},
@@ -2530,12 +2506,12 @@ static const Flag FLAGS[] = {
      "height and width in pixels"},
     {"num_channels", FLAG_INT, GROUP_MODEL, FIXED, 18, AT(num_channels), "64", 32, 1024, 0,
      "width of the first level, a multiple of 32"},
-    {"channel_mult", FLAG_LIST, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
+    {"channel_mult", FLAG_INT, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
      "width of each level as a multiple of num_channels; each level halves the image"},
     {"num_res_blocks", FLAG_INT, GROUP_MODEL, FIXED, 19, AT(num_res_blocks), "2", 1, 16, 0,
      "residual blocks a level"},
-    {"attention_resolutions", FLAG_LIST, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024,
-     0, "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
+    {"attention_resolutions", FLAG_INT, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024, 0,
+     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
     {"num_head_channels", FLAG_INT, GROUP_MODEL, FIXED, 20, AT(num_head_channels), "32", 1, 1024, 0,
      "channels of an attention head"},
     {"norm_groups", FLAG_INT, GROUP_MODEL, FIXED, 21, AT(norm_groups), "32", 1, 1024, 0,
@@ -2557,25 +2533,27 @@ static const Flag FLAGS[] = {
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
     {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
      "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
-    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
-    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
+    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(optimiser.lr), "1e-4", 0, 1e3, 0, "learning rate"},
+    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(optimiser.lr_schedule), "constant", 0, 0,
      "constant|cosine|linear",
      "how it falls over the --steps of the first start; a later --steps does not bend it"},
-    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(final_lr_fraction), "0", 0, 1, 0,
+    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(optimiser.final_lr_fraction), "0", 0, 1, 0,
      "part of --lr that cosine and linear end at"},
-    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(warmup_steps), "0", 0, 1e9, 0,
+    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(optimiser.warmup_steps), "0", 0, 1e9, 0,
      "steps over which the learning rate rises to --lr"},
-    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(weight_decay), "0", 0, 1e3, 0,
+    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(optimiser.weight_decay), "0", 0, 1e3, 0,
      "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
-    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
-    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
+    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(optimiser.beta1), "0.9", 0, 0.99999, 0,
+     "AdamW's first moment"},
+    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(optimiser.beta2), "0.999", 0, 0.9999999, 0,
      "AdamW's second moment"},
-    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 1e-20, 1, 0, "AdamW's epsilon"},
-    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(grad_clip), "0", 0, 1e9, 0,
+    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(optimiser.adam_eps), "1e-8", 1e-20, 1, 0,
+     "AdamW's epsilon"},
+    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(optimiser.grad_clip), "0", 0, 1e9, 0,
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
-    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(skip_outliers), "0", 0, 1e9, 0,
+    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(optimiser.skip_outliers), "0", 0, 1e9, 0,
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
-    {"ema_rate", FLAG_FLOAT_LIST, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
+    {"ema_rate", FLAG_FLOAT, GROUP_TRAINING, FIXED, 59, AT(optimiser.ema_rate), "0.999", 0, 0.9999999, 0,
      "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
     {"min_snr_gamma", FLAG_FLOAT, GROUP_TRAINING, FIXED, 71, AT(min_snr_gamma), "0", 0, 1e6, 0,
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
@@ -2631,7 +2609,7 @@ static const Flag FLAGS[] = {
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
-    FIELD_MORE_FLOATS = 75,  // a FLAG_FLOAT_LIST's second number and on, which do not fit beside its first
+    FIELD_MORE_FLOATS = 75,  // a list of floats' second number and on, which do not fit beside its first
 };
 
 // A preset is a text of flags that come before those of --config and those the user types.
@@ -2657,17 +2635,44 @@ static const Preset PRESETS[] = {
      "--sample_every 5000 --val_every 5000"},
 };
 
+static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
+
 static const Flag* find_flag(const std::string& name) {
     for (const Flag& flag : FLAGS)
-        if (name == flag.name) return &flag;
+        if (is_named(flag, name)) return &flag;
     return nullptr;
 }
 
-static bool is_real(const Flag& flag) { return flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST; }
+// How many numbers, each of 4 bytes, it holds at the most; a path aside.
+static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
+
+// A number as Config and files hold it, and what it says.
+static int32_t bits_of(const Flag& flag, double number) {
+    float real = (float)number;
+    int32_t bits = (int32_t)(int64_t)number;
+    if (flag.kind == FLAG_FLOAT) memcpy(&bits, &real, sizeof bits);
+    return bits;
+}
+static double number_of(const Flag& flag, int32_t bits) {
+    float real;
+    memcpy(&real, &bits, sizeof real);
+    return flag.kind == FLAG_FLOAT ? (double)real : flag.kind == FLAG_UINT ? (double)(uint32_t)bits : bits;
+}
+
+static std::vector<std::string> split(const std::string& whole, char mark) {
+    std::vector<std::string> parts;
+    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
+        end = whole.find(mark, start);
+        parts.push_back(whole.substr(start, end - start));
+    }
+    return parts;
+}
 
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (!(is_real(flag) && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    if (flag.kind == FLAG_CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
+    if (!(flag.kind == FLAG_FLOAT && fabs(number) <= FLT_MAX))
+        return number >= flag.least && number <= flag.most;
     float value = (float)number;
     return value >= (float)flag.least && value <= (float)flag.most &&
            (number == 0 || fabsf(value) >= FLT_MIN);
@@ -2677,7 +2682,7 @@ static bool in_range(const Flag& flag, double number) {
 static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = is_real(flag), whole = real || number == floor(number);
+    bool real = flag.kind == FLAG_FLOAT, whole = real || number == floor(number);
     if (value.empty() || *end || !std::isfinite(number) || !whole)
         fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
     if (real && number != 0 && fabs(number) < FLT_MIN)
@@ -2689,100 +2694,73 @@ static double parse_number(const Flag& flag, const std::string& value) {
     return number;
 }
 
-// How many numbers of 4 bytes it has; a path aside.
-static int flag_length(const Flag& flag) {
-    return flag.kind == FLAG_LIST ? MAX_LEVELS : flag.kind == FLAG_FLOAT_LIST ? MAX_EMAS : 1;
+// Which of the words `value` is, counted from 0.
+static double parse_choice(const Flag& flag, const std::string& value) {
+    std::vector<std::string> choices = split(flag.choices, '|');
+    for (size_t i = 0; i < choices.size(); i++)
+        if (choices[i] == value) return (double)i;
+    fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
+}
+
+static double parse_bool(const Flag& flag, const std::string& value) {
+    for (const char* yes : {"1", "true", "True"})
+        if (value == yes) return 1;
+    for (const char* no : {"0", "false", "False"})
+        if (value == no) return 0;
+    fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
+}
+
+// Refuses what can't be a line of a configuration file or has no room here.
+static void check_path(const Flag& flag, const std::string& value) {
+    if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+    if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+    if (value.find_first_of("\r\n") != std::string::npos)
+        fail_usage("--%s must not hold a line break", flag.name);
+    if (!value.empty() && (strchr(" \t\"", value.front()) || strchr(" \t", value.back())))
+        fail_usage("--%s must not begin with a blank or a quote, nor end with a blank", flag.name);
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    void* target = (char*)config + flag.offset;
-    switch (flag.kind) {
-        case FLAG_INT: *(int*)target = (int)parse_number(flag, value); break;
-        case FLAG_UINT: *(unsigned*)target = (unsigned)parse_number(flag, value); break;
-        case FLAG_FLOAT: *(float*)target = (float)parse_number(flag, value); break;
-        case FLAG_BOOL:
-            if (value == "1" || value == "true" || value == "True")
-                *(int*)target = 1;
-            else if (value == "0" || value == "false" || value == "False")
-                *(int*)target = 0;
-            else
-                fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
-            break;
-        case FLAG_LIST:
-        case FLAG_FLOAT_LIST: {
-            int count = 0, most = flag_length(flag);
-            memset(target, 0, most * sizeof(int));
-            for (size_t start = 0; start <= value.size();) {
-                size_t comma = std::min(value.find(',', start), value.size());
-                if (count == most)
-                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
-                double number = parse_number(flag, value.substr(start, comma - start));
-                if (flag.kind == FLAG_LIST && number == 0 && value.find(',') != std::string::npos)
-                    fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
-                               value.c_str());
-                if (flag.kind == FLAG_LIST)
-                    ((int*)target)[count++] = (int)number;
-                else
-                    ((float*)target)[count++] = (float)number;
-                start = comma + 1;
-            }
-            break;
-        }
-        case FLAG_CHOICE: {
-            std::string choices = flag.choices;
-            int index = 0;
-            for (size_t start = 0; start <= choices.size(); index++) {
-                size_t bar = std::min(choices.find('|', start), choices.size());
-                if (choices.substr(start, bar - start) == value) {
-                    *(int*)target = index;
-                    return;
-                }
-                start = bar + 1;
-            }
-            fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
-        }
-        case FLAG_PATH:
-        case FLAG_OPTIONAL_PATH: {
-            size_t room = flag.offset == AT(preset) ? sizeof config->preset : (size_t)MAX_PATH_LENGTH;
-            if (value.size() >= room) fail_usage("--%s is longer than %zu characters", flag.name, room - 1);
-            if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-            if (value.find_first_of("\r\n") != std::string::npos)
-                fail_usage("--%s must not hold a line break", flag.name);
-            strcpy((char*)target, value.c_str());
-            break;
-        }
+    char* target = (char*)config + flag.offset;
+    if (flag.kind == FLAG_PATH) {
+        check_path(flag, value);
+        strcpy(target, value.c_str());
+        return;
+    }
+    int most = most_numbers(flag);
+    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector<std::string>{value};
+    if ((int)parts.size() > most)
+        fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
+    memset(target, 0, flag.size);
+    for (const std::string& part : parts) {
+        double number = flag.kind == FLAG_BOOL     ? parse_bool(flag, part)
+                        : flag.kind == FLAG_CHOICE ? parse_choice(flag, part)
+                                                   : parse_number(flag, part);
+        if (number == 0 && parts.size() > 1)
+            fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
+                       value.c_str());
+        int32_t bits = bits_of(flag, number);
+        memcpy(target, &bits, sizeof bits);
+        target += sizeof bits;
     }
 }
 
 // The value as it would be typed.
 static std::string flag_text(const Config& config, const Flag& flag) {
-    const void* source = (const char*)&config + flag.offset;
-    switch (flag.kind) {
-        case FLAG_INT:
-        case FLAG_BOOL: return text("%d", *(const int*)source);
-        case FLAG_UINT: return text("%u", *(const unsigned*)source);
-        case FLAG_FLOAT: return float_text(*(const float*)source);
-        case FLAG_LIST: {
-            std::string joined;
-            for (int i = 0; i < MAX_LEVELS && ((const int*)source)[i]; i++)
-                joined += text("%s%d", i ? "," : "", ((const int*)source)[i]);
-            return joined.empty() ? "0" : joined;
-        }
-        case FLAG_FLOAT_LIST: {
-            std::string joined;
-            for (int i = 0; i < MAX_EMAS && ((const float*)source)[i] > 0; i++)
-                joined += (i ? "," : "") + float_text(((const float*)source)[i]);
-            return joined.empty() ? "0" : joined;
-        }
-        case FLAG_CHOICE: {
-            const char* choice = flag.choices;
-            for (int i = *(const int*)source; i > 0; i--) choice = strchr(choice, '|') + 1;
-            return std::string(choice, strcspn(choice, "|"));
-        }
-        case FLAG_PATH:
-        case FLAG_OPTIONAL_PATH: return (const char*)source;
+    const char* source = (const char*)&config + flag.offset;
+    if (flag.kind == FLAG_PATH) return source;
+    std::string joined;
+    for (int i = 0; i < most_numbers(flag); i++) {
+        int32_t bits;
+        memcpy(&bits, source + i * sizeof bits, sizeof bits);
+        double number = number_of(flag, bits);
+        if (i && number == 0) break;  // the list ends
+        joined += i ? "," : "";
+        joined += flag.kind == FLAG_CHOICE  ? split(flag.choices, '|')[bits]
+                  : flag.kind == FLAG_FLOAT ? float_text((float)number)
+                                            : text("%.0f", number);
     }
-    return "";
+    return joined;
 }
 
 static Config default_config() {
@@ -2812,12 +2790,10 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; bytes >= 8; bytes -= 8, p += 8) {
-        uint32_t low, high;
-        memcpy(&low, p, 4), memcpy(&high, p + 4, 4);
-        low ^= crc;
-        crc = table.row[7][low & 255] ^ table.row[6][low >> 8 & 255] ^ table.row[5][low >> 16 & 255] ^
-              table.row[4][low >> 24] ^ table.row[3][high & 255] ^ table.row[2][high >> 8 & 255] ^
-              table.row[1][high >> 16 & 255] ^ table.row[0][high >> 24];
+        uint64_t word;
+        memcpy(&word, p, 8);
+        word ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table.row[7 - k][word >> 8 * k & 255];
     }
     while (bytes--) crc = table.row[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
@@ -3161,41 +3137,31 @@ static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weig
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
-    return flag.kind == FLAG_FLOAT_LIST && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+    return flag.kind == FLAG_FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
 // Flags to header fields and back.
 static void flags_to_fields(int32_t* header, const Config& config) {
-    for (const Flag& flag : FLAGS) {
-        for (int i = 0; flag.field && i < flag_length(flag); i++)
-            memcpy(header + field_of(flag, i), (const int*)((const char*)&config + flag.offset) + i,
-                   sizeof(int));
-    }
-    header[FIELD_LR_STEPS] = config.lr_steps;
+    for (const Flag& flag : FLAGS)
+        for (int i = 0; flag.field && i < most_numbers(flag); i++)
+            memcpy(header + field_of(flag, i), (const char*)&config + flag.offset + i * sizeof(int32_t),
+                   sizeof(int32_t));
+    header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
-        if (!flag.field) continue;
-        int32_t field[MAX_LEVELS];
-        int length = flag_length(flag), choices = 1;
-        for (const char* c = flag.choices; flag.kind == FLAG_CHOICE && *c; c++) choices += *c == '|';
-        bool good = true;
-        for (int i = 0; i < length; i++) {
-            float real;
-            field[i] = header[field_of(flag, i)];
-            memcpy(&real, field + i, sizeof real);
-            double value = is_real(flag)            ? (double)real
-                           : flag.kind == FLAG_UINT ? (double)(uint32_t)field[i]
-                                                    : (double)field[i];
-            if (flag.kind == FLAG_CHOICE)
-                good &= value >= 0 && value < choices;
-            else
-                good &= in_range(flag, value) || (flag.kind == FLAG_LIST && i && value == 0);
+        bool ended = false;  // a list, by a 0, which stands first where it is empty
+        for (int i = 0; flag.field && i < most_numbers(flag); i++) {
+            int32_t bits = header[field_of(flag, i)];
+            double number = number_of(flag, bits);
+            bool nothing = i && number == 0;
+            if (!nothing && (ended || !in_range(flag, number)))
+                fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
+            ended |= number == 0;
+            memcpy((char*)config + flag.offset + i * sizeof bits, &bits, sizeof bits);
         }
-        if (!good) fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-        memcpy((char*)config + flag.offset, field, length * sizeof(int));
     }
-    config->lr_steps = std::max(0, header[FIELD_LR_STEPS]);
+    config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
 // check_config of what a file stores.
@@ -3612,7 +3578,7 @@ struct GivenFlag {
 static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
     const GivenFlag* last = nullptr;
     for (const GivenFlag& g : given)
-        if (!strcmp(g.flag->name, name)) last = &g;
+        if (is_named(*g.flag, name)) last = &g;
     return last;
 }
 
@@ -3656,7 +3622,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             value = argument.substr(equals + 1);
         else if (flag->kind == FLAG_BOOL)
             value = more ? argv[++i] : "1";
-        else if (flag->kind == FLAG_OPTIONAL_PATH)
+        else if (is_named(*flag, "resume"))
             value = more ? argv[++i] : "";
         else if (i + 1 < argc)
             value = argv[++i];
@@ -3685,46 +3651,24 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
 // ---- configuration files ----------------------------------------------------------------------------------
 
 // What a configuration file holds: everything but what is to be done this time.
-static bool is_setting(const Flag& flag) {
-    return flag.group != GROUP_OTHER && flag.kind != FLAG_OPTIONAL_PATH;
-}
+static bool is_setting(const Flag& flag) { return flag.group != GROUP_OTHER && !is_named(flag, "resume"); }
 
-// `value` as it is written into a file for --config: in quotes where it would be read as something else.
-static std::string quoted_value(const std::string& value) {
-    bool plain =
-        value.empty() || (!isspace((unsigned char)value.front()) && value.front() != '"' &&
-                          !isspace((unsigned char)value.back()) && value.find('#') == std::string::npos);
-    if (plain) return value;
-    std::string quoted = "\"";
-    for (char c : value) quoted += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
-    return quoted + '"';
-}
-
-// One line of a configuration file: NAME VALUE or NAME = VALUE. A # starts a comment at the head of a line or
-// after a space; a value in double quotes (where \" is a quote and \\ a backslash) holds anything.
+// One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    const char* space = " \t\r";
-    size_t start = line.find_first_not_of(space), end = line.find_first_of(" \t\r=", start);
+    const char* blanks = " \t\r";
+    size_t start = line.find_first_not_of(blanks), end = line.find_first_of(" \t\r=", start);
     std::string name = line.substr(start, end - start), value;
     const Flag* flag = find_flag(name);
     if (!flag)
         fail_usage("there is no flag '%s'; did you mean %s? (--help lists them all)", name.c_str(),
                    nearest(FLAGS, name));
     if (!is_setting(*flag)) fail_usage("%s can only be typed, as --%s", flag->name, flag->name);
-    size_t at = line.find_first_not_of(space, end);
-    if (at < line.size() && line[at] == '=') at = line.find_first_not_of(space, at + 1);
-    if (at < line.size() && line[at] == '"') {
-        for (at++; at < line.size() && line[at] != '"'; at++) {
-            if (line[at] == '\\' && at + 1 < line.size()) at++;
-            value += line[at];
-        }
-        if (at >= line.size()) fail_usage("the quote after %s does not end", flag->name);
-        at = line.find_first_not_of(space, at + 1);
-        if (at < line.size() && line[at] != '#') fail_usage("more follows %s's quoted value", flag->name);
-    } else if (at < line.size()) {
-        while (at < line.size() && (line[at] != '#' || !strchr(space, line[at - 1]))) value += line[at++];
-        value.erase(value.find_last_not_of(space) + 1);
-    }
+    size_t at = line.find_first_not_of(blanks, end);
+    if (at < line.size() && line[at] == '=') at = line.find_first_not_of(blanks, at + 1);
+    if (at < line.size()) value = line.substr(at, line.find_last_not_of(blanks) + 1 - at);
+    // a version before this one wrote some names in quotes
+    if (value.size() > 1 && value.front() == '"' && value.back() == '"')
+        value = value.substr(1, value.size() - 2);
     return {flag, value, origin};
 }
 
@@ -3761,9 +3705,8 @@ static std::string config_text(const Config& config) {
     for (int group = 0; group < GROUP_OTHER; group++) {
         lines += text("\n# %s\n", GROUP_TITLES[group]);
         for (const Flag& flag : FLAGS)
-            if (flag.group == group && is_setting(flag) && flag.offset != AT(preset))
-                lines += text("%s =%s", flag.name, *flag_text(config, flag).c_str() ? " " : "") +
-                         quoted_value(flag_text(config, flag)) + "\n";
+            if (flag.group == group && is_setting(flag) && !is_named(flag, "preset"))
+                lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
 }
@@ -3804,7 +3747,7 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
-        if (flag.group == GROUP_OTHER || value.empty() || flag.kind == FLAG_OPTIONAL_PATH) continue;
+        if (!is_setting(flag) || value.empty()) continue;
         printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
     }
     printf("%s\n", column % 3 ? "\n" : "");
@@ -3987,7 +3930,7 @@ static int run_profile(Config config) {
     finish_steps(&t);
     free_model(m);
 
-    config.ema_rate[0] = 0;  // one set of weights is enough
+    config.optimiser.ema_rate[0] = 0;  // one set of weights is enough
     int drawn = microbatch_of(config);
     build_model(m, config, drawn, false);
     initialise_weights(m, config.seed);
@@ -4175,7 +4118,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder, otherwise);
     refuse_contradictions(given, file, true);
     take_model_flags(&config, file.config);
-    std::copy(file.config.ema_rate, file.config.ema_rate + MAX_EMAS, config.ema_rate);
+    memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_given(config, given);
     std::vector<PictureNoise> begins = wanted_pictures(config);
     int count = (int)begins.size();
@@ -4186,7 +4129,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     std::string weights = chosen_name(config), grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
-    memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
+    memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
     config.batch_size = std::min({config.batch_size, count, most_images(config)});
     check_room(config, config.batch_size, false, (double)count * (1 + config.strip),
                "draw them in parts, with --seeds");
@@ -4261,7 +4204,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         strcpy(config->out_dir, folder.c_str());
         for (const Flag& flag : FLAGS) {
             std::string before = flag_text(file.config, flag), now = flag_text(*config, flag);
-            bool stored = flag.field || flag.offset == AT(data_file) || flag.offset == AT(val_file);
+            bool stored = flag.field || is_named(flag, "data_file") || is_named(flag, "val_file");
             if (stored && before != now)
                 t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), before.c_str()));
         }
@@ -4282,7 +4225,7 @@ static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config
         refuse_contradictions(given, file, true);
         take_model_flags(config, file.config);
     }
-    if (!config->resume_given) config->lr_steps = config->steps;
+    if (!config->resume_given) config->optimiser.lr_steps = config->steps;
     check_given(*config, given);
     if (config->dry_run || config->print_config) return;
 
@@ -4366,8 +4309,7 @@ static int run_program(int argc, char** argv) {
     bool draws = config.generate || *config.seeds || config.interpolate;
     for (const GivenFlag& g : given)  // that were typed, and would do nothing
         if (!draws && g.origin.empty() &&
-            (!strcmp(g.flag->name, "generate") || !strcmp(g.flag->name, "strip") ||
-             !strcmp(g.flag->name, "output_dir")))
+            (is_named(*g.flag, "generate") || is_named(*g.flag, "strip") || is_named(*g.flag, "output_dir")))
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
                        g.flag->name, g.value.c_str());
     if (config.print_config) {
@@ -4393,7 +4335,7 @@ static int run_program(int argc, char** argv) {
             "--model_weights unet_init.bin\n");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
+    else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
         printf(
             "note: --lr_schedule %s has come to its end, so that the learning rate is 0; constant goes on\n",
             flag_text(config, *find_flag("lr_schedule")).c_str());
