@@ -1770,56 +1770,52 @@ static size_t lay_out_model(Model* m, char* memory) {
     return total;
 }
 
-// Bytes that a run of this configuration allocates, all told (the images of the data file aside).
-static size_t memory_needed(const Config& config, int batch, bool training) {
+// A model that has sizes and no memory yet.
+static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
-    return lay_out_model(&m, nullptr) + workspace_bytes();
+    m.bytes = lay_out_model(&m, nullptr);
+    return m;
 }
 
-// Images that the network can take at a time: more than a grid has rows, or more pixels than 32 bits can
-// number with room to spare, are refused.
+// Bytes that a run of this model allocates, its images aside.
+static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
+
+// Images that the network can take at a time: no more than a grid has rows, and no more pixels than 32 bits
+// can number with plenty to spare.
 static int most_images(const Config& config) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30;
     return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
 }
 
 // Refuses what a checkpoint's header and the kernels can't count, and what this machine's memory can't hold.
-static void check_memory(const Config& config, int batch, bool training) {
-    size_t parameters = make_plan(config, 1, false).num_parameters;
-    if (parameters > INT32_MAX)
-        fail(
-            "this model has %zu parameters and %d are the most; use fewer --num_channels or a smaller "
-            "--channel_mult",
-            parameters, INT32_MAX);
-    size_t needed = memory_needed(config, batch, training), available = backend_memory_available();
-    bool enough = !available || needed <= available;
-    if (enough && batch <= most_images(config)) return;
-    std::string why =
-        enough
-            ? text("%d images of %d x %d at a time are too many", batch, config.image_size, config.image_size)
-            : text("this run needs %s of memory and %s are free", human_bytes((double)needed).c_str(),
+static void check_memory(const Model& m) {
+    const Config& c = m.config;
+    if (m.plan.num_parameters > INT32_MAX)
+        fail("this model has %zu parameters and %d are the most; use fewer --num_channels",
+             m.plan.num_parameters, INT32_MAX);
+    size_t available = backend_memory_available();
+    auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
+    int batch = m.plan.batch, fits = std::min(batch, most_images(c));
+    if (has_memory(m) && fits == batch) return;
+    while (fits > 0 && !has_memory(plan_model(c, fits, m.plan.training))) fits /= 2;
+    std::string why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
+    if (!has_memory(m))
+        why = text("this run needs %s of memory and %s are free", human_bytes((double)memory_of(m)).c_str(),
                    human_bytes((double)available).c_str());
-    int fits = std::min(batch, most_images(config));
-    while (fits > 0 && available && memory_needed(config, fits, training) > available) fits /= 2;
-    std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
-    fail("%s; %s", why.c_str(),
-         fits ? text("%s--batch_size %d would fit", parts.c_str(), fits).c_str()
-              : "no batch size would fit: use a smaller model");
+    if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+    fail("%s; %s--batch_size %d would fit", why.c_str(),
+         m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "", fits);
 }
 
-static void build_model(Model* m, const Config& config, int batch, bool training) {
-    check_memory(config, batch, training);
-    m->config = config;
-    m->plan = make_plan(config, batch, training);
-    m->bytes = lay_out_model(m, nullptr);
+static void allocate_model(Model* m) {
     m->memory = (char*)backend_allocate(m->bytes);
     if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
-             human_bytes((double)(m->bytes + workspace_bytes())).c_str());
+             human_bytes((double)memory_of(*m)).c_str());
     backend_zero(m->memory, m->bytes);
     lay_out_model(m, m->memory);
-    if (!training) return;
+    if (!m->plan.training) return;
     std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
     for (const Tensor& t : m->plan.tensors) {
         ASSERT(t.offset % DECAY_CHUNK == 0);
@@ -1827,6 +1823,12 @@ static void build_model(Model* m, const Config& config, int batch, bool training
             decays[(t.offset + i) / DECAY_CHUNK] = 1;
     }
     backend_upload(m->decays, decays.data(), decays.size());
+}
+
+static void build_model(Model* m, const Config& config, int batch, bool training) {
+    *m = plan_model(config, batch, training);
+    check_memory(*m);
+    allocate_model(m);
 }
 
 static void free_model(Model* m) {
@@ -1985,10 +1987,13 @@ struct Trainer {
     long epochs;                  // whose orders were sent
     StepState* results;           // (RESULT_SLOTS), the host's
     Recording recording;
-    int folder = -1;     // the run's, locked against other processes as long as it is open
-    long begun = 0;      // steps given to the device
-    long step = 0;       // optimiser steps done, as far as the host knows
-    float smoothed = 0;  // running mean of the loss, without those of skipped steps
+    int folder = -1;                // the run's, locked against other processes as long as it is open
+    std::vector<long> checkpoints;  // that lay there when the run was configured
+    double peak = 0;                // TFLOP/s of the device at the most; 0: not known
+    long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
+    long begun = 0;                 // steps given to the device
+    long step = 0;                  // optimiser steps done, as far as the host knows
+    float smoothed = 0;             // running mean of the loss, without those of skipped steps
     History history = History();
     Metrics metrics;
     Best best;
@@ -2282,6 +2287,7 @@ static void save(Trainer* t) {
     std::string path = checkpoint_path(c.out_dir, t->step);
     std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
     if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
+    t->saved = t->step;
     why = failure_of([&] {
         // up to this step: later ones are damaged, or --resume would not have passed over them
         int newest = 0;
@@ -2299,6 +2305,7 @@ static std::string samples_path(const std::string& folder, long step) {
 // A grid that can't be written is no reason to end a run.
 static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
+    t->sampled = t->step;
     if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
     std::vector<float> pictures;
     double start = seconds_now();
@@ -2306,10 +2313,7 @@ static void save_samples(Trainer* t) {
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
-    if (!failure.empty()) {
-        note(failure);
-        return;
-    }
+    if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
     if (long broken = count_broken(pictures, c.num_samples))
@@ -2333,9 +2337,6 @@ static std::string take_quartiles(Trainer* t) {
     }
     return "[" + list + "]";
 }
-
-// The next step after `step` that `every` divides; never where every is 0.
-static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
 
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
@@ -2378,81 +2379,119 @@ static void validate(Trainer* t) {
     t->best.update(loss, t->step);
 }
 
+// What was due at the step that is resumed, where a stop or a crash came before it.
+static void make_up(Trainer* t) {
+    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
+    if (t->owes_samples && !file_exists(samples_path(t->model.config.out_dir, t->step))) save_samples(t);
+    fflush(stdout);
+}
+
+// The step up to which the device can be kept busy: after it the host works with the weights.
+static long next_pause(const Trainer& t) {
+    const Config& c = t.model.config;
+    long next = c.steps;
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) next = std::min(next, (t.step / every + 1) * every);
+    return next;
+}
+
+// A loss or gradient that is not finite ends the run, with what to do about it.
+static void give_up(Trainer* t, const StepResult& result) {
+    t->metrics.close();
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
+                advice = "the weights before it are " + saved + ": resume from there";
+    if (!t->saved) advice = "nothing was saved before it: start again";
+    if (t->saved && t->saved == t->step)
+        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    fail("the %s became %s in step %ld; %s with a lower --lr",
+         std::isfinite(result.loss) ? "gradient" : "loss",
+         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+}
+
+// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+struct Pace {
+    long first, logged;  // steps: that the run began after, of the newest line of the log
+    double start, log_start,
+        line_start;  // seconds: of the run without its first step, of both kinds of lines
+    double rate;     // steps a second
+    void step(long n, double now) {
+        // the first step, in which much is set up, counts only while there is no other
+        rate = n == first + 1 ? 1 / (now - start) : (double)(n - first - 1) / (now - start);
+        if (n == first + 1) start = now;
+    }
+    void pause(double seconds) { start += seconds, log_start += seconds; }
+};
+
+static void log_step(Trainer* t, const StepResult& result, const Pace& pace, double now) {
+    const Config& c = t->model.config;
+    double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
+           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
+           tflops = model_tflops(t->model, ms);
+    std::string to_go = human_time((double)(c.steps - t->step) / pace.rate);
+    printf(
+        "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
+        "ETA %s%s\n",
+        isatty(1) ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm, lr, ms,
+        images_per_s, to_go.c_str(),
+        t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
+    t->metrics.add(
+        text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+             "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+             "\"skipped\": %d, \"loss_quartiles\": %s}",
+             t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
+             t->peak ? text(", \"mfu\": %.4f", tflops / t->peak).c_str() : "",
+             1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+}
+
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepResult& result, Pace* pace) {
+    const Config& c = t->model.config;
+    double now = seconds_now();
+    pace->step(t->step, now);
+    bool logs = t->step % c.log_every == 0 || t->step == pace->first + 1 || t->step == c.steps ||
+                now - pace->log_start > 30;
+    if (logs) {
+        log_step(t, result, *pace, now);
+        pace->logged = t->step, pace->log_start = now;
+    } else if (isatty(1) && now - pace->line_start > 1) {
+        printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss,
+               human_time((double)(c.steps - t->step) / pace->rate).c_str());
+    } else {
+        return;
+    }
+    pace->line_start = now;
+    fflush(stdout);
+}
+
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
-    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
-    if (t->owes_samples && !file_exists(samples_path(c.out_dir, t->step)))
-        save_samples(t), last_sampled = t->step;
-    fflush(stdout);
-    double start = seconds_now(), log_start = start, paused = 0, shown = start;
-    bool terminal = isatty(1);
     std::string source;
-    double peak = backend_peak(&source), gigabytes = 1e-9 * (double)(t->model.bytes + workspace_bytes());
+    t->peak = backend_peak(&source);
+    t->saved = t->step;
+    make_up(t);
+    double start = seconds_now();
+    Pace pace = {t->step, t->step, start, start, start, 0};
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
-        // keep the device fed, but not past a step after which the host works with the weights
-        long limit =
-            std::min({(long)c.steps, next_due(t->step, c.save_every), next_due(t->step, c.sample_every),
-                      next_due(t->step, t->validation.count ? c.val_every : 0)});
-        while (t->begun < std::min(limit, t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
         StepResult result = await_step(t);
-        double now = seconds_now();
-        if (!result.finite()) {
-            t->metrics.close();
-            std::string saved = checkpoint_path(c.out_dir, last_saved),
-                        what_to_do = !last_saved ? "nothing was saved before it: start again"
-                                     : t->step == last_saved
-                                         ? "the weights of " + saved + " lead to it: resume from an older one"
-                                         : "the weights before it are " + saved + ": resume from there";
-            fail("the %s became %s in step %ld; %s with a lower --lr",
-                 std::isfinite(result.loss) ? "gradient" : "loss",
-                 std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, what_to_do.c_str());
-        }
-        // the first step, in which much is set up, counts only while there is no other
-        double rate =
-            t->step == first + 1 ? 1 / (now - start) : (t->step - first - 1) / (now - start - paused);
-        std::string to_go = human_time((c.steps - t->step) / rate);
-        // a line every log_every steps, the first step, and at least every 30 seconds
-        if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
-            double ms = 1e3 * (now - log_start) / (t->step - logged),
-                   lr = learning_rate(c.optimiser, t->step - 1);
-            double tflops = model_tflops(t->model, ms);
-            std::string mfu = peak ? text(", \"mfu\": %.4f", tflops / peak) : "";
-            printf(
-                "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
-                "ETA %s%s\n",
-                terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
-                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str(),
-                t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
-            t->metrics.add(
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
-                     tflops, mfu.c_str(), gigabytes, t->history.skipped, take_quartiles(t).c_str()));
-            fflush(stdout);
-            logged = t->step, log_start = shown = now;
-        } else if (terminal && now - shown > 1) {
-            printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss, to_go.c_str());
-            fflush(stdout);
-            shown = now;
-        }
+        if (!result.finite()) give_up(t, result);
+        show_step(t, result, &pace);
+        double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t), last_saved = t->step;
-        if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
+        if (due(c.save_every)) save(t);
+        if (due(c.sample_every)) save_samples(t);
         fflush(stdout);
-        double after = seconds_now();  // saving, sampling and validating are no part of a step's time
-        paused += after - now, log_start += after - now;
-        if (t->step == first + 1) start = after, paused = 0;
+        pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - start - paused;
-    if (terminal) printf("\r\033[K");
-    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (last_sampled != t->step && !stop_requested) save_samples(t);
+    double seconds = seconds_now() - pace.start;
+    if (isatty(1)) printf("\r\033[K");
+    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (t->sampled != t->step && !stop_requested) save_samples(t);
     t->metrics.close();
-    print_summary(*t, first, seconds);
+    print_summary(*t, pace.first, seconds);
 }
 
 // ===========================================================================================================
@@ -3133,6 +3172,12 @@ struct WeightsFile {
 };
 
 static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
+// What a run can be resumed from.
+static std::vector<const char*> needed_sections(const Config& c) {
+    std::vector<const char*> names = {"weights", "adam_m", "adam_v"};
+    names.insert(names.end(), EMA_SECTIONS, EMA_SECTIONS + ema_count(c));
+    return names;
+}
 static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
 
 // The header's field of a flag's i-th number.
@@ -3743,7 +3788,9 @@ static void print_plan(const Plan& plan) {
     }
 }
 
-static void print_run(const Config& c, const Plan& plan, size_t bytes) {
+static void print_run(const Model& m) {
+    const Config& c = m.config;
+    const Plan& plan = m.plan;
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
@@ -3767,7 +3814,7 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
             : "",
         human_bytes((double)plan.arena_bytes).c_str(), human_bytes((double)activations).c_str(),
         human_bytes((double)gradients).c_str(), human_bytes((double)scratch).c_str(),
-        human_bytes((double)bytes).c_str());
+        human_bytes((double)memory_of(m)).c_str());
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
@@ -4047,14 +4094,14 @@ static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t other, in
 
 // Refuses what the model and a grid of so many pictures need and can't have: memory, and room in one PNG. The
 // pictures are held as floats, and as bytes with their gaps.
-static void check_room(const Config& c, int batch, bool training, double pictures, const char* instead) {
-    check_memory(c, batch, training);
-    double pixels = pictures * pow(c.image_size, 2), with_gaps = pictures * pow(c.image_size + 2, 2),
-           model = 0;
-    std::string what = text("%.0f pictures of %d x %d", pictures, c.image_size, c.image_size);
+static void check_room(const Model& m, double pictures, const char* instead) {
+    check_memory(m);
+    int H = m.config.image_size;
+    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2), model = 0;
+    std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
     if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
 #ifndef __CUDACC__
-    model = (double)memory_needed(c, batch, training);
+    model = (double)memory_of(m);
 #endif
     check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
                       instead);
@@ -4107,43 +4154,77 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-static int run_generate(const std::vector<GivenFlag>& given) {
+// The folder of a run that is there.
+static std::string run_folder(const Config& c) { return *c.resume ? c.resume : c.out_dir; }
+
+static const char* section_of(const Config& c) { return c.use_ema ? EMA_SECTIONS[c.use_ema - 1] : "weights"; }
+
+// What pictures are drawn by: the flags, and the model that the weights are of.
+static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
     Config config = given_config(given);
     const GivenFlag* seed = was_given(given, "seed");
     if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
-    std::string folder = *config.resume ? config.resume : config.out_dir;
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    WeightsFile file =
-        *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder, otherwise);
-    refuse_contradictions(given, file, true);
-    take_model_flags(&config, file.config);
-    memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
+    *file = *config.model_weights ? open_weights(config.model_weights)
+                                  : newest_checkpoint(run_folder(config), otherwise);
+    refuse_contradictions(given, *file, true);
+    take_model_flags(&config, file->config);
+    memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_given(config, given);
-    std::vector<PictureNoise> begins = wanted_pictures(config);
-    int count = (int)begins.size();
-    const char* section = config.use_ema ? EMA_SECTIONS[config.use_ema - 1] : "weights";
-    if (config.use_ema <= 1 && !file.find(section)) config.use_ema = 0, section = "weights";
-    if (!file.find(section))
-        fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    std::string weights = chosen_name(config), grid = config.output_name;
+    if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
+    if (!file->find(section_of(config)))
+        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section_of(config),
+             config.use_ema);
+    std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
+    return config;
+}
+
+// The grid, and what --strip and --output_dir ask for.
+static void write_pictures(const Config& c, const std::vector<PictureNoise>& begins,
+                           const std::vector<float>& pictures, const std::vector<float>& strip,
+                           double seconds) {
+    int count = (int)begins.size(), H = c.image_size;
+    std::string grid = c.output_name;
+    // the way from one seed to another in a row, if it is not too long
+    write_grid(grid, pictures, count, H, c.interpolate <= 16 ? c.interpolate : 0);
+    say("%s: %s in %s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str());
+    if (c.strip) {
+        grid.insert(grid.size() - strlen(".png"), "_strip");
+        write_grid(grid, strip, count * c.strip, H, c.strip);
+        say("%s: %s of each", grid.c_str(), counted(c.strip, "step").c_str());
+    }
+    if (!*c.output_dir) return;
+    size_t elements = pictures.size() / count;
+    for (int n = 0; n < count; n++) {  // between two seeds the pictures are numbered instead
+        auto first = pictures.begin() + n * elements;
+        write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
+                   {first, first + elements}, 1, H, 1, 0);
+    }
+    say("%s: each picture on its own", c.output_dir);
+}
+
+static int run_generate(const std::vector<GivenFlag>& given) {
+    WeightsFile file;
+    Config config = drawing_config(given, &file);
+    std::vector<PictureNoise> begins = wanted_pictures(config);
+    int count = (int)begins.size();
+    std::string weights = chosen_name(config);
     memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
-    config.batch_size = std::min({config.batch_size, count, most_images(config)});
-    check_room(config, config.batch_size, false, (double)count * (1 + config.strip),
-               "draw them in parts, with --seeds");
-    Model m = Model();
+    Model m = plan_model(config, std::min({config.batch_size, count, most_images(config)}), false);
+    check_room(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) {
-        print_run(config, make_plan(config, config.batch_size, false),
-                  memory_needed(config, config.batch_size, false));
+        print_run(m);
         return 0;
     }
-    { Writer trial(grid); }  // what can't be written is better said before the pictures are drawn
+    {
+        Writer trial(config.output_name);
+    }  // what can't be written is better said before the pictures are drawn
     if (*config.output_dir) make_folder(config.output_dir);
-    build_model(&m, config, config.batch_size, false);
-    read_parameters(m.master, file, section, m.plan);
-    use_weights(&m, m.master);
+    allocate_model(&m);
+    read_parameters(m.master, file, section_of(config), m.plan);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
@@ -4154,25 +4235,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         return 130;
     }
-    // the way from one seed to another in a row, if it is not too long
-    write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
-    say("%s: %s in %s", grid.c_str(), counted(count, "picture").c_str(),
-        human_time(seconds_now() - start).c_str());
-    if (config.strip) {
-        size_t dot = grid.rfind('.'), slash = grid.rfind('/');
-        if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
-        grid.insert(dot, "_strip");
-        write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
-        say("%s: %s of each", grid.c_str(), counted(config.strip, "step").c_str());
-    }
-    if (*config.output_dir) {  // between two seeds the pictures are numbered instead
-        size_t elements = pictures.size() / count;
-        for (int n = 0; n < count; n++)
-            write_grid(text("%s/%06u.png", config.output_dir, config.interpolate ? n : begins[n].seed),
-                       {pictures.begin() + n * elements, pictures.begin() + (n + 1) * elements}, 1,
-                       config.image_size, 1, 0);
-        say("%s: each picture on its own", config.output_dir);
-    }
+    write_pictures(config, begins, pictures, strip, seconds_now() - start);
     free_model(&m);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
@@ -4180,96 +4243,109 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     return 0;
 }
 
-// Sets up a run from its flags: new, from given weights, or resumed.
-static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config) {
-    *config = given_config(given);
-    WeightsFile file;
-    std::vector<long> there;  // checkpoints, as they were before any was read: see below
-    if (config->resume_given) {
-        std::string folder = *config->resume ? config->resume : config->out_dir;
-        const GivenFlag* out_dir = was_given(given, "out_dir");
-        if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
-            fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-                 out_dir->value.c_str(), folder.c_str());
-        there = list_checkpoints(folder);
-        file = newest_checkpoint(folder,
-                                 "start without --resume, or name the run's folder with --resume FOLDER");
-        refuse_contradictions(given, file, false);
-        // a preset's free flags were for the run's start: what was typed then came over them
-        given.erase(std::remove_if(given.begin(), given.end(),
-                                   [](const GivenFlag& g) { return !g.origin.compare(0, 2, "--"); }),
-                    given.end());
-        *config = file.config;
-        apply_flags(config, given);
-        strcpy(config->out_dir, folder.c_str());
-        for (const Flag& flag : FLAGS) {
-            std::string before = flag_text(file.config, flag), now = flag_text(*config, flag);
-            bool stored = flag.field || is_named(flag, "data_file") || is_named(flag, "val_file");
-            if (stored && before != now)
-                t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), before.c_str()));
-        }
-        t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
-        auto was_due = [&](int every) {
-            return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
-        };
-        t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
-        t->owes_samples = was_due(file.config.sample_every);
-        std::vector<const char*> needed = {"adam_m", "adam_v"};
-        needed.insert(needed.end(), EMA_SECTIONS, EMA_SECTIONS + ema_count(*config));
-        for (const char* section : needed)
-            if (!file.find(section))
-                fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                     file.path.c_str(), section);
-    } else if (*config->model_weights) {
-        file = open_weights(config->model_weights);
-        refuse_contradictions(given, file, true);
-        take_model_flags(config, file.config);
+// The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
+static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
+    std::string folder = run_folder(*config);
+    const GivenFlag* out_dir = was_given(given, "out_dir");
+    if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
+        fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
+             out_dir->value.c_str(), folder.c_str());
+    t->checkpoints = list_checkpoints(folder);
+    WeightsFile file =
+        newest_checkpoint(folder, "start without --resume, or name the run's folder with --resume FOLDER");
+    refuse_contradictions(given, file, false);
+    // a preset's free flags were for the run's start: what was typed then came over them
+    std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
+    *config = file.config;
+    apply_flags(config, given);
+    strcpy(config->out_dir, folder.c_str());
+    for (const Flag& flag : FLAGS) {
+        std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
+        bool stored = flag.field || is_named(flag, "data_file") || is_named(flag, "val_file");
+        if (stored && was != now)
+            t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }
-    if (!config->resume_given) config->optimiser.lr_steps = config->steps;
-    check_given(*config, given);
-    if (config->dry_run || config->print_config) return;
+    for (const char* section : needed_sections(*config))
+        if (!file.find(section))
+            fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
+                 file.path.c_str(), section);
+    t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    auto was_due = [&](int every) {
+        return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
+    };
+    t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
+    t->owes_samples = was_due(file.config.sample_every);
+    return file;
+}
 
-    if (!config->resume_given) there = list_checkpoints(config->out_dir);
-    if (!config->resume_given && !there.empty())
+// A run's configuration and plan from its flags: new, from given weights, or resumed. Returns the file that it
+// starts from, if there is one.
+static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
+    Config config = given_config(given);
+    WeightsFile file;
+    if (config.resume_given) {
+        file = resume_run(t, &config, given);
+    } else if (*config.model_weights) {
+        file = open_weights(config.model_weights);
+        refuse_contradictions(given, file, true);
+        take_model_flags(&config, file.config);
+    }
+    if (!config.resume_given) config.optimiser.lr_steps = config.steps;
+    check_given(config, given);
+    t->model = plan_model(config, microbatch_of(config), true);
+    return file;
+}
+
+// Refuses a folder whose checkpoints are not those that were there when this run was configured: none, if it
+// is new.
+static void refuse_other_run(const Trainer& t) {
+    const char* folder = t.model.config.out_dir;
+    std::vector<long> there = list_checkpoints(folder);
+    if (there != t.checkpoints)
         fail(
             "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
             "--out_dir",
-            config->out_dir, there[0]);
-    check_room(*config, microbatch_of(*config), true, config->num_samples, "lower --num_samples");
-    t->images = load_dataset(config->data_file, config->image_size);
-    if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
-    make_folder(config->out_dir);
-    t->folder = open(config->out_dir, O_RDONLY | O_CLOEXEC);
-    if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
-        if (t->folder >= 0 && errno == EWOULDBLOCK)
-            fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
-        note(text("%s can't be locked (%s): see that no other run is started in it", config->out_dir,
-                  strerror(errno)));
-    }
-    if (list_checkpoints(config->out_dir) != there)
-        fail(
-            "%s already holds a run that another process has trained meanwhile; continue it with --resume, "
-            "or name another folder with --out_dir",
-            config->out_dir);
-    build_model(&t->model, *config, microbatch_of(*config), true);
+            folder, there.empty() ? 0 : there[0]);
+}
+
+static void lock_folder(Trainer* t) {
+    const char* folder = t->model.config.out_dir;
+    make_folder(folder);
+    t->folder = open(folder, O_RDONLY | O_CLOEXEC);
+    if (t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB)) return;
+    if (t->folder >= 0 && errno == EWOULDBLOCK)
+        fail("another process is training in %s; name another folder with --out_dir", folder);
+    note(text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+}
+
+static void load_start(Trainer* t, const WeightsFile& file) {
+    Model* m = &t->model;
+    bool resumed = m->config.resume_given;
+    if (file.path.empty()) return initialise_weights(m, m->config.seed);
+    read_parameters(m->master, file, "weights", m->plan);
+    if (!resumed) return start_from_master(m);
+    read_parameters(m->adam_m, file, "adam_m", m->plan);
+    read_parameters(m->adam_v, file, "adam_v", m->plan);
+    for (int k = 0; k < ema_count(m->config); k++) read_parameters(m->ema[k], file, EMA_SECTIONS[k], m->plan);
+    use_weights(m, m->master);
+}
+
+// Everything between the plan of a run and its first step.
+static void prepare_run(Trainer* t, const WeightsFile& file) {
+    const Config& c = t->model.config;
+    refuse_other_run(*t);
+    check_room(t->model, c.num_samples, "lower --num_samples");
+    t->images = load_dataset(c.data_file, c.image_size);
+    if (*c.val_file) t->validation = load_dataset(c.val_file, c.image_size);
+    lock_folder(t);
+    refuse_other_run(*t);
+    allocate_model(&t->model);
     upload_schedule(&t->model);
-    if (config->resume_given) {
-        read_parameters(t->model.master, file, "weights", t->model.plan);
-        read_parameters(t->model.adam_m, file, "adam_m", t->model.plan);
-        read_parameters(t->model.adam_v, file, "adam_v", t->model.plan);
-        for (int k = 0; k < ema_count(*config); k++)
-            read_parameters(t->model.ema[k], file, EMA_SECTIONS[k], t->model.plan);
-        use_weights(&t->model, t->model.master);
-    } else if (*config->model_weights) {
-        read_parameters(t->model.master, file, "weights", t->model.plan);
-        start_from_master(&t->model);
-    } else {
-        initialise_weights(&t->model, config->seed);
-    }
+    load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
-    t->metrics.read(text("%s/metrics.jsonl", config->out_dir), t->step, &t->best);
-    write_config(*config, t->step, t->changes);
+    t->metrics.read(text("%s/metrics.jsonl", c.out_dir), t->step, &t->best);
+    write_config(c, t->step, t->changes);
     t->metrics.open();
 }
 
@@ -4298,23 +4374,57 @@ static void handle_signals() {
 }
 
 #ifndef TESTING
+static int run_training(const std::vector<GivenFlag>& given) {
+    Trainer trainer;
+    const Config& config = trainer.model.config;
+    WeightsFile file = plan_run(&trainer, given);
+    if (!config.dry_run) prepare_run(&trainer, file);
+    for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
+    note_attention(config, given);
+    if (file.path.empty() && file_exists("unet_init.bin"))
+        printf(
+            "note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it, "
+            "--model_weights unet_init.bin\n");
+    if (trainer.step >= config.steps)
+        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
+    else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
+        printf(
+            "note: --lr_schedule %s has come to its end, so that the learning rate is 0; constant goes on\n",
+            flag_text(config, *find_flag("lr_schedule")).c_str());
+    print_run(trainer.model);
+    if (config.dry_run) {
+        check_room(trainer.model, config.num_samples, "lower --num_samples");
+        print_time(config, trainer.step);
+        return 0;
+    }
+    say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
+        config.resume_given ? "resumed at" : "starting at", trainer.step);
+    note_disk(trainer);
+    fflush(stdout);
+    train(&trainer);
+    finish_steps(&trainer);
+    free_model(&trainer.model);
+    return 0;
+}
+
 static int run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
-    Trainer trainer;
     if (config.help) {
         print_help();
         return 0;
     }
     bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const GivenFlag& g : given)  // that were typed, and would do nothing
-        if (!draws && g.origin.empty() &&
-            (is_named(*g.flag, "generate") || is_named(*g.flag, "strip") || is_named(*g.flag, "output_dir")))
+    for (const char* name : {"generate", "strip", "output_dir"}) {  // that was typed, and would do nothing
+        const GivenFlag* g = was_given(given, name);
+        if (!draws && g && g->origin.empty())
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
-                       g.flag->name, g.value.c_str());
+                       name, g->value.c_str());
+    }
     if (config.print_config) {
-        prepare_run(&trainer, given, &config);
-        printf("%s", config_text(config).c_str());
+        Trainer trainer;
+        plan_run(&trainer, given);
+        printf("%s", config_text(trainer.model.config).c_str());
         return 0;
     }
     backend_init();
@@ -4325,36 +4435,7 @@ static int run_program(int argc, char** argv) {
     printf("train_unet on %s%s\n", backend_name().c_str(),
            config.profile ? text(", batch %d", config.batch_size).c_str() : "");
     if (config.profile) return run_profile(config);
-    if (draws) return run_generate(given);
-    prepare_run(&trainer, given, &config);
-    for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
-    note_attention(config, given);
-    if (!config.resume_given && !*config.model_weights && file_exists("unet_init.bin"))
-        printf(
-            "note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it, "
-            "--model_weights unet_init.bin\n");
-    if (trainer.step >= config.steps)
-        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
-        printf(
-            "note: --lr_schedule %s has come to its end, so that the learning rate is 0; constant goes on\n",
-            flag_text(config, *find_flag("lr_schedule")).c_str());
-    if (config.dry_run) {
-        print_run(config, make_plan(config, microbatch_of(config), true),
-                  memory_needed(config, microbatch_of(config), true));
-        check_room(config, microbatch_of(config), true, config.num_samples, "lower --num_samples");
-        print_time(config, trainer.step);
-        return 0;
-    }
-    print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
-    say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
-        config.resume_given ? "resumed at" : "starting at", trainer.step);
-    note_disk(trainer);
-    fflush(stdout);
-    train(&trainer);
-    finish_steps(&trainer);
-    free_model(&trainer.model);
-    return 0;
+    return draws ? run_generate(given) : run_training(given);
 }
 
 int main(int argc, char** argv) {
