@@ -105,19 +105,6 @@ static int omp_get_thread_num() { return 0; }
 
 // ---- errors -----------------------------------------------------------------------------------------------
 
-// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1.
-// The fuzzer of test_unet.cu replaces the handler by one that throws, to see that a bad file always ends here
-// and nowhere else.
-static void exit_with_message(int status, const char* message) {
-    fflush(stdout);
-    fprintf(stderr, "error: %s\n", message);
-    exit(status);
-}
-static void (*fail_handler)(int status, const char* message) = exit_with_message;
-
-// "FILE, line N: " while a configuration file is read; every sentence starts with it.
-static std::string error_place;
-
 // Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
 // Whole characters of UTF-8 stay, without the control characters among them.
 static std::string printable(const std::string& bytes) {
@@ -150,21 +137,49 @@ LIKE_PRINTF static std::string text(const char* format, ...) {
     return formatted;
 }
 
-[[noreturn]] static void vfail(int status, const char* format, va_list args) {
-    std::string sentence = printable(error_place + vtext(format, args));
-    error_place.clear();
-    fail_handler(status, sentence.c_str());
-    abort();
-}
+// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
+// 2 where the command line is wrong.
+struct Failure {
+    int status;
+    std::string sentence;
+};
 [[noreturn]] LIKE_PRINTF static void fail(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    vfail(1, format, args);
+    throw Failure{1, printable(vtext(format, args))};
 }
 [[noreturn]] LIKE_PRINTF static void fail_usage(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    vfail(2, format, args);
+    throw Failure{2, printable(vtext(format, args))};
+}
+
+// The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
+template <typename Work>
+static std::string failure_of(Work work) {
+    try {
+        work();
+    } catch (const Failure& failure) {
+        return failure.sentence;
+    }
+    return "";
+}
+
+// What main returns: the status of `program`, or of what it fails with, once that is told.
+template <typename Program>
+static int guarded(Program program) {
+    Failure failure = {
+        1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
+    try {
+        return program();
+    } catch (const Failure& thrown) {
+        failure = thrown;
+    } catch (const std::bad_alloc&) {
+    } catch (const std::length_error&) {
+    }
+    fflush(stdout);
+    fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+    return failure.status;
 }
 
 // A line for the reader that may hold names.
@@ -176,22 +191,6 @@ LIKE_PRINTF static void say(const char* format, ...) {
 }
 // What went wrong without ending the program.
 static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
-
-// The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
-template <typename Work>
-static std::string failure_of(Work work) {
-    struct Handler {
-        void (*before)(int, const char*) = fail_handler;
-        ~Handler() { fail_handler = before; }
-    } handler;
-    fail_handler = [](int, const char* message) { throw std::string(message); };
-    try {
-        work();
-    } catch (std::string& message) {
-        return message;
-    }
-    return "";
-}
 
 // A mistake of ours: the expression that failed, file and line.
 #define ASSERT(condition)                                                                             \
@@ -2977,7 +2976,7 @@ struct Writer {
     }
     Writer(const Writer&) = delete;
     ~Writer() {
-        if (file) give_up();
+        if (file) fclose(file), unlink(temporary.c_str());
     }
     // Under a name that nobody has used, and locked; under another where it was removed as stale before that.
     void open_temporary() {
@@ -2993,16 +2992,9 @@ struct Writer {
         if (descriptor >= 0 && !(file = fdopen(descriptor, "wb")))
             unlink(temporary.c_str()), close(descriptor), errno = ENOMEM;
     }
-    void give_up() {
-        fclose(file);
-        file = nullptr;
-        unlink(temporary.c_str());
-    }
     void check(bool ok) {
-        if (ok) return;
-        std::string why = strerror(errno);
-        give_up();
-        fail("could not write %s: %s; what was there before is untouched", path.c_str(), why.c_str());
+        if (!ok)
+            fail("could not write %s: %s; what was there before is untouched", path.c_str(), strerror(errno));
     }
     void write(const void* data, size_t bytes) {
         check(fwrite(data, 1, bytes, file) == bytes);
@@ -3350,13 +3342,11 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     for (const Tensor& t : plan.tensors) {
         held.resize(t.size), reordered.resize(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
-        if (!all_finite(held.data(), t.size)) {
-            out->give_up();
+        if (!all_finite(held.data(), t.size))
             fail(
-                "%s became NaN or infinite, so that %s was not written; resume from an older checkpoint, or "
-                "start again, with a lower --lr",
+                "%s became NaN or infinite, so that %s was not written; resume from an older one with a "
+                "lower --lr",
                 t.name, out->path.c_str());
-        }
         reorder(reordered.data(), held.data(), t, false);
         out->write(reordered.data(), t.count * sizeof(float));
     }
@@ -3680,9 +3670,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
         given.insert(given.begin(), more.begin(), more.end());
     }
     if (const GivenFlag* preset = was_given(given, "preset")) {
-        if (!preset->origin.empty()) error_place = preset->origin + ": ";
         std::vector<GivenFlag> more = preset_flags(preset->value);
-        error_place.clear();
         given.insert(given.begin(), more.begin(), more.end());
     }
     return given;
@@ -3728,17 +3716,16 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     if (contents.compare(0, 3, "\xEF\xBB\xBF") == 0) contents.erase(0, 3);  // some editors' byte order mark
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
-    for (size_t start = 0; start < contents.size(); number++) {
-        size_t end = std::min(contents.find('\n', start), contents.size());
-        std::string line = contents.substr(start, end - start);
-        start = end + 1;
+    for (const std::string& line : split(contents, '\n')) {
+        std::string origin = text("%s, line %d", path.c_str(), ++number);
         size_t first = line.find_first_not_of(" \t\r");
         if (first == std::string::npos || line[first] == '#') continue;
-        std::string origin = text("%s, line %d", path.c_str(), number + 1);
-        error_place = origin + ": ";
-        given.push_back(parse_config_line(line, origin));
-        set_flag(&scratch, *given.back().flag, given.back().value);
-        error_place.clear();
+        std::string why = failure_of([&] {
+            given.push_back(parse_config_line(line, origin));
+            set_flag(&scratch, *given.back().flag, given.back().value);
+            if (is_named(*given.back().flag, "preset")) preset_flags(given.back().value);
+        });
+        if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
     }
     return given;
 }
@@ -4451,21 +4438,14 @@ int main(int argc, char** argv) {
         !setenv("OPENBLAS_NUM_THREADS", "1", 0))
         execv("/proc/self/exe", argv);
 #endif
-    int status = 1;
-    const char* memory =
-        "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images";
-    try {
-        status = run_program(argc, argv);
-    } catch (const std::bad_alloc&) {
-        fail("%s", memory);
-    } catch (const std::length_error&) {
-        fail("%s", memory);
-    }
-    // where a reader has gone, or a terminal, there is nobody to tell
-    errno = 0;
-    if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
-        fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
-    return status;
+    return guarded([&] {
+        int status = run_program(argc, argv);
+        // where a reader has gone, or a terminal, there is nobody to tell
+        errno = 0;
+        if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
+            fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
+        return status;
+    });
 }
 #endif
 
