@@ -298,10 +298,9 @@ static void check_config(const Config& c) {
     if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
     if (c.image_size % (1 << (levels - 1)))
         fail(
-            "--image_size %d can't be halved %d times, once between each two of the %d levels of "
-            "--channel_mult; use a "
-            "multiple of %d or fewer levels",
-            c.image_size, levels - 1, levels, 1 << (levels - 1));
+            "--image_size %d can't be halved for each of the %d levels of --channel_mult; use a multiple of "
+            "%d",
+            c.image_size, levels, 1 << (levels - 1));
     for (int i = 0; i < levels; i++) {
         int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
         if (width > 8192)
@@ -311,18 +310,16 @@ static void check_config(const Config& c) {
             fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
         if (width / c.norm_groups < 2)
             fail(
-                "--norm_groups %d leaves one channel a group at a width of %d: such a norm wipes out the "
-                "time embedding "
-                "that was just added, so the level would ignore the timestep; use --norm_groups %d or fewer",
+                "--norm_groups %d leaves one channel of %d a group, which wipes out the time embedding; use "
+                "%d or fewer",
                 c.norm_groups, width, width / 4);
         bool attends = i == levels - 1;  // the middle block always does
         for (int j = 0; j < list_length(c.attention_resolutions); j++)
             attends |= c.attention_resolutions[j] == size;
         if (attends && size > MAX_ATTENTION_SIZE)
             fail(
-                "attention at %dx%d does not fit; %dx%d is the largest: use more levels or other "
-                "--attention_resolutions",
-                size, size, MAX_ATTENTION_SIZE, MAX_ATTENTION_SIZE);
+                "attention at %dx%d does not fit; use more levels or other --attention_resolutions, up to %d",
+                size, size, MAX_ATTENTION_SIZE);
 #ifdef __CUDACC__
         if (attends && (c.num_head_channels % 16 || c.num_head_channels > 128))
             fail("--num_head_channels %d: a GPU's attention takes multiples of 16 up to 128",
@@ -341,8 +338,9 @@ static void check_config(const Config& c) {
             c.diffusion_steps, 20.0 / c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail(
-            "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
-            "nothing of the image; use --predict v or x0");
+            "--zero_terminal_snr leaves only noise at the end, of which --predict eps can't tell the image; "
+            "use "
+            "--predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
@@ -1800,8 +1798,8 @@ static void check_memory(const Model& m) {
     while (fits > 0 && !has_memory(plan_model(c, fits, m.plan.training))) fits /= 2;
     std::string why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
     if (!has_memory(m))
-        why = text("this run needs %s of memory and %s are free", human_bytes((double)memory_of(m)).c_str(),
-                   human_bytes((double)available).c_str());
+        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
+                   human_bytes(available).c_str());
     if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
     fail("%s; %s--batch_size %d would fit", why.c_str(),
          m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "", fits);
@@ -1811,7 +1809,7 @@ static void allocate_model(Model* m) {
     m->memory = (char*)backend_allocate(m->bytes);
     if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
-             human_bytes((double)memory_of(*m)).c_str());
+             human_bytes(memory_of(*m)).c_str());
     backend_zero(m->memory, m->bytes);
     lay_out_model(m, m->memory);
     if (!m->plan.training) return;
@@ -2027,7 +2025,7 @@ static void prepare_steps(Trainer* t) {
     size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
     t->pixels_on_host = bytes > backend_memory_available() / 10 * 9;
     t->pixels = t->pixels_on_host ? backend_allocate_host(bytes) : backend_allocate(bytes);
-    if (!t->pixels) fail("could not allocate %s for the images", human_bytes((double)bytes).c_str());
+    if (!t->pixels) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
     if (t->pixels_on_host)
         memcpy(t->pixels, pixels, bytes);
     else
@@ -2684,17 +2682,18 @@ static const Flag* find_flag(const std::string& name) {
 // How many numbers, each of 4 bytes, it holds at the most; a path aside.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
-// A number as Config and files hold it, and what it says.
-static int32_t bits_of(const Flag& flag, double number) {
-    float real = (float)number;
-    int32_t bits = (int32_t)(int64_t)number;
-    if (flag.kind == FLAG_FLOAT) memcpy(&bits, &real, sizeof bits);
-    return bits;
+// Its i-th number, and setting it.
+static double number_of(const Config& config, const Flag& flag, int i) {
+    const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
+    if (flag.kind == FLAG_FLOAT) return *(const float*)at;
+    return flag.kind == FLAG_UINT ? *(const unsigned*)at : *(const int*)at;
 }
-static double number_of(const Flag& flag, int32_t bits) {
-    float real;
-    memcpy(&real, &bits, sizeof real);
-    return flag.kind == FLAG_FLOAT ? (double)real : flag.kind == FLAG_UINT ? (double)(uint32_t)bits : bits;
+static void set_number(Config* config, const Flag& flag, int i, double number) {
+    char* at = (char*)config + flag.offset + i * sizeof(int32_t);
+    if (flag.kind == FLAG_FLOAT)
+        *(float*)at = (float)number;
+    else
+        *(uint32_t*)at = (uint32_t)(int64_t)number;
 }
 
 static std::vector<std::string> split(const std::string& whole, char mark) {
@@ -2765,36 +2764,31 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         strcpy(target, value.c_str());
         return;
     }
-    int most = most_numbers(flag);
-    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector<std::string>{value};
-    if ((int)parts.size() > most)
-        fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
+    size_t most = most_numbers(flag);
+    std::vector<std::string> parts = {value};
+    if (most > 1) parts = split(value, ',');
+    if (parts.size() > most)
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
     memset(target, 0, flag.size);
-    for (const std::string& part : parts) {
-        double number = flag.kind == FLAG_BOOL     ? parse_bool(flag, part)
-                        : flag.kind == FLAG_CHOICE ? parse_choice(flag, part)
-                                                   : parse_number(flag, part);
+    for (size_t i = 0; i < parts.size(); i++) {
+        double number = flag.kind == FLAG_BOOL     ? parse_bool(flag, parts[i])
+                        : flag.kind == FLAG_CHOICE ? parse_choice(flag, parts[i])
+                                                   : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
-            fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
-                       value.c_str());
-        int32_t bits = bits_of(flag, number);
-        memcpy(target, &bits, sizeof bits);
-        target += sizeof bits;
+            fail_usage("--%s %s has a 0 among its numbers; 0 is for none", flag.name, value.c_str());
+        set_number(config, flag, (int)i, number);
     }
 }
 
 // The value as it would be typed.
 static std::string flag_text(const Config& config, const Flag& flag) {
-    const char* source = (const char*)&config + flag.offset;
-    if (flag.kind == FLAG_PATH) return source;
+    if (flag.kind == FLAG_PATH) return (const char*)&config + flag.offset;
     std::string joined;
     for (int i = 0; i < most_numbers(flag); i++) {
-        int32_t bits;
-        memcpy(&bits, source + i * sizeof bits, sizeof bits);
-        double number = number_of(flag, bits);
+        double number = number_of(config, flag, i);
         if (i && number == 0) break;  // the list ends
         joined += i ? "," : "";
-        joined += flag.kind == FLAG_CHOICE  ? split(flag.choices, '|')[bits]
+        joined += flag.kind == FLAG_CHOICE  ? split(flag.choices, '|')[(size_t)number]
                   : flag.kind == FLAG_FLOAT ? float_text((float)number)
                                             : text("%.0f", number);
     }
@@ -3038,55 +3032,70 @@ static void check_host_memory(double bytes, const std::string& what, const char*
              human_bytes(available).c_str(), instead);
 }
 
+// Averages the images over factor x factor pixels.
+static void shrink(Dataset* data, int factor) {
+    int from_size = data->size, size = from_size / factor;
+    bool bytes = data->floats.empty();
+    size_t planes = (size_t)data->count * IMAGE_CHANNELS;
+    float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
+    std::vector<float> smaller;
+    smaller.reserve(planes * size * size);
+    for (size_t plane = 0; plane < planes; plane++)
+        for (int y = 0; y < size; y++)
+            for (int x = 0; x < size; x++) {
+                float sum = 0;
+                for (int dy = 0; dy < factor; dy++)
+                    for (int dx = 0; dx < factor; dx++) {
+                        size_t at = (plane * from_size + (size_t)y * factor + dy) * from_size +
+                                    (size_t)x * factor + dx;
+                        sum += bytes ? (float)data->bytes[at] : data->floats[at];
+                    }
+                smaller.push_back(bytes ? sum / divisor - 1.0f : sum / divisor);
+            }
+    data->size = size;
+    data->bytes = std::vector<uint8_t>();
+    data->floats.swap(smaller);
+}
+
 // The format is described in FORMATS.md. A file `factor` times as large as image_size is averaged over factor
 // x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
 // file.
 static Dataset read_images(const std::string& path, int image_size) {
     Reader in(path);
-    int32_t header[HEADER_INTS];
-    if (in.size < HEADER_BYTES)
-        fail("%s is no image file: it is shorter than a header (prepare_data.py makes one)", path.c_str());
-    in.read(header, sizeof header);
-    if (header[0] != IMAGES_MAGIC)
-        fail("%s is no image file: its first number is %d, not %d (prepare_data.py makes one)", path.c_str(),
-             header[0], IMAGES_MAGIC);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
+    const char* name = path.c_str();
+    int32_t header[HEADER_INTS] = {0};
+    in.read(header, std::min(in.size, sizeof header));
+    if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
+        fail("%s is no image file (prepare_data.py makes one)", name);
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5], type = header[6],
             classes = header[7], names = header[8];
     if (version != 0 && version != IMAGES_VERSION)
-        fail("%s has version %d of the image format; this program reads versions 0 and %d", path.c_str(),
-             version, IMAGES_VERSION);
-    if (version && header[6] != IMAGES_UINT8)
-        fail("%s stores elements of type %d; this program reads type %d (uint8)", path.c_str(), header[6],
-             IMAGES_UINT8);
-    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536)
-        fail("%s is damaged: its header says %d images of %d x %d", path.c_str(), N, H, W);
-    if (C != IMAGE_CHANNELS)
-        fail("%s has %d channels; this program trains on RGB images (prepare_data.py makes them)",
-             path.c_str(), C);
-    if (version && (classes < 0 || names < 0))
-        fail("%s is damaged: its header says %d classes in %d bytes", path.c_str(), classes, names);
-    // 65536^2 pixels * 3 * 2^31 images fit 128 bits only; a double is exact enough to refuse what no disk
-    // holds
+        fail("%s has version %d of the image format; this program reads versions 0 and %d", name, version,
+             IMAGES_VERSION);
+    if (!version) type = IMAGES_UINT8, classes = names = 0;  // fields that it does not have
+    if (type != IMAGES_UINT8)
+        fail("%s stores elements of type %d; this program reads type %d (uint8)", name, type, IMAGES_UINT8);
+    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
+        fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
+             classes, names);
+    if (C != IMAGE_CHANNELS) fail("%s has %d channels; this program trains on RGB images", name, C);
+    // 65536^2 pixels * 3 * 2^31 images fit 128 bits only; a double is exact enough to refuse what no disk holds
     double claimed =
-        (double)N * C * H * W * (version ? 1 : 4) + (version && classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+        (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
-        fail(
-            "%s is damaged: its header asks for %.0f bytes and it has %zu; make it again with "
-            "prepare_data.py",
-            path.c_str(), claimed, in.size);
+        fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
     if (version &&
         file_checksum(&in, header, IMAGES_CHECKSUM_FIELD) != (uint32_t)header[IMAGES_CHECKSUM_FIELD])
-        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path.c_str());
-    int factor = image_size ? H / image_size : 1, wanted = image_size ? image_size : H;
-    if (H != W || (image_size && (H % image_size || factor < 1)))
-        fail(
-            "%s holds %d x %d images and the network's are %d x %d (--image_size); make a file that fits: %s",
-            path.c_str(), H, W, wanted, wanted, prepare_command(path, wanted).c_str());
-    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * image_size * image_size : 0),
+        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
+    int wanted = image_size ? image_size : H, factor = H / wanted;
+    if (H != W || H % wanted || factor < 1)
+        fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
+             prepare_command(path, wanted).c_str());
+    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
     Dataset data;
-    data.count = N, data.size = H / factor;
+    data.count = N, data.size = H;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
     if (version) {
@@ -3097,24 +3106,9 @@ static Dataset read_images(const std::string& path, int image_size) {
         in.read(data.floats.data(), count * sizeof(float));
         for (float value : data.floats)
             if (!(value >= -1.001f && value <= 1.001f))
-                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", path.c_str(), (double)value);
+                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
     }
-    if (factor == 1) return data;
-    std::vector<float> smaller((size_t)N * C * data.size * data.size);
-    float divisor = (version ? 127.5f : 1.0f) * (float)(factor * factor);
-    for (size_t plane = 0, to = 0; plane < (size_t)N * C; plane++)
-        for (int y = 0; y < data.size; y++)
-            for (int x = 0; x < data.size; x++, to++) {
-                float sum = 0;
-                for (int dy = 0; dy < factor; dy++)
-                    for (int dx = 0; dx < factor; dx++) {
-                        size_t from = (plane * H + (size_t)y * factor + dy) * W + (size_t)x * factor + dx;
-                        sum += version ? (float)data.bytes[from] : data.floats[from];
-                    }
-                smaller[to] = version ? sum / divisor - 1.0f : sum / divisor;
-            }
-    data.bytes = std::vector<uint8_t>();
-    data.floats.swap(smaller);
+    if (factor > 1) shrink(&data, factor);
     return data;
 }
 
@@ -3181,21 +3175,19 @@ static int field_of(const Flag& flag, int i) {
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
         for (int i = 0; flag.field && i < most_numbers(flag); i++)
-            memcpy(header + field_of(flag, i), (const char*)&config + flag.offset + i * sizeof(int32_t),
-                   sizeof(int32_t));
+            memcpy(header + field_of(flag, i), (const char*)&config + flag.offset + 4 * i, 4);
     header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         bool ended = false;  // a list, by a 0, which stands first where it is empty
         for (int i = 0; flag.field && i < most_numbers(flag); i++) {
-            int32_t bits = header[field_of(flag, i)];
-            double number = number_of(flag, bits);
-            bool nothing = i && number == 0;
-            if (!nothing && (ended || !in_range(flag, number)))
+            memcpy((char*)config + flag.offset + 4 * i, header + field_of(flag, i), 4);
+            double number = number_of(*config, flag, i);
+            bool ends = i && number == 0;
+            if (!ends && (ended || !in_range(flag, number)))
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
             ended |= number == 0;
-            memcpy((char*)config + flag.offset + i * sizeof bits, &bits, sizeof bits);
         }
     }
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
@@ -3771,7 +3763,7 @@ static void print_plan(const Plan& plan) {
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
         printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
                text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
-               human_bytes((double)kept).c_str());
+               human_bytes(kept).c_str());
     }
 }
 
@@ -3799,9 +3791,8 @@ static void print_run(const Model& m) {
         plan.training
             ? text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c), ema_count(c) ? ", EMA" : "").c_str()
             : "",
-        human_bytes((double)plan.arena_bytes).c_str(), human_bytes((double)activations).c_str(),
-        human_bytes((double)gradients).c_str(), human_bytes((double)scratch).c_str(),
-        human_bytes((double)memory_of(m)).c_str());
+        human_bytes(plan.arena_bytes).c_str(), human_bytes(activations).c_str(),
+        human_bytes(gradients).c_str(), human_bytes(scratch).c_str(), human_bytes(memory_of(m)).c_str());
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
