@@ -1785,24 +1785,42 @@ static int most_images(const Config& config) {
     return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
 }
 
-// Refuses what a checkpoint's header and the kernels can't count, and what this machine's memory can't hold.
-static void check_memory(const Model& m) {
-    const Config& c = m.config;
+// Refuses what the host's memory can't hold.
+static void check_host_memory(double bytes, const std::string& what, const char* instead) {
+    double available = (double)host_memory_available();
+    if (available && bytes > available)
+        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
+             human_bytes(available).c_str(), instead);
+}
+
+// Refuses a model that a checkpoint's header and the kernels can't count, or memory can't hold; and a grid of
+// so many pictures, which are held as floats and as bytes with gaps between them, that memory or one PNG can't.
+static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use fewer --num_channels",
              m.plan.num_parameters, INT32_MAX);
     size_t available = backend_memory_available();
     auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
-    int batch = m.plan.batch, fits = std::min(batch, most_images(c));
-    if (has_memory(m) && fits == batch) return;
-    while (fits > 0 && !has_memory(plan_model(c, fits, m.plan.training))) fits /= 2;
-    std::string why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
-    if (!has_memory(m))
-        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
-                   human_bytes(available).c_str());
-    if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
-    fail("%s; %s--batch_size %d would fit", why.c_str(),
-         m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "", fits);
+    int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
+    if (!has_memory(m) || fits < batch) {
+        std::string why = text("%d images of %d x %d at a time are too many", batch, H, H);
+        if (!has_memory(m))
+            why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
+                       human_bytes(available).c_str());
+        while (fits > 0 && !has_memory(plan_model(m.config, fits, m.plan.training))) fits /= 2;
+        if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+        fail("%s; %s--batch_size %d would fit", why.c_str(),
+             m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
+             fits);
+    }
+    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2), model = 0;
+    std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
+    if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
+#ifndef __CUDACC__
+    model = (double)memory_of(m);
+#endif
+    check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
+                      instead);
 }
 
 static void allocate_model(Model* m) {
@@ -1955,13 +1973,12 @@ struct Best {
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
-    enum { MOST_WAITING = 16 << 20 };  // bytes; records that come while so many wait are lost
     std::string path, waiting;
+    std::string kept;    // of the file that is there
+    bool drops = false;  // and something is not
     int file = -1;
     off_t end = 0;  // of the last whole line
-    long lost = 0;  // records
-    bool warned = false, drops = false;
-    std::string kept;
+    bool warned = false;
 
     // On resume, lines of steps that are about to be done again are dropped; the others tell the best
     // validation loss so far. Nothing is written before open().
@@ -2197,7 +2214,11 @@ static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
     for (int i = 0; i < count; i++) seeds.push_back(first + i);
     return seeds;
 }
-static bool all_finite(const float* values, size_t n);
+static bool all_finite(const float* values, size_t n) {
+    bool finite = true;  // without a way out of the loop, which is vector code then
+    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
+    return finite;
+}
 
 // How many of the pictures hold a number that is none.
 static long count_broken(const std::vector<float>& pictures, size_t count) {
@@ -2207,6 +2228,22 @@ static long count_broken(const std::vector<float>& pictures, size_t count) {
     return broken;
 }
 
+// How far the calls of the network are: every half second on a terminal, otherwise every ten, and at the end.
+struct Progress {
+    bool shown;
+    long all, done = 0;
+    double start = seconds_now(), last = start;
+    void count() {
+        double now = seconds_now();
+        bool ends = ++done == all, terminal = isatty(1);
+        if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
+        printf("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
+               human_time((now - start) / done * (all - done)).c_str(), terminal && !ends ? "" : "\n");
+        fflush(stdout);
+        last = now;
+    }
+};
+
 // pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
 // was predicted to be after steps evenly spread from the first to the last. Says how far it is where asked;
 // stops early, and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
@@ -2215,22 +2252,24 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
     int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
+    auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
+        return columns > 1 ? column * last / (columns - 1) : last;
+    };
     std::vector<SamplerStep> calls = make_sampler(c);
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;  // (B, H, W, 3)
-    double start = seconds_now(), shown = 0;
-    long done = 0, all_calls = (long)calls.size() * ((count + m->plan.batch - 1) / m->plan.batch);
+    Progress progress = {show_progress, (long)calls.size() * ceil_div(count, m->plan.batch)};
     Recording network;
     for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
         int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
+        size_t pixels = (size_t)B * elements;
         if (B != recorded) backend_forget(&network);
         recorded = B;
         backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
         sampler_start(x, m->input, m->begins, B, H, H);
-        backend_zero(saved,
-                     (size_t)B * elements * sizeof(float));  // it is multiplied by 0, and may hold a NaN
+        backend_zero(saved, pixels * sizeof(float));  // it is multiplied by 0, and may hold a NaN
         for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
             const SamplerStep& s = calls[i];
             fill_timesteps(m->timesteps, B, s.timestep);
@@ -2238,27 +2277,15 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
             sampler_step(x, saved, m->input, unet_output(m), m->limits, m->begins, s, B, H, H,
                          (uint32_t)i + 1);
-            if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
-                int last = sampler_steps(c) - 1;
-                for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
-                     column++)
-                    for (int b = 0; b < B; b++)
-                        backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
-                                         saved + (size_t)b * elements, elements * sizeof(float));
-                step++;
-            }
-            double elapsed = seconds_now() - start;
-            done++;
-            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || done == all_calls)) {
-                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", done, all_calls,
-                       human_time(elapsed / done * (all_calls - done)).c_str(),
-                       isatty(1) && done < all_calls ? "   " : "   \n");
-                fflush(stdout);
-                shown = elapsed;
-            }
+            progress.count();
+            if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
+            for (; column < columns && step == step_of(column); column++)
+                for (int b = 0; b < B; b++)
+                    backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
+                                     saved + (size_t)b * elements, elements * sizeof(float));
+            step++;
         }
-        backend_download(pictures->data() + (size_t)first * elements, x,
-                         (size_t)B * elements * sizeof(float));
+        backend_download(pictures->data() + (size_t)first * elements, x, pixels * sizeof(float));
     }
     backend_forget(&network);
     use_weights(m, m->master);
@@ -2327,9 +2354,7 @@ static double model_tflops(const Model& m, double ms) {
 static std::string take_quartiles(Trainer* t) {
     std::string list;
     for (int q = 0; q < 4; q++) {
-        bool any = t->quartile_counts[q] > 0;
-        list += q ? ", " : "";
-        list += json_number(any ? t->quartile_sums[q] / (double)t->quartile_counts[q] : NAN);
+        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
         t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
     }
     return "[" + list + "]";
@@ -2407,14 +2432,15 @@ static void give_up(Trainer* t, const StepResult& result) {
 
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
 struct Pace {
-    long first, logged;  // steps: that the run began after, of the newest line of the log
-    double start, log_start,
-        line_start;  // seconds: of the run without its first step, of both kinds of lines
-    double rate;     // steps a second
+    long first, counted,
+        logged;  // steps: that the run began after, that start belongs to, of the log's newest line
+    double start, log_start;  // seconds: of the run without its first step, of that line
+    double shown;             // when a line of either kind was printed
+    double rate;              // steps a second
     void step(long n, double now) {
         // the first step, in which much is set up, counts only while there is no other
-        rate = n == first + 1 ? 1 / (now - start) : (double)(n - first - 1) / (now - start);
-        if (n == first + 1) start = now;
+        rate = (double)(n - counted) / (now - start);
+        if (n == first + 1) counted = n, start = now;
     }
     void pause(double seconds) { start += seconds, log_start += seconds; }
 };
@@ -2451,13 +2477,13 @@ static void show_step(Trainer* t, const StepResult& result, Pace* pace) {
     if (logs) {
         log_step(t, result, *pace, now);
         pace->logged = t->step, pace->log_start = now;
-    } else if (isatty(1) && now - pace->line_start > 1) {
+    } else if (isatty(1) && now - pace->shown > 1) {
         printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss,
                human_time((double)(c.steps - t->step) / pace->rate).c_str());
     } else {
         return;
     }
-    pace->line_start = now;
+    pace->shown = now;
     fflush(stdout);
 }
 
@@ -2468,7 +2494,7 @@ static void train(Trainer* t) {
     t->saved = t->step;
     make_up(t);
     double start = seconds_now();
-    Pace pace = {t->step, t->step, start, start, start, 0};
+    Pace pace = {t->step, t->step, t->step, start, start, start, 0};
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
         while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
@@ -2839,26 +2865,22 @@ enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 struct Reader {
     FILE* file;
     std::string path;
-    size_t size;
-    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name), size(0) {
+    size_t size = 0;
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name) {
         struct stat info;
         if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
-        if (fstat(fileno(file), &info) || !S_ISREG(info.st_mode)) {
-            fclose(file);
-            fail("%s is not a regular file", name.c_str());
-        }
+        bool regular = !fstat(fileno(file), &info) && S_ISREG(info.st_mode);
+        if (!regular) fclose(file), fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
     }
     Reader(const Reader&) = delete;
     ~Reader() { fclose(file); }
-    void read(void* to, size_t bytes) {
-        if (bytes && fread(to, 1, bytes, file) != bytes)
+    void check(bool ok) {
+        if (!ok)
             fail("could not read %s: %s", path.c_str(), ferror(file) ? strerror(errno) : "it is truncated");
     }
-    void seek(size_t offset) {
-        if (fseeko(file, (off_t)offset, SEEK_SET))
-            fail("could not read %s: %s", path.c_str(), strerror(errno));
-    }
+    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file) == bytes); }
+    void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
 };
 
 // The checksum of a file, in the order that lets a writer stream: data first, then the header with its
@@ -2892,6 +2914,11 @@ static std::string shell_word(const std::string& path) {
 
 static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
+static bool is_folder(const std::string& path) {
+    struct stat info;
+    return !stat(path.c_str(), &info) && S_ISDIR(info.st_mode);
+}
+
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
     struct stat info;
@@ -2902,11 +2929,10 @@ static std::string read_text(const std::string& path) {
     return contents;
 }
 
-// Its lines, with their line feeds; what follows the last one was cut short.
+// Its lines; what follows the last line feed was cut short.
 static std::vector<std::string> whole_lines(const std::string& contents) {
-    std::vector<std::string> lines;
-    for (size_t start = 0, end; (end = contents.find('\n', start)) != std::string::npos; start = end + 1)
-        lines.push_back(contents.substr(start, end + 1 - start));
+    std::vector<std::string> lines = split(contents, '\n');
+    lines.pop_back();
     return lines;
 }
 
@@ -2961,30 +2987,29 @@ struct Writer {
         free(target);
         if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
             fail("can't write %s: it is not a regular file", name.c_str());
-        size_t slash = path.rfind('/');
-        folder = slash == std::string::npos ? "./" : path.substr(0, slash + 1);
+        folder = path.substr(0, path.rfind('/') + 1);
+        if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
-        open_temporary();
-        if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
+        while (!open_temporary())
+            if (errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
     }
     Writer(const Writer&) = delete;
     ~Writer() {
         if (file) fclose(file), unlink(temporary.c_str());
     }
-    // Under a name that nobody has used, and locked; under another where it was removed as stale before that.
-    void open_temporary() {
+    // Under a name that nobody has used, and locked. False, with EEXIST, where another has to be tried: also
+    // where it was removed as stale before it was locked.
+    bool open_temporary() {
         static int number = 0;
         struct stat info;
-        int descriptor;
-        do {
-            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
-            descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-            if (descriptor >= 0 && !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink)
-                close(descriptor), descriptor = -1, errno = EEXIST;
-        } while (descriptor < 0 && errno == EEXIST);
-        if (descriptor >= 0 && !(file = fdopen(descriptor, "wb")))
-            unlink(temporary.c_str()), close(descriptor), errno = ENOMEM;
+        temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+        int descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (descriptor < 0) return false;
+        bool removed = !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink;
+        if (!removed && (file = fdopen(descriptor, "wb"))) return true;
+        unlink(temporary.c_str()), close(descriptor), errno = removed ? EEXIST : ENOMEM;
+        return false;
     }
     void check(bool ok) {
         if (!ok)
@@ -2998,17 +3023,21 @@ struct Writer {
         check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
     }
     void commit() {
-        check(fflush(file) == 0 && fsync(fileno(file)) == 0);
-        check(rename(temporary.c_str(), path.c_str()) == 0);
+        check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
         fclose(file);  // and with it goes the lock
         file = nullptr;
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
-        if (directory >= 0) {
-            fsync(directory);  // the new name survives a power cut too
-            close(directory);
-        }
+        if (directory < 0) return;
+        fsync(directory);  // the new name survives a power cut too
+        close(directory);
     }
 };
+
+static void write_text(const std::string& path, const std::string& contents) {
+    Writer out(path);
+    out.write(contents.data(), contents.size());
+    out.commit();
+}
 
 // ---- images -----------------------------------------------------------------------------------------------
 
@@ -3022,14 +3051,6 @@ static std::string prepare_command(std::string path, int image_size) {
     }
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
-}
-
-// Refuses what the host's memory can't hold.
-static void check_host_memory(double bytes, const std::string& what, const char* instead) {
-    double available = (double)host_memory_available();
-    if (available && bytes > available)
-        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
-             human_bytes(available).c_str(), instead);
 }
 
 // Averages the images over factor x factor pixels.
@@ -3061,8 +3082,13 @@ static void shrink(Dataset* data, int factor) {
 // x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
 // file.
 static Dataset read_images(const std::string& path, int image_size) {
-    Reader in(path);
     const char* name = path.c_str();
+    if (!file_exists(path) && file_exists(path + ".gz"))
+        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
+    if (!file_exists(path))
+        fail("there is no %s; make one from a folder of images: %s", name,
+             prepare_command(path, image_size).c_str());
+    Reader in(path);
     int32_t header[HEADER_INTS] = {0};
     in.read(header, std::min(in.size, sizeof header));
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
@@ -3158,11 +3184,17 @@ struct WeightsFile {
 };
 
 static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
-// What a run can be resumed from.
-static std::vector<const char*> needed_sections(const Config& c) {
-    std::vector<const char*> names = {"weights", "adam_m", "adam_v"};
-    names.insert(names.end(), EMA_SECTIONS, EMA_SECTIONS + ema_count(c));
-    return names;
+// A model's arrays of parameters, in the order of a checkpoint's sections.
+struct Array {
+    const char* section;
+    float* parameters;
+};
+static std::vector<Array> arrays_of(const Model& m) {
+    std::vector<Array> arrays = {{"weights", m.master}};
+    for (int k = 0; k < MAX_EMAS; k++) arrays.push_back({EMA_SECTIONS[k], m.ema[k]});
+    arrays.insert(arrays.end(), {{"adam_m", m.adam_m}, {"adam_v", m.adam_v}});
+    std::erase_if(arrays, [](const Array& a) { return !a.parameters; });
+    return arrays;
 }
 static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
 
@@ -3193,124 +3225,126 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
-// check_config of what a file stores.
-static void check_stored(const WeightsFile& file) {
+// The parameters of a file's configuration, which must be one that can work.
+static size_t parameters_of(const WeightsFile& file) {
     std::string why = failure_of([&] { check_config(file.config); });
     if (!why.empty()) fail("%s holds a configuration that can't work: %s", file.path.c_str(), why.c_str());
+    return make_plan(file.config, 1, false).num_parameters;
 }
 
 // The header of a .bin of the first generation of this format (PyTorch order, fp32, its own fixed
 // architecture).
-static void open_old_weights(WeightsFile* file, const int32_t* header, size_t size) {
+static void read_old_header(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
         period = header[7];
     bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
     if (C_in != IMAGE_CHANNELS || C_out != IMAGE_CHANNELS || H != W)
-        fail(
-            "%s is a model of %d x %d images with %d channels in and %d out; this program trains square RGB "
-            "images",
-            path, H, W, C_in, C_out);
+        fail("%s is a model of %d x %d images from %d to %d channels; this program trains square RGB images",
+             path, H, W, C_in, C_out);
     if (B < 1 || B > 65536 || base < 32 || base > 1024 || H < 8 || H > 1024 || period < 2)
         fail("%s is damaged: its header says batch %d, width %d, size %d, max_period %d", path, B, base, H,
              period);
     Config* c = &file->config;
-    c->num_channels = base, c->image_size = H, c->max_period = period;
+    c->num_channels = base, c->image_size = H, c->max_period = period, c->batch_size = B;
     c->attention_resolutions[0] = H / 4, c->attention_resolutions[1] = H / 8, c->attention_resolutions[2] = 0;
-    c->batch_size = B;
-    check_stored(*file);
-    size_t bytes = make_plan(*c, 1, false).num_parameters * sizeof(float);
-    size_t rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
+    size_t bytes = parameters_of(*file) * sizeof(float),
+           rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
            expected = HEADER_BYTES + bytes * (has_adamw ? 3 : 1) + rng;
     if (size != expected)
         fail("%s is damaged: its header asks for %zu bytes and it has %zu", path, expected, size);
     file->sections.push_back({"weights", HEADER_BYTES, bytes});
 }
 
-static WeightsFile open_weights(const std::string& path) {
-    Reader in(path);
-    WeightsFile file;
-    file.path = path, file.config = default_config();
-    int32_t header[HEADER_INTS];
-    if (in.size < HEADER_BYTES) fail("%s is no weights file: it is shorter than a header", path.c_str());
-    in.read(header, sizeof header);
-    if (header[0] == OLD_WEIGHTS_MAGIC) {
-        open_old_weights(&file, header, in.size);
-        return file;
-    }
-    if (header[0] == IMAGES_MAGIC)
-        fail("%s holds images; weights were expected (images go to --data_file)", path.c_str());
-    if (header[0] != UNET_MAGIC)
-        fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)",
-             path.c_str());
-    if (header[FIELD_VERSION] != UNET_VERSION)
-        fail("%s has version %d of the weights format; this program reads version %d", path.c_str(),
-             header[FIELD_VERSION], UNET_VERSION);
+// Where each section lies: they follow the header and each other up to the file's end.
+static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
+    const char* path = file->path.c_str();
     int count = header[FIELD_SECTIONS];
-    if (count < 1 || count > MAX_SECTIONS)
-        fail("%s is damaged: its header says %d sections", path.c_str(), count);
+    if (count < 1 || count > MAX_SECTIONS) fail("%s is damaged: its header says %d sections", path, count);
     size_t offset = HEADER_BYTES;
     for (int i = 0; i < count; i++) {
         const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
-        if (bytes > in.size - offset)
-            fail("%s is damaged: it ends inside its section %d", path.c_str(), i + 1);
-        if (file.find(name)) fail("%s is damaged: two sections have the same name", path.c_str());
-        file.sections.push_back({name, offset, (size_t)bytes});
+        if (bytes > size - offset) fail("%s is damaged: it ends inside its section %d", path, i + 1);
+        if (file->find(name)) fail("%s is damaged: two sections have the same name", path);
+        file->sections.push_back({name, offset, (size_t)bytes});
         offset += bytes;
     }
-    if (offset != in.size)
-        fail("%s is damaged: its sections end at byte %zu and it has %zu", path.c_str(), offset, in.size);
+    if (offset != size)
+        fail("%s is damaged: its sections end at byte %zu and it has %zu", path, offset, size);
+}
+
+static void read_history(WeightsFile* file, Reader* in) {
+    const Section* s = file->find("state");
+    if (!s) return;
+    History* h = &file->history;
+    bool sound = s->bytes == sizeof *h;
+    in->seek(s->offset);
+    if (sound) in->read(h, sizeof *h);
+    sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
+    sound &= all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
+    if (!sound) fail("%s is damaged: its section state makes no sense", file->path.c_str());
+}
+
+static void read_text_flags(WeightsFile* file, Reader* in) {
+    for (const char* name : TEXT_SECTIONS) {
+        const Section* s = file->find(name);
+        if (!s || !s->bytes) continue;
+        std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
+        in->seek(s->offset);
+        in->read(&value[0], value.size());
+        if (strlen(value.c_str()) < value.size())
+            fail("%s is damaged: its section %s names no file", file->path.c_str(), name);
+        std::string why = failure_of([&] { set_flag(&file->config, *find_flag(name), value); });
+        if (!why.empty())
+            fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
+    }
+}
+
+static WeightsFile open_weights(const std::string& path) {
+    const char* name = path.c_str();
+    if (is_folder(path))
+        fail("%s is a folder; name one of its checkpoints, or the folder with --resume", name);
+    Reader in(path);
+    WeightsFile file;
+    file.path = path, file.config = default_config();
+    int32_t header[HEADER_INTS] = {0};
+    in.read(header, std::min(in.size, sizeof header));
+    if (header[0] == IMAGES_MAGIC)
+        fail("%s holds images; weights were expected (images go to --data_file)", name);
+    if (in.size < HEADER_BYTES || (header[0] != UNET_MAGIC && header[0] != OLD_WEIGHTS_MAGIC))
+        fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)", name);
+    if (header[0] == OLD_WEIGHTS_MAGIC) {
+        read_old_header(&file, header, in.size);
+        return file;
+    }
+    if (header[FIELD_VERSION] != UNET_VERSION)
+        fail("%s has version %d of the weights format; this program reads version %d", name,
+             header[FIELD_VERSION], UNET_VERSION);
+    read_sections(&file, header, in.size);
     if (file_checksum(&in, header, FIELD_CHECKSUM) != (uint32_t)header[FIELD_CHECKSUM])
-        fail("%s is damaged: its checksum does not match", path.c_str());
+        fail("%s is damaged: its checksum does not match", name);
     if (header[FIELD_CHANNELS] != IMAGE_CHANNELS)
-        fail("%s is a model of images with %d channels; this program trains RGB images", path.c_str(),
+        fail("%s is a model of images with %d channels; this program trains RGB images", name,
              header[FIELD_CHANNELS]);
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
-    if (!std::isfinite(file.smoothed)) fail("%s is damaged: its loss is no number", path.c_str());
-    check_stored(file);
-    size_t parameters = make_plan(file.config, 1, false).num_parameters;
-    if (file.step < 0 || header[FIELD_PARAMETERS] != (int64_t)parameters)
-        fail("%s is damaged: it says %d parameters and step %ld; its configuration has %zu parameters",
-             path.c_str(), header[FIELD_PARAMETERS], file.step, parameters);
-    if (!file.find("weights")) fail("%s holds no weights", path.c_str());
-    for (const char* name : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
-        if (file.find(name) && file.find(name)->bytes != parameters * sizeof(float))
-            fail("%s is damaged: its section %s has the wrong length", path.c_str(), name);
-    if (const Section* s = file.find("state")) {
-        History* h = &file.history;
-        bool sound = s->bytes == sizeof *h;
-        in.seek(s->offset);
-        if (sound) in.read(h, sizeof *h);
-        sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file.step;
-        for (int i = 0; i < WINDOW; i++)
-            sound &= fabsf(h->losses[i]) <= FLT_MAX && fabsf(h->norms[i]) <= FLT_MAX;
-        if (!sound) fail("%s is damaged: its section state makes no sense", path.c_str());
-    }
-    for (const char* name : TEXT_SECTIONS) {
-        const Section* s = file.find(name);
-        if (s && s->bytes) {
-            if (s->bytes >= MAX_PATH_LENGTH)
-                fail("%s is damaged: its section %s is too long", path.c_str(), name);
-            std::string value(s->bytes, '\0');
-            in.seek(s->offset);
-            in.read(&value[0], s->bytes);
-            if (value.find_first_of("\r\n", 0, 3) != std::string::npos)  // 3: also the 0
-                fail("%s is damaged: its section %s names no file", path.c_str(), name);
-            set_flag(&file.config, *find_flag(name), value);
-        }
-    }
+    size_t parameters = parameters_of(file);
+    if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
+        fail(
+            "%s is damaged: it says %d parameters, step %ld and loss %g; its configuration has %zu "
+            "parameters",
+            name, header[FIELD_PARAMETERS], file.step, file.smoothed, parameters);
+    if (!file.find("weights")) fail("%s holds no weights", name);
+    for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
+        if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
+            fail("%s is damaged: its section %s has the wrong length", name, section);
+    read_history(&file, &in);
+    read_text_flags(&file, &in);
     return file;
-}
-
-static bool all_finite(const float* values, size_t n) {
-    bool finite = true;  // without a way out of the loop, which is vector code then
-    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
-    return finite;
 }
 
 // One section of parameters, from a file's order to memory's. `to` (num_floats) is on the device.
@@ -3355,26 +3389,19 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     header[FIELD_CHANNELS] = IMAGE_CHANNELS;
     memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
     flags_to_fields(header, c);
-    const struct {
-        const char* name;
-        const float* parameters;
-    } arrays[] = {{"weights", m.master}, {"ema", m.ema[0]},    {"ema_2", m.ema[1]}, {"ema_3", m.ema[2]},
-                  {"ema_4", m.ema[3]},   {"adam_m", m.adam_m}, {"adam_v", m.adam_v}};
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
         memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
     };
-    for (auto& a : arrays)
-        if (a.parameters) declare(a.name, m.plan.num_parameters * sizeof(float));
+    for (const Array& a : arrays_of(m)) declare(a.section, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
     for (const char* name : TEXT_SECTIONS)
         if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
-    for (auto& a : arrays)
-        if (a.parameters) write_parameters(&out, a.parameters, m.plan);
+    for (const Array& a : arrays_of(m)) write_parameters(&out, a.parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
     for (const char* name : TEXT_SECTIONS) {
         std::string value = flag_text(c, *find_flag(name));
@@ -3406,8 +3433,7 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 
 // The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
-    struct stat info;
-    if (!stat(folder.c_str(), &info) && !S_ISDIR(info.st_mode))
+    if (file_exists(folder) && !is_folder(folder))
         fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
@@ -3493,31 +3519,26 @@ void Metrics::read(const std::string& name, long resumed_step, Best* best) {
     std::string old = read_text(path);
     for (const std::string& line : whole_lines(old)) {
         long step;
+        double loss = NAN;  // of weights that are no numbers it says null
         if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
-        kept += line;
-        const char* at = strstr(line.c_str(), "\"val_loss\": ");
-        double loss;
-        if (at && sscanf(at, "\"val_loss\": %lf", &loss) == 1) best->update(loss, step);
-        if (at) best->last = step;  // that of weights which are no numbers says null
+        kept += line + "\n";
+        size_t at = line.find("\"val_loss\": ");
+        if (at == std::string::npos) continue;
+        sscanf(&line[at], "\"val_loss\": %lf", &loss);
+        best->update(loss, step);
     }
     drops = kept.size() < old.size();
 }
 
 void Metrics::open() {
-    if (drops) {
-        Writer out(path);
-        out.write(kept.data(), kept.size());
-        out.commit();
-    }
+    if (drops) write_text(path, kept);
     file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (file < 0 || (end = lseek(file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", path.c_str(), strerror(errno));
 }
 
 void Metrics::add(const std::string& record) {
-    bool room = waiting.size() + record.size() < MOST_WAITING;
-    if (room) waiting += record + "\n";
-    lost += !room;
+    waiting += record + "\n";
     write_waiting();
 }
 
@@ -3526,19 +3547,20 @@ void Metrics::write_waiting() {
     ssize_t n = 0;
     while (written < waiting.size() && (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
         written += (size_t)n;
-    bool all = written == waiting.size();
-    if (!all && !warned)
-        note("could not write " + path + ": " + strerror(errno) +
-             "; what is missing there is added once it can be");
-    warned |= !all;
-    if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+    if (written < waiting.size()) {
+        if (!warned)
+            note("could not write " + path + ": " + strerror(errno) +
+                 "; what is missing there is added once it can be");
+        warned = true;
+        if (!ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+    }
     waiting.erase(0, written), end += (off_t)written;
 }
 
 void Metrics::close() {
     write_waiting();
-    lost += std::count(waiting.begin(), waiting.end(), '\n');
-    if (lost) note(path + " lacks " + counted(lost, "line"));
+    if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
+        note(path + " lacks " + counted(lost, "line"));
     ::close(file);
 }
 
@@ -3611,61 +3633,15 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
 
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
-    std::string names;
     for (const Preset& preset : PRESETS) {
-        names += std::string(names.empty() ? "" : ", ") + preset.name;
         if (name != preset.name) continue;
         std::istringstream words(preset.flags);
         for (std::string flag, value; words >> flag >> value;)
             given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
         return given;
     }
-    fail_usage("there is no preset '%s'; did you mean %s? (there are: %s)", name.c_str(),
-               nearest(PRESETS, name), names.c_str());
-}
-
-static std::vector<GivenFlag> read_config_file(const std::string& path);
-
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
-// applied later, over the defaults or a checkpoint's configuration.
-static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
-    std::vector<GivenFlag> given;
-    for (int i = 1; i < argc; i++) {
-        std::string argument = argv[i];
-        if (argument == "-h") argument = "--help";
-        if (argument.compare(0, 2, "--") != 0)
-            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
-        size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const Flag* flag = find_flag(name);
-        if (name == "log_file")  // of an earlier trainer, whose files this one reads
-            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
-        if (!flag)
-            fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-                       nearest(FLAGS, name));
-        bool more = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
-        std::string value;
-        if (equals != std::string::npos)
-            value = argument.substr(equals + 1);
-        else if (flag->kind == FLAG_BOOL)
-            value = more ? argv[++i] : "1";
-        else if (is_named(*flag, "resume"))
-            value = more ? argv[++i] : "";
-        else if (i + 1 < argc)
-            value = argv[++i];
-        else
-            fail_usage("--%s needs a value", name.c_str());
-        given.push_back({flag, value, ""});
-    }
-    if (const GivenFlag* file = was_given(given, "config")) {
-        std::vector<GivenFlag> more = read_config_file(file->value);
-        given.insert(given.begin(), more.begin(), more.end());
-    }
-    if (const GivenFlag* preset = was_given(given, "preset")) {
-        std::vector<GivenFlag> more = preset_flags(preset->value);
-        given.insert(given.begin(), more.begin(), more.end());
-    }
-    return given;
+    fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
+               nearest(PRESETS, name));
 }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
@@ -3673,28 +3649,32 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     config->resume_given = was_given(given, "resume") != nullptr;
 }
 
-// ---- configuration files ----------------------------------------------------------------------------------
-
 // What a configuration file holds: everything but what is to be done this time.
 static bool is_setting(const Flag& flag) { return flag.group != GROUP_OTHER && !is_named(flag, "resume"); }
 
+static const Flag& known_flag(const std::string& name) {
+    if (const Flag* flag = find_flag(name)) return *flag;
+    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
+               nearest(FLAGS, name));
+}
+
+// Without the blanks around it.
+static std::string trimmed(const std::string& line) {
+    size_t first = line.find_first_not_of(" \t\r");
+    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
+}
+
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    const char* blanks = " \t\r";
-    size_t start = line.find_first_not_of(blanks), end = line.find_first_of(" \t\r=", start);
-    std::string name = line.substr(start, end - start), value;
-    const Flag* flag = find_flag(name);
-    if (!flag)
-        fail_usage("there is no flag '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-                   nearest(FLAGS, name));
-    if (!is_setting(*flag)) fail_usage("%s can only be typed, as --%s", flag->name, flag->name);
-    size_t at = line.find_first_not_of(blanks, end);
-    if (at < line.size() && line[at] == '=') at = line.find_first_not_of(blanks, at + 1);
-    if (at < line.size()) value = line.substr(at, line.find_last_not_of(blanks) + 1 - at);
-    // a version before this one wrote some names in quotes
-    if (value.size() > 1 && value.front() == '"' && value.back() == '"')
+    std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
+                value = trimmed(words.substr(name.size()));
+    if (value.starts_with('=')) value = trimmed(value.substr(1));
+    if (value.size() > 1 && value.front() == '"' &&
+        value.back() == '"')  // as older versions wrote some names
         value = value.substr(1, value.size() - 2);
-    return {flag, value, origin};
+    const Flag& flag = known_flag(name);
+    if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+    return {&flag, value, origin};
 }
 
 static std::vector<GivenFlag> read_config_file(const std::string& path) {
@@ -3710,8 +3690,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     int number = 0;
     for (const std::string& line : split(contents, '\n')) {
         std::string origin = text("%s, line %d", path.c_str(), ++number);
-        size_t first = line.find_first_not_of(" \t\r");
-        if (first == std::string::npos || line[first] == '#') continue;
+        if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
         std::string why = failure_of([&] {
             given.push_back(parse_config_line(line, origin));
             set_flag(&scratch, *given.back().flag, given.back().value);
@@ -3740,12 +3719,45 @@ static void write_config(const Config& config, long step, const std::vector<std:
     std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
     for (const std::string& line : whole_lines(read_text(path))) {
         long changed;
-        if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step) contents += line;
+        if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step)
+            contents += line + "\n";
     }
     for (const std::string& change : changes) contents += text("# from step %ld on: ", step) + change + "\n";
-    Writer out(path);
-    out.write(contents.data(), contents.size());
-    out.commit();
+    write_text(path, contents);
+}
+
+// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
+// applied later, over the defaults or a checkpoint's configuration.
+static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
+    std::vector<GivenFlag> given;
+    for (int i = 1; i < argc; i++) {
+        std::string argument = argv[i];
+        if (argument == "-h") argument = "--help";
+        if (argument.compare(0, 2, "--") != 0)
+            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+        size_t equals = argument.find('=');
+        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        if (name == "log_file")  // of an earlier trainer, whose files this one reads
+            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
+        const Flag& flag = known_flag(name);
+        // of --flip and --resume the value may be left out
+        bool optional = flag.kind == FLAG_BOOL || name == "resume",
+             next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
+        std::string value = flag.kind == FLAG_BOOL ? "1" : "";
+        if (equals != std::string::npos)
+            value = argument.substr(equals + 1);
+        else if (next)
+            value = argv[++i];
+        else if (!optional)
+            fail_usage("--%s needs a value", name.c_str());
+        given.push_back({&flag, value, ""});
+    }
+    auto put_first = [&](const std::vector<GivenFlag>& more) {
+        given.insert(given.begin(), more.begin(), more.end());
+    };
+    if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
+    if (const GivenFlag* preset = was_given(given, "preset")) put_first(preset_flags(preset->value));
+    return given;
 }
 
 // ---- what a run prints ------------------------------------------------------------------------------------
@@ -3799,16 +3811,15 @@ static void print_run(const Model& m) {
 // defaults, which config.txt lists too, and a preset's are meant for any --image_size.
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
-    if (!g || !g->origin.compare(0, 2, "--")) return;
-    if (!g->origin.empty() && g->value == g->flag->standard) return;
-    std::vector<int> sizes;
+    if (!g || g->origin.starts_with("--") || (!g->origin.empty() && g->value == g->flag->standard)) return;
     std::string levels, missing;
+    std::set<int> sizes;
     for (int i = 0; i < list_length(c.channel_mult); i++) {
-        sizes.push_back(c.image_size >> i);
-        levels += text("%s%d", i ? ", " : "", sizes[i]);
+        sizes.insert(c.image_size >> i);
+        levels += text("%s%d", i ? ", " : "", c.image_size >> i);
     }
     for (int i = 0; i < list_length(c.attention_resolutions); i++)
-        if (std::find(sizes.begin(), sizes.end(), c.attention_resolutions[i]) == sizes.end())
+        if (!sizes.count(c.attention_resolutions[i]))
             missing += text("%s%d", missing.empty() ? "" : ", ", c.attention_resolutions[i]);
     if (!missing.empty())
         printf("note: no level has the size %s of --attention_resolutions; the levels have %s\n",
@@ -3977,13 +3988,15 @@ static int run_profile(Config config) {
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
 
+// What comes with the weights.
+static bool is_model(const Flag& flag) { return flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION; }
+
 // Refuses a given flag of this kind that contradicts what a file stores, with both values.
 static void refuse_contradictions(const std::vector<GivenFlag>& given, const WeightsFile& file,
                                   bool model_only) {
     for (const Flag& flag : FLAGS) {
         const GivenFlag* g = was_given(given, flag.name);
-        bool is_model = flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION;
-        if (!g || flag.on_resume != FIXED || (model_only && !is_model)) continue;
+        if (!g || flag.on_resume != FIXED || (model_only && !is_model(flag))) continue;
         Config wanted = file.config;
         set_flag(&wanted, flag, g->value);
         std::string asked = flag_text(wanted, flag), stored = flag_text(file.config, flag);
@@ -3996,8 +4009,7 @@ static void refuse_contradictions(const std::vector<GivenFlag>& given, const Wei
 
 static void take_model_flags(Config* config, const Config& from) {
     for (const Flag& flag : FLAGS)
-        if (flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION)
-            set_flag(config, flag, flag_text(from, flag));
+        if (is_model(flag)) set_flag(config, flag, flag_text(from, flag));
 }
 
 static Config given_config(const std::vector<GivenFlag>& given) {
@@ -4015,74 +4027,46 @@ static void check_given(const Config& config, const std::vector<GivenFlag>& give
     fail("%s%s", g && !g->origin.empty() ? (g->origin + ": ").c_str() : "", why.c_str());
 }
 
-static Dataset load_dataset(const std::string& path, int image_size) {
-    if (!file_exists(path) && file_exists(path + ".gz"))
-        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path.c_str(), path.c_str());
-    if (!file_exists(path))
-        fail("there is no %s; make one from a folder of images: %s", path.c_str(),
-             prepare_command(path, image_size).c_str());
-    return read_images(path, image_size);
+static uint64_t parse_seed(const std::string& digits) {
+    char* end;
+    uint64_t seed = strtoull(digits.c_str(), &end, 10);
+    return isdigit((unsigned char)digits[0]) && !*end ? seed : UINT64_MAX;
 }
 
 // The seeds of a text such as 0-63 or 3,7,10-12.
 static std::vector<uint32_t> parse_seeds(const std::string& list) {
     std::vector<uint32_t> seeds;
-    for (size_t start = 0; start <= list.size();) {
-        std::string part = list.substr(start, list.find(',', start) - start);
-        start += part.size() + 1;
-        size_t dash = std::min(part.find('-'), part.size());
-        std::string ends[] = {part.substr(0, dash), dash < part.size() ? part.substr(dash + 1) : part};
-        uint64_t number[2];
-        for (int i : {0, 1}) {
-            bool digits = !ends[i].empty() && ends[i].size() <= 10 &&
-                          ends[i].find_first_not_of("0123456789") == std::string::npos;
-            number[i] = digits ? strtoull(ends[i].c_str(), nullptr, 10) : UINT64_MAX;
-        }
-        if (number[0] > number[1] || number[1] > UINT32_MAX)
-            fail_usage(
-                "--seeds is a list of numbers and ranges up to 4294967295, such as 3,7,10-12, not '%s'",
-                list.c_str());
-        if (seeds.size() + (number[1] - number[0]) >= 1000000)
+    for (const std::string& range : split(list, ',')) {
+        std::vector<std::string> ends = split(range, '-');
+        uint64_t first = parse_seed(ends.front()), last = parse_seed(ends.back());
+        if (ends.size() > 2 || first > last || last > UINT32_MAX)
+            fail_usage("--seeds is a list of numbers and ranges up to 4294967295 such as 3,7,10-12, not '%s'",
+                       list.c_str());
+        if (seeds.size() + (last - first) >= 1000000)
             fail_usage("--seeds %s are more than a million; draw them in parts", list.c_str());
-        for (uint64_t seed = number[0]; seed <= number[1]; seed++) seeds.push_back((uint32_t)seed);
+        for (uint64_t seed = first; seed <= last; seed++) seeds.push_back((uint32_t)seed);
     }
     return seeds;
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), so that its length stays that of
 // noise.
-static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t other, int count, int elements) {
-    double product = 0, square = 0, other_square = 0;
+static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
+    double xy = 0, xx = 0, yy = 0;
     for (int e = 0; e < elements; e++) {
-        float a[4], b[4];
-        random_normals(a, seed, STREAM_SAMPLER, e / 4, 0, 0);
-        random_normals(b, other, STREAM_SAMPLER, e / 4, 0, 0);
-        double x = a[e % 4], y = b[e % 4];
-        product += x * y, square += x * x, other_square += y * y;
+        float x[4], y[4];
+        random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
+        random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
+        xy += (double)x[e % 4] * y[e % 4], xx += (double)x[e % 4] * x[e % 4],
+            yy += (double)y[e % 4] * y[e % 4];
     }
-    double angle = acos(product / sqrt(square * other_square));
+    double angle = acos(xy / sqrt(xx * yy));
     std::vector<PictureNoise> begins;
     for (int i = 0; i < count; i++) {
-        double part = (double)i / (count - 1);
-        begins.push_back({seed, other, (float)(sin((1 - part) * angle) / sin(angle)),
-                          (float)(sin(part * angle) / sin(angle))});
+        double part = (double)i / (count - 1), from = sin((1 - part) * angle), to = sin(part * angle);
+        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle))});
     }
     return begins;
-}
-
-// Refuses what the model and a grid of so many pictures need and can't have: memory, and room in one PNG. The
-// pictures are held as floats, and as bytes with their gaps.
-static void check_room(const Model& m, double pictures, const char* instead) {
-    check_memory(m);
-    int H = m.config.image_size;
-    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2), model = 0;
-    std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
-    if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
-#ifndef __CUDACC__
-    model = (double)memory_of(m);
-#endif
-    check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
-                      instead);
 }
 
 // Says that the disk may be too small for the checkpoints to come.
@@ -4113,9 +4097,7 @@ static std::vector<PictureNoise> wanted_pictures(const Config& c) {
         fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
     if (!c.interpolate) return noise_of_seeds(seeds);
     if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
-        fail(
-            "--interpolate draws two or more pictures between two seeds, such as --seeds 3,9 --interpolate "
-            "8");
+        fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
     if (c.sampler == SAMPLER_DDPM || c.eta > 0)
         fail("--interpolate needs a sampler that adds no noise: another than ddpm, and no --eta");
     return noise_between(seeds[0], seeds[1], count, IMAGE_CHANNELS * c.image_size * c.image_size);
@@ -4191,15 +4173,15 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     int count = (int)begins.size();
     std::string weights = chosen_name(config);
     memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
-    Model m = plan_model(config, std::min({config.batch_size, count, most_images(config)}), false);
-    check_room(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
+    config.batch_size = std::min({config.batch_size, count, most_images(config)});
+    Model m = plan_model(config, config.batch_size, false);
+    check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) {
         print_run(m);
         return 0;
     }
-    {
-        Writer trial(config.output_name);
-    }  // what can't be written is better said before the pictures are drawn
+    // what can't be written is better said before the pictures are drawn
+    { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m.master, file, section_of(config), m.plan);
@@ -4243,10 +4225,6 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
         if (stored && was != now)
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }
-    for (const char* section : needed_sections(*config))
-        if (!file.find(section))
-            fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                 file.path.c_str(), section);
     t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
     auto was_due = [&](int every) {
         return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
@@ -4280,10 +4258,8 @@ static void refuse_other_run(const Trainer& t) {
     const char* folder = t.model.config.out_dir;
     std::vector<long> there = list_checkpoints(folder);
     if (there != t.checkpoints)
-        fail(
-            "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
-            "--out_dir",
-            folder, there.empty() ? 0 : there[0]);
+        fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
+             folder, there.empty() ? 0 : there[0]);
 }
 
 static void lock_folder(Trainer* t) {
@@ -4296,15 +4272,20 @@ static void lock_folder(Trainer* t) {
     note(text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
 }
 
+// The weights that a run starts from: fresh ones, a file's, or with all that belongs to them a checkpoint's.
 static void load_start(Trainer* t, const WeightsFile& file) {
     Model* m = &t->model;
-    bool resumed = m->config.resume_given;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
-    read_parameters(m->master, file, "weights", m->plan);
-    if (!resumed) return start_from_master(m);
-    read_parameters(m->adam_m, file, "adam_m", m->plan);
-    read_parameters(m->adam_v, file, "adam_v", m->plan);
-    for (int k = 0; k < ema_count(m->config); k++) read_parameters(m->ema[k], file, EMA_SECTIONS[k], m->plan);
+    if (!m->config.resume_given) {
+        read_parameters(m->master, file, "weights", m->plan);
+        return start_from_master(m);
+    }
+    for (const Array& a : arrays_of(*m)) {
+        if (!file.find(a.section))
+            fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
+                 file.path.c_str(), a.section);
+        read_parameters(a.parameters, file, a.section, m->plan);
+    }
     use_weights(m, m->master);
 }
 
@@ -4312,9 +4293,9 @@ static void load_start(Trainer* t, const WeightsFile& file) {
 static void prepare_run(Trainer* t, const WeightsFile& file) {
     const Config& c = t->model.config;
     refuse_other_run(*t);
-    check_room(t->model, c.num_samples, "lower --num_samples");
-    t->images = load_dataset(c.data_file, c.image_size);
-    if (*c.val_file) t->validation = load_dataset(c.val_file, c.image_size);
+    check_memory(t->model, c.num_samples, "lower --num_samples");
+    t->images = read_images(c.data_file, c.image_size);
+    if (*c.val_file) t->validation = read_images(c.val_file, c.image_size);
     lock_folder(t);
     refuse_other_run(*t);
     allocate_model(&t->model);
@@ -4371,7 +4352,7 @@ static int run_training(const std::vector<GivenFlag>& given) {
             flag_text(config, *find_flag("lr_schedule")).c_str());
     print_run(trainer.model);
     if (config.dry_run) {
-        check_room(trainer.model, config.num_samples, "lower --num_samples");
+        check_memory(trainer.model, config.num_samples, "lower --num_samples");
         print_time(config, trainer.step);
         return 0;
     }

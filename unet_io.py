@@ -122,8 +122,7 @@ def run_script(main):
     except UserError as error:
         message = str(error)
     except OSError as error:
-        where = "standard output" if error.filename is None else os.fsdecode(error.filename)
-        message = f"{where}: {error.strerror or error}"
+        message = f"{blamed(error)}: {error.strerror or error}"
     except (MemoryError, RuntimeError) as error:
         message = out_of_memory(error)
         if not message:
@@ -134,6 +133,17 @@ def run_script(main):
     print(f"error: {printable(message)}", file=sys.stderr)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes standard output once more at its end
     sys.exit(1)
+
+
+def blamed(error):
+    """What an OSError is about: the file it names, or standard output if that still can't be written."""
+    if error.filename is not None:
+        return os.fsdecode(error.filename)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return "standard output"
+    return "the operating system"
 
 
 def out_of_memory(error):

@@ -284,8 +284,8 @@ def test_print_config(tmp_path, preset):
 
 
 @pytest.mark.parametrize("text, status, says", [
-    ("lr 1e-4\n\nbatchsize 4\n", 2, [", line 3: ", "'batchsize'", "batch_size?"]),
-    ("--lr 1e-4\n", 2, [", line 1: ", "'--lr'", "mean lr?"]), ("lr = fast\n", 2, [", line 1: ", "'fast'"]),
+    ("lr 1e-4\n\nbatchsize 4\n", 2, [", line 3: ", "--batchsize;", "--batch_size?"]),
+    ("--lr 1e-4\n", 2, [", line 1: ", "----lr;", "mean --lr?"]), ("lr = fast\n", 2, [", line 1: ", "'fast'"]),
     ("# x\nlr =   \n", 2, [", line 2: ", "--lr", "''"]), ("lr = 1 # x\n", 2, [", line 1: ", "'1 # x'"]),
     ("out_dir\n", 2, [", line 1: ", "--out_dir"]),
     ("steps 10 20\n", 2, [", line 1: ", "'10 20'"]), ("preset huge\n", 2, [", line 1: ", "'huge'", "tiny"]),
