@@ -2801,7 +2801,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
                         : flag.kind == FLAG_CHOICE ? parse_choice(flag, parts[i])
                                                    : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
-            fail_usage("--%s %s has a 0 among its numbers; 0 is for none", flag.name, value.c_str());
+            fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
+                       value.c_str());
         set_number(config, flag, (int)i, number);
     }
 }
