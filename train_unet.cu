@@ -310,9 +310,9 @@ static void check_config(const Config& c) {
             fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
         if (width / c.norm_groups < 2)
             fail(
-                "--norm_groups %d leaves one channel of %d a group, which wipes out the time embedding; use "
-                "%d or fewer",
-                c.norm_groups, width, width / 4);
+                "--norm_groups %d leaves one channel a group: the time embedding is lost; use --norm_groups "
+                "%d",
+                c.norm_groups, width / 4);
         bool attends = i == levels - 1;  // the middle block always does
         for (int j = 0; j < list_length(c.attention_resolutions); j++)
             attends |= c.attention_resolutions[j] == size;
