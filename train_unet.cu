@@ -297,10 +297,8 @@ static void check_config(const Config& c) {
     int levels = list_length(c.channel_mult);
     if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
     if (c.image_size % (1 << (levels - 1)))
-        fail(
-            "--image_size %d can't be halved for each of the %d levels of --channel_mult; use a multiple of "
-            "%d",
-            c.image_size, levels, 1 << (levels - 1));
+        fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
+             c.image_size, levels, 1 << (levels - 1));
     for (int i = 0; i < levels; i++) {
         int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
         if (width > 8192)
@@ -309,17 +307,14 @@ static void check_config(const Config& c) {
         if (width % c.norm_groups)
             fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
         if (width / c.norm_groups < 2)
-            fail(
-                "--norm_groups %d leaves one channel a group: the time embedding is lost; use --norm_groups "
-                "%d",
-                c.norm_groups, width / 4);
+            fail("--norm_groups %d leaves one channel a group, without time embedding; use --norm_groups %d",
+                 c.norm_groups, width / 4);
         bool attends = i == levels - 1;  // the middle block always does
         for (int j = 0; j < list_length(c.attention_resolutions); j++)
             attends |= c.attention_resolutions[j] == size;
         if (attends && size > MAX_ATTENTION_SIZE)
-            fail(
-                "attention at %dx%d does not fit; use more levels or other --attention_resolutions, up to %d",
-                size, size, MAX_ATTENTION_SIZE);
+            fail("attention at %dx%d does not fit; use more levels or other --attention_resolutions", size,
+                 size);
 #ifdef __CUDACC__
         if (attends && (c.num_head_channels % 16 || c.num_head_channels > 128))
             fail("--num_head_channels %d: a GPU's attention takes multiples of 16 up to 128",
@@ -337,10 +332,7 @@ static void check_config(const Config& c) {
             "21 or more, or cosine",
             c.diffusion_steps, 20.0 / c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
-        fail(
-            "--zero_terminal_snr leaves only noise at the end, of which --predict eps can't tell the image; "
-            "use "
-            "--predict v or x0");
+        fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
@@ -3335,10 +3327,8 @@ static WeightsFile open_weights(const std::string& path) {
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
     size_t parameters = parameters_of(file);
     if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
-        fail(
-            "%s is damaged: it says %d parameters, step %ld and loss %g; its configuration has %zu "
-            "parameters",
-            name, header[FIELD_PARAMETERS], file.step, file.smoothed, parameters);
+        fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
+             header[FIELD_PARAMETERS], file.step, file.smoothed);
     if (!file.find("weights")) fail("%s holds no weights", name);
     for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
         if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
@@ -3370,10 +3360,8 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
         held.resize(t.size), reordered.resize(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
-            fail(
-                "%s became NaN or infinite, so that %s was not written; resume from an older one with a "
-                "lower --lr",
-                t.name, out->path.c_str());
+            fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
+                 t.name, out->path.c_str());
         reorder(reordered.data(), held.data(), t, false);
         out->write(reordered.data(), t.count * sizeof(float));
     }
@@ -4343,14 +4331,13 @@ static int run_training(const std::vector<GivenFlag>& given) {
     note_attention(config, given);
     if (file.path.empty() && file_exists("unet_init.bin"))
         printf(
-            "note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it, "
-            "--model_weights unet_init.bin\n");
+            "note: unet_init.bin lies here and is not read; to start from it: --model_weights "
+            "unet_init.bin\n");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
-        printf(
-            "note: --lr_schedule %s has come to its end, so that the learning rate is 0; constant goes on\n",
-            flag_text(config, *find_flag("lr_schedule")).c_str());
+        printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
+               flag_text(config, *find_flag("lr_schedule")).c_str());
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model, config.num_samples, "lower --num_samples");
