@@ -2751,18 +2751,12 @@ static double parse_number(const Flag& flag, const std::string& value) {
 
 // Which of the words `value` is, counted from 0.
 static double parse_choice(const Flag& flag, const std::string& value) {
-    std::vector<std::string> choices = split(flag.choices, '|');
-    for (size_t i = 0; i < choices.size(); i++)
-        if (choices[i] == value) return (double)i;
-    fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
-}
-
-static double parse_bool(const Flag& flag, const std::string& value) {
-    for (const char* yes : {"1", "true", "True"})
-        if (value == yes) return 1;
-    for (const char* no : {"0", "false", "False"})
-        if (value == no) return 0;
-    fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
+    bool yes_or_no = flag.kind == FLAG_BOOL;
+    std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
+    for (size_t i = 0; i < words.size(); i++)
+        if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
+    fail_usage("--%s is %s, not '%s'", flag.name,
+               yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
 }
 
 // Refuses what can't be a line of a configuration file or has no room here.
@@ -2789,9 +2783,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
     memset(target, 0, flag.size);
     for (size_t i = 0; i < parts.size(); i++) {
-        double number = flag.kind == FLAG_BOOL     ? parse_bool(flag, parts[i])
-                        : flag.kind == FLAG_CHOICE ? parse_choice(flag, parts[i])
-                                                   : parse_number(flag, parts[i]);
+        bool is_word = flag.kind == FLAG_BOOL || flag.kind == FLAG_CHOICE;
+        double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
                        value.c_str());
@@ -3904,22 +3897,18 @@ static double time_step(Config config, int batch, double seconds, int least) {
 // Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
 // the batch only: this has to be quick.
 static void print_time(const Config& config, long steps_done) {
-    int batch = config.batch_size;
+    int batch = config.batch_size, least = 3;
 #ifndef __CUDACC__
-    double one = time_step(config, 1, 0, 1);
-    batch = std::max(1, std::min(batch, (int)(1000 / one)));
-    double ms = batch > 1 ? time_step(config, batch, 2, 1) : one;
-#else
-    double ms = time_step(config, batch, 2, 3);
+    batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch), least = 1;
 #endif
-    std::string how = "measured, on random images";
-    if (batch < config.batch_size)
-        how = text("an estimate from %d of its %d images", batch, config.batch_size);
-    ms *= (double)config.batch_size / batch;
-    long left = std::max(0L, config.steps - steps_done);
+    double ms = time_step(config, batch, 2, least) * config.batch_size / batch;
+    std::string how = batch == config.batch_size
+                          ? "measured, on random images"
+                          : text("an estimate from %d of its %d images", batch, config.batch_size);
     std::string step = ms < 1e4 ? text("%.*f ms", ms < 100 ? 2 : 0, ms) : text("%.4g s", ms / 1e3);
     printf("one training step: %s, %.1f images/s (%s)\n", step.c_str(), 1e3 * config.batch_size / ms,
            how.c_str());
+    long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
 }
@@ -4304,9 +4293,7 @@ static void request_stop(int signal_number) {
     static std::atomic<int64_t> first_asked{0};  // milliseconds
     stop_requested = 1;
     if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    int64_t ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000, first = 0;
+    int64_t ms = (int64_t)(1e3 * seconds_now()), first = 0;
     if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
     signal(signal_number, SIG_DFL);
     raise(signal_number);
