@@ -257,7 +257,7 @@ def test_lines_of_train_unet_py(tmp_path, images4):
     assert records_in(tmp_path) == before and sorted(before) == [(step, "loss") for step in range(1, 5)]
 
 
-def test_blamed():
+def test_who_is_blamed():
     """An error without a file's name is blamed on standard output only where that can't be written."""
     script = "import os, unet_io; unet_io.run_script(lambda: {})"
     for act, says in (("os.read(99, 1)", "the operating system: Bad file descriptor"),
