@@ -1730,32 +1730,32 @@ static size_t lay_out_model(Model* m, char* memory) {
     size_t total = 0, P = plan.num_floats, B = plan.batch;
     size_t image = IMAGE_CHANNELS * plan.image_size * plan.image_size, pixels = B * image;
     size_t whole = std::max(plan.batch, m->config.batch_size);  // of which the plan's may be a part
-    auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
-    m->master = (float*)place(P * sizeof(float));
+    auto piece = [&](size_t bytes) { return memory + reserve(&total, bytes); };
+    m->master = (float*)piece(P * sizeof(float));
     m->weights = (floatX*)m->master;
     m->exact = m->master;
-    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)place(P * sizeof(floatX));
-    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)place(P * sizeof(float));
+    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)piece(P * sizeof(floatX));
+    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)piece(P * sizeof(float));
     if (plan.training) {
-        m->gradients = (float*)place(P * sizeof(float));
-        m->adam_m = (float*)place(P * sizeof(float));
-        m->adam_v = (float*)place(P * sizeof(float));
-        m->norm_parts = (float*)place((P / NORM_CHUNK + 1) * sizeof(float));
-        m->decays = (uint8_t*)place(P / DECAY_CHUNK + 1);
+        m->gradients = (float*)piece(P * sizeof(float));
+        m->adam_m = (float*)piece(P * sizeof(float));
+        m->adam_v = (float*)piece(P * sizeof(float));
+        m->norm_parts = (float*)piece((P / NORM_CHUNK + 1) * sizeof(float));
+        m->decays = (uint8_t*)piece(P / DECAY_CHUNK + 1);
     }
-    m->arena = place(plan.arena_bytes);
-    m->input = (floatX*)place(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
-    m->target = (float*)place(pixels * sizeof(float));
-    m->images = (float*)place(pixels * sizeof(float));
-    m->timesteps = (int*)place(whole * sizeof(int));
-    m->sources = (int*)place(whole * sizeof(int));
-    m->state = (StepState*)place((1 + RESULT_SLOTS) * sizeof(StepState));
-    m->signal = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->noise = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->loss_weights = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->losses = (float*)place(whole * loss_parts((int)image) * sizeof(float));
-    m->begins = (PictureNoise*)place(B * sizeof(PictureNoise));
-    m->limits = (float*)place(B * sizeof(float));
+    m->arena = piece(plan.arena_bytes);
+    m->input = (floatX*)piece(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
+    m->target = (float*)piece(pixels * sizeof(float));
+    m->images = (float*)piece(pixels * sizeof(float));
+    m->timesteps = (int*)piece(whole * sizeof(int));
+    m->sources = (int*)piece(whole * sizeof(int));
+    m->state = (StepState*)piece((1 + RESULT_SLOTS) * sizeof(StepState));
+    m->signal = (float*)piece(m->config.diffusion_steps * sizeof(float));
+    m->noise = (float*)piece(m->config.diffusion_steps * sizeof(float));
+    m->loss_weights = (float*)piece(m->config.diffusion_steps * sizeof(float));
+    m->losses = (float*)piece(whole * loss_parts((int)image) * sizeof(float));
+    m->begins = (PictureNoise*)piece(B * sizeof(PictureNoise));
+    m->limits = (float*)piece(B * sizeof(float));
     return total;
 }
 
@@ -1767,7 +1767,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
     return m;
 }
 
-// Bytes that a run of this model allocates, its images aside.
+// Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
 // Images that the network can take at a time: no more than a grid has rows, and no more pixels than 32 bits
@@ -2663,7 +2663,7 @@ static const Flag FLAGS[] = {
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
-    FIELD_MORE_FLOATS = 75,  // a list of floats' second number and on, which do not fit beside its first
+    FIELD_MORE_FLOATS = 75,  // a list of floats' second number and on, which do not fit after its first
 };
 
 // A preset is a text of flags that come before those of --config and those the user types.
@@ -2697,7 +2697,7 @@ static const Flag* find_flag(const std::string& name) {
     return nullptr;
 }
 
-// How many numbers, each of 4 bytes, it holds at the most; a path aside.
+// How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
 // Its i-th number, and setting it.
@@ -2961,7 +2961,7 @@ static void remove_stale_temporaries(const std::string& folder) {
     }
 }
 
-// A file that appears under its name only when it is whole: written beside it, flushed to the disk, renamed.
+// A file that appears under its name only when it is whole: written under another, flushed to the disk, renamed.
 struct Writer {
     std::string path, folder, temporary;
     FILE* file = nullptr;
@@ -4058,10 +4058,10 @@ static void note_disk(const Trainer& t) {
          more = std::min(saves, std::max(1L, c.keep + 1L - there) + multiples(c.keep_every));
     if (t.step >= c.steps && there) return;
     double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
-           room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if ((double)more * bytes > room)
+           unused = (double)disk.f_bavail * (double)disk.f_frsize;
+    if ((double)more * bytes > unused)
         say("note: the disk of %s has %s free and this run needs room for %s of %s more", c.out_dir,
-            human_bytes(room).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
+            human_bytes(unused).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
 }
 
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
