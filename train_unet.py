@@ -967,11 +967,10 @@ class Metrics:
     """
     def __init__(self, path, steps_done):
         self.path, self.failed = path, False
-        try:
-            with open(path, "rb") as file:
-                lines = file.read().splitlines(keepends=True)
-        except FileNotFoundError:
+        if not os.path.isfile(path):
             return
+        with open(path, "rb") as file:
+            lines = file.read().splitlines(keepends=True)
         steps = [re.match(rb'{"step": (\d+)\b.*\n', line) for line in lines]
         kept = [line for line, step in zip(lines, steps) if step and int(step[1]) <= steps_done]
         if len(kept) < len(lines):

@@ -473,7 +473,7 @@ def test_unet_init_in_the_folder(tmp_path, monkeypatch, train):
 
 def test_metrics_are_json(tmp_path):
     """No NaN and no infinity in metrics.jsonl; a line begins afresh; a full disk is said once."""
-    metrics = train_unet.Metrics(str(tmp_path / "metrics.jsonl"))
+    metrics = train_unet.Metrics(str(tmp_path / "metrics.jsonl"), 0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')  # cut short by what stopped the run before
     metrics.note(step=2, loss=math.nan, smoothed=-math.inf, ms=1.5)
     metrics.note(step=3, val_loss=0.25)
