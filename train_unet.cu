@@ -106,19 +106,6 @@ static int omp_get_thread_num() { return 0; }
 
 // ---- errors -----------------------------------------------------------------------------------------------
 
-// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1.
-// The fuzzer of test_unet.cu replaces the handler by one that throws, to see that a bad file always ends here
-// and nowhere else.
-static void exit_with_message(int status, const char* message) {
-    fflush(stdout);
-    fprintf(stderr, "error: %s\n", message);
-    exit(status);
-}
-static void (*fail_handler)(int status, const char* message) = exit_with_message;
-
-// "FILE, line N: " while a configuration file is read; every sentence starts with it.
-static std::string error_place;
-
 // Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
 // Whole characters of UTF-8 stay, without the control characters among them.
 static std::string printable(const std::string& bytes) {
@@ -137,40 +124,74 @@ static std::string printable(const std::string& bytes) {
     return shown;
 }
 
-[[noreturn]] static void vfail(int status, const char* format, va_list args) {
-    char message[2048];
-    vsnprintf(message, sizeof message, format, args);
-    std::string sentence = printable(error_place + message);
-    error_place.clear();
-    fail_handler(status, sentence.c_str());
-    abort();
+#define LIKE_PRINTF __attribute__((format(printf, 1, 2)))
+static std::string vtext(const char* format, va_list args) {
+    char buffer[4096];
+    vsnprintf(buffer, sizeof buffer, format, args);
+    return buffer;
 }
-[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char* format, ...) {
+LIKE_PRINTF static std::string text(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    vfail(1, format, args);
+    std::string formatted = vtext(format, args);
+    va_end(args);
+    return formatted;
 }
-[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail_usage(const char* format, ...) {
+
+// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
+// 2 where the command line is wrong.
+struct Failure {
+    int status;
+    std::string sentence;
+};
+[[noreturn]] LIKE_PRINTF static void fail(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    vfail(2, format, args);
+    throw Failure{1, printable(vtext(format, args))};
+}
+[[noreturn]] LIKE_PRINTF static void fail_usage(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    throw Failure{2, printable(vtext(format, args))};
 }
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
 template <typename Work>
 static std::string failure_of(Work work) {
-    struct Handler {
-        void (*before)(int, const char*) = fail_handler;
-        ~Handler() { fail_handler = before; }
-    } handler;
-    fail_handler = [](int, const char* message) { throw std::string(message); };
     try {
         work();
-    } catch (std::string& message) {
-        return message;
+    } catch (const Failure& failure) {
+        return failure.sentence;
     }
     return "";
 }
+
+// What main returns: the status of `program`, or of what it fails with, once that is told.
+template <typename Program>
+static int guarded(Program program) {
+    Failure failure = {
+        1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
+    try {
+        return program();
+    } catch (const Failure& thrown) {
+        failure = thrown;
+    } catch (const std::bad_alloc&) {
+    } catch (const std::length_error&) {
+    }
+    fflush(stdout);
+    fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+    return failure.status;
+}
+
+// A line for the reader that may hold names.
+LIKE_PRINTF static void say(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    printf("%s\n", printable(vtext(format, args)).c_str());
+    va_end(args);
+}
+// What went wrong without ending the program.
+static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
 
 // A mistake of ours: the expression that failed, file and line.
 #define ASSERT(condition)                                                                             \
@@ -181,25 +202,6 @@ static std::string failure_of(Work work) {
             abort();                                                                                  \
         }                                                                                             \
     } while (0)
-
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
-    char buffer[4096];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
-}
-
-// A line for the reader that may hold names: `format` ends in a line break.
-__attribute__((format(printf, 1, 2))) static void say(const char* format, ...) {
-    char line[4096];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(line, sizeof line, format, args);
-    va_end(args);
-    printf("%s\n", printable(std::string(line, strcspn(line, "\n"))).c_str());
-}
 
 // "1 picture", "2 pictures"
 static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
@@ -243,25 +245,29 @@ enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
 
+// What the optimiser goes by: small enough to be handed to a kernel.
+struct Hyper {
+    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
+    int lr_schedule, warmup_steps, lr_steps;
+    float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
+};
+
 struct Config {
     // files
     char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
     char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
-    char output_dir[MAX_PATH_LENGTH];
-    char config[MAX_PATH_LENGTH];
+    char output_dir[MAX_PATH_LENGTH], config[MAX_PATH_LENGTH];
     // architecture
     int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
-    int batch_size, microbatch, steps, flip, lr_schedule, warmup_steps, lr_steps;
+    int batch_size, microbatch, steps, flip;
     unsigned seed;
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers,
-        min_snr_gamma, offset_noise;
-    float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
-    int log_every, save_every, sample_every, val_every, keep, num_samples;
-    int keep_every;
+    Hyper optimiser;
+    float min_snr_gamma, offset_noise;
+    int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH];
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
@@ -283,7 +289,7 @@ static int list_length(const int* list) {
 
 static int ema_count(const Config& c) {
     int n = 0;
-    while (n < MAX_EMAS && c.ema_rate[n] > 0) n++;
+    while (n < MAX_EMAS && c.optimiser.ema_rate[n] > 0) n++;
     return n;
 }
 
@@ -292,11 +298,8 @@ static void check_config(const Config& c) {
     int levels = list_length(c.channel_mult);
     if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
     if (c.image_size % (1 << (levels - 1)))
-        fail(
-            "--image_size %d can't be halved %d times, once between each two of the %d levels of "
-            "--channel_mult; use a "
-            "multiple of %d or fewer levels",
-            c.image_size, levels - 1, levels, 1 << (levels - 1));
+        fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
+             c.image_size, levels, 1 << (levels - 1));
     for (int i = 0; i < levels; i++) {
         int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
         if (width > 8192)
@@ -305,19 +308,14 @@ static void check_config(const Config& c) {
         if (width % c.norm_groups)
             fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
         if (width / c.norm_groups < 2)
-            fail(
-                "--norm_groups %d leaves one channel a group at a width of %d: such a norm wipes out the "
-                "time embedding "
-                "that was just added, so the level would ignore the timestep; use --norm_groups %d or fewer",
-                c.norm_groups, width, width / 4);
+            fail("--norm_groups %d leaves one channel a group, without time embedding; use --norm_groups %d",
+                 c.norm_groups, width / 4);
         bool attends = i == levels - 1;  // the middle block always does
         for (int j = 0; j < list_length(c.attention_resolutions); j++)
             attends |= c.attention_resolutions[j] == size;
         if (attends && size > MAX_ATTENTION_SIZE)
-            fail(
-                "attention at %dx%d does not fit; %dx%d is the largest: use more levels or other "
-                "--attention_resolutions",
-                size, size, MAX_ATTENTION_SIZE, MAX_ATTENTION_SIZE);
+            fail("attention at %dx%d does not fit; use more levels or other --attention_resolutions", size,
+                 size);
 #ifdef __CUDACC__
         if (attends && (c.num_head_channels % 16 || c.num_head_channels > 128))
             fail("--num_head_channels %d: a GPU's attention takes multiples of 16 up to 128",
@@ -327,10 +325,6 @@ static void check_config(const Config& c) {
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
     }
-    for (int i = 1; i < MAX_EMAS; i++)
-        if (c.ema_rate[i] > 0 && !(c.ema_rate[i - 1] > 0))
-            fail("--ema_rate has a 0 before %s; 0 stands alone, for no averaged weights",
-                 float_text(c.ema_rate[i]).c_str());
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
@@ -339,9 +333,7 @@ static void check_config(const Config& c) {
             "21 or more, or cosine",
             c.diffusion_steps, 20.0 / c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
-        fail(
-            "--zero_terminal_snr leaves nothing but noise at the last timestep, where --predict eps says "
-            "nothing of the image; use --predict v or x0");
+        fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
@@ -2061,22 +2053,8 @@ struct UpdateWeights {
     }
 };
 
-// What the optimiser's settings are: the part of Config that a kernel can be handed.
-struct Hyper {
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
-    int lr_schedule, warmup_steps, lr_steps;
-    float ema_rate[MAX_EMAS];
-};
-static Hyper hyper_of(const Config& c) {
-    Hyper hyper = {c.lr,        c.final_lr_fraction, c.weight_decay, c.beta1,        c.beta2,    c.adam_eps,
-                   c.grad_clip, c.skip_outliers,     c.lr_schedule,  c.warmup_steps, c.lr_steps, {}};
-    std::copy(c.ema_rate, c.ema_rate + MAX_EMAS, hyper.ema_rate);
-    return hyper;
-}
-
-// The learning rate of step s, counted from 0; Settings: Config or Hyper.
-template <typename Settings>
-HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
+// The learning rate of step s, counted from 0.
+HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     double rate = c.lr;
     if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return rate;
@@ -2088,8 +2066,7 @@ HOST_DEVICE static double learning_rate(const Settings& c, int64_t s) {
 }
 
 // The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
-template <typename Settings>
-HOST_DEVICE static AdamW adamw_at(const Settings& c, int64_t s, int64_t updates) {
+HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
     AdamW a = {(float)learning_rate(c, s),
                c.weight_decay,
@@ -2148,85 +2125,99 @@ static size_t lay_out_model(Model* m, char* memory) {
     size_t total = 0, P = plan.num_floats, B = plan.batch;
     size_t image = IMAGE_CHANNELS * plan.image_size * plan.image_size, pixels = B * image;
     size_t whole = std::max(plan.batch, m->config.batch_size);  // of which the plan's may be a part
-    auto place = [&](size_t bytes) { return memory + reserve(&total, bytes); };
-    m->master = (float*)place(P * sizeof(float));
+    auto piece = [&](size_t bytes) { return memory + reserve(&total, bytes); };
+    m->master = (float*)piece(P * sizeof(float));
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
-    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)place(P * sizeof(floatX));
-    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)place(P * sizeof(float));
+    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)piece(P * sizeof(floatX));
+    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)piece(P * sizeof(float));
     if (plan.training) {
-        m->gradients = (float*)place(P * sizeof(float));
-        m->adam_m = (float*)place(P * sizeof(float));
-        m->adam_v = (float*)place(P * sizeof(float));
-        m->norm_parts = (float*)place((P / NORM_CHUNK + 1) * sizeof(float));
-        m->decays = (uint8_t*)place(P / DECAY_CHUNK + 1);
+        m->gradients = (float*)piece(P * sizeof(float));
+        m->adam_m = (float*)piece(P * sizeof(float));
+        m->adam_v = (float*)piece(P * sizeof(float));
+        m->norm_parts = (float*)piece((P / NORM_CHUNK + 1) * sizeof(float));
+        m->decays = (uint8_t*)piece(P / DECAY_CHUNK + 1);
     }
-    m->arena = place(plan.arena_bytes);
-    m->input = (floatX*)place(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
-    m->target = (float*)place(pixels * sizeof(float));
-    m->images = (float*)place(pixels * sizeof(float));
-    m->timesteps = (int*)place(whole * sizeof(int));
-    m->sources = (int*)place(whole * sizeof(int));
-    m->state = (StepState*)place((1 + RESULT_SLOTS) * sizeof(StepState));
-    m->signal = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->noise = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->loss_weights = (float*)place(m->config.diffusion_steps * sizeof(float));
-    m->losses = (float*)place(whole * loss_parts((int)image) * sizeof(float));
-    m->begins = (PictureNoise*)place(B * sizeof(PictureNoise));
-    m->limits = (float*)place(B * sizeof(float));
+    m->arena = piece(plan.arena_bytes);
+    m->input = (floatX*)piece(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
+    m->target = (float*)piece(pixels * sizeof(float));
+    m->images = (float*)piece(pixels * sizeof(float));
+    m->timesteps = (int*)piece(whole * sizeof(int));
+    m->sources = (int*)piece(whole * sizeof(int));
+    m->state = (StepState*)piece((1 + RESULT_SLOTS) * sizeof(StepState));
+    m->signal = (float*)piece(m->config.diffusion_steps * sizeof(float));
+    m->noise = (float*)piece(m->config.diffusion_steps * sizeof(float));
+    m->loss_weights = (float*)piece(m->config.diffusion_steps * sizeof(float));
+    m->losses = (float*)piece(whole * loss_parts((int)image) * sizeof(float));
+    m->begins = (PictureNoise*)piece(B * sizeof(PictureNoise));
+    m->limits = (float*)piece(B * sizeof(float));
     return total;
 }
 
-// Bytes that a run of this configuration allocates, all told (the images of the data file aside).
-static size_t memory_needed(const Config& config, int batch, bool training) {
+// A model that has sizes and no memory yet.
+static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
-    return lay_out_model(&m, nullptr) + workspace_bytes();
+    m.bytes = lay_out_model(&m, nullptr);
+    return m;
 }
 
-// Images that the network can take at a time: more than a grid has rows, or more pixels than 32 bits can
-// number with room to spare, are refused.
+// Bytes that a run of this model allocates, without its images.
+static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
+
+// Images that the network can take at a time: no more than a grid has rows, and no more pixels than 32 bits
+// can number with plenty to spare.
 static int most_images(const Config& config) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30;
     return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
 }
 
-// Refuses what a checkpoint's header and the kernels can't count, and what this machine's memory can't hold.
-static void check_memory(const Config& config, int batch, bool training) {
-    size_t parameters = make_plan(config, 1, false).num_parameters;
-    if (parameters > INT32_MAX)
-        fail(
-            "this model has %zu parameters and %d are the most; use fewer --num_channels or a smaller "
-            "--channel_mult",
-            parameters, INT32_MAX);
-    size_t needed = memory_needed(config, batch, training), available = backend_memory_available();
-    bool enough = !available || needed <= available;
-    if (enough && batch <= most_images(config)) return;
-    std::string why =
-        enough
-            ? text("%d images of %d x %d at a time are too many", batch, config.image_size, config.image_size)
-            : text("this run needs %s of memory and %s are free", human_bytes((double)needed).c_str(),
-                   human_bytes((double)available).c_str());
-    int fits = std::min(batch, most_images(config));
-    while (fits > 0 && available && memory_needed(config, fits, training) > available) fits /= 2;
-    std::string parts = training ? text("--microbatch %d, the same batch in parts, or ", fits) : "";
-    fail("%s; %s", why.c_str(),
-         fits ? text("%s--batch_size %d would fit", parts.c_str(), fits).c_str()
-              : "no batch size would fit: use a smaller model");
+// Refuses what the host's memory can't hold.
+static void check_host_memory(double bytes, const std::string& what, const char* instead) {
+    double available = (double)host_memory_available();
+    if (available && bytes > available)
+        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
+             human_bytes(available).c_str(), instead);
 }
 
-static void build_model(Model* m, const Config& config, int batch, bool training) {
-    check_memory(config, batch, training);
-    m->config = config;
-    m->plan = make_plan(config, batch, training);
-    m->bytes = lay_out_model(m, nullptr);
+// Refuses a model that a checkpoint's header and the kernels can't count, or memory can't hold; and a grid of
+// so many pictures, which are held as floats and as bytes with gaps between them, that memory or one PNG can't.
+static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
+    if (m.plan.num_parameters > INT32_MAX)
+        fail("this model has %zu parameters and %d are the most; use fewer --num_channels",
+             m.plan.num_parameters, INT32_MAX);
+    size_t available = backend_memory_available();
+    auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
+    int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
+    if (!has_memory(m) || fits < batch) {
+        std::string why = text("%d images of %d x %d at a time are too many", batch, H, H);
+        if (!has_memory(m))
+            why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
+                       human_bytes(available).c_str());
+        while (fits > 0 && !has_memory(plan_model(m.config, fits, m.plan.training))) fits /= 2;
+        if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+        fail("%s; %s--batch_size %d would fit", why.c_str(),
+             m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
+             fits);
+    }
+    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2), model = 0;
+    std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
+    if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
+#ifndef __CUDACC__
+    model = (double)memory_of(m);
+#endif
+    check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
+                      instead);
+}
+
+static void allocate_model(Model* m) {
     m->memory = (char*)backend_allocate(m->bytes);
     if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
-             human_bytes((double)(m->bytes + workspace_bytes())).c_str());
+             human_bytes(memory_of(*m)).c_str());
     backend_zero(m->memory, m->bytes);
     lay_out_model(m, m->memory);
-    if (!training) return;
+    if (!m->plan.training) return;
     std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
     for (const Parameter& t : m->plan.tensors) {
         ASSERT(t.offset % DECAY_CHUNK == 0);
@@ -2234,6 +2225,12 @@ static void build_model(Model* m, const Config& config, int batch, bool training
             decays[(t.offset + i) / DECAY_CHUNK] = 1;
     }
     backend_upload(m->decays, decays.data(), decays.size());
+}
+
+static void build_model(Model* m, const Config& config, int batch, bool training) {
+    *m = plan_model(config, batch, training);
+    check_memory(*m);
+    allocate_model(m);
 }
 
 static void free_model(Model* m) {
@@ -2393,13 +2390,12 @@ struct Best {
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
-    enum { MOST_WAITING = 16 << 20 };  // bytes; records that come while so many wait are lost
     std::string path, waiting;
+    std::string kept;    // of the file that is there
+    bool drops = false;  // and something is not
     int file = -1;
     off_t end = 0;  // of the last whole line
-    long lost = 0;  // records
-    bool warned = false, drops = false;
-    std::string kept;
+    bool warned = false;
 
     // On resume, lines of steps that are about to be done again are dropped; the others tell the best
     // validation loss so far. Nothing is written before open().
@@ -2422,10 +2418,13 @@ struct Trainer {
     long epochs;                  // whose orders were sent
     StepState* results;           // (RESULT_SLOTS), the host's
     Recording recording;
-    int folder = -1;     // the run's, locked against other processes as long as it is open
-    long begun = 0;      // steps given to the device
-    long step = 0;       // optimiser steps done, as far as the host knows
-    float smoothed = 0;  // running mean of the loss, without those of skipped steps
+    int folder = -1;                // the run's, locked against other processes as long as it is open
+    std::vector<long> checkpoints;  // that lay there when the run was configured
+    double peak = 0;                // TFLOP/s of the device at the most; 0: not known
+    long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
+    long begun = 0;                 // steps given to the device
+    long step = 0;                  // optimiser steps done, as far as the host knows
+    float smoothed = 0;             // running mean of the loss, without those of skipped steps
     History history = History();
     Metrics metrics;
     Best best;
@@ -2460,7 +2459,7 @@ static void prepare_steps(Trainer* t) {
     size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
     t->pixels_on_host = bytes > backend_memory_available() / 10 * 9;
     t->pixels = t->pixels_on_host ? backend_allocate_host(bytes) : backend_allocate(bytes);
-    if (!t->pixels) fail("could not allocate %s for the images", human_bytes((double)bytes).c_str());
+    if (!t->pixels) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
     if (t->pixels_on_host)
         memcpy(t->pixels, pixels, bytes);
     else
@@ -2533,7 +2532,7 @@ static void enqueue_step(Trainer* t) {
                   .timesteps = m->timesteps,
                   .sources = m->sources,
                   .source = t->source,
-                  .hyper = hyper_of(c)});
+                  .hyper = c.optimiser});
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
@@ -2546,7 +2545,7 @@ static void enqueue_step(Trainer* t) {
     }
     squared_norm(m->norm_parts, m->gradients, P);
     finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
-                m->norm_parts, P, hyper_of(c));
+                m->norm_parts, P, c.optimiser);
     run(UpdateWeights<floatX>{.w = m->master,
                               .ema = {m->ema[0], m->ema[1], m->ema[2], m->ema[3]},
                               .working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights,
@@ -2615,7 +2614,7 @@ static const float* chosen_weights(const Model* m) {
 }
 static std::string chosen_name(const Config& c) {
     bool raw = !c.use_ema || c.use_ema > ema_count(c);
-    return raw ? "raw weights" : "EMA " + float_text(c.ema_rate[c.use_ema - 1]);
+    return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
 // Loss over the validation images with noise and timesteps that never change, of the weights that sampling
@@ -2659,7 +2658,11 @@ static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
     for (int i = 0; i < count; i++) seeds.push_back(first + i);
     return seeds;
 }
-static bool all_finite(const float* values, size_t n);
+static bool all_finite(const float* values, size_t n) {
+    bool finite = true;  // without a way out of the loop, which is vector code then
+    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
+    return finite;
+}
 
 // How many of the pictures hold a number that is none.
 static long count_broken(const std::vector<float>& pictures, size_t count) {
@@ -2669,6 +2672,22 @@ static long count_broken(const std::vector<float>& pictures, size_t count) {
     return broken;
 }
 
+// How far the calls of the network are: every half second on a terminal, otherwise every ten, and at the end.
+struct Progress {
+    bool shown;
+    long all, done = 0;
+    double start = seconds_now(), last = start;
+    void count() {
+        double now = seconds_now();
+        bool ends = ++done == all, terminal = isatty(1);
+        if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
+        printf("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
+               human_time((now - start) / done * (all - done)).c_str(), terminal && !ends ? "" : "\n");
+        fflush(stdout);
+        last = now;
+    }
+};
+
 // pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
 // was predicted to be after steps evenly spread from the first to the last. Says how far it is where asked;
 // stops early, and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
@@ -2677,22 +2696,24 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
     int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
+    auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
+        return columns > 1 ? column * last / (columns - 1) : last;
+    };
     std::vector<SamplerStep> calls = make_sampler(c);
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;  // (B, H, W, 3)
-    double start = seconds_now(), shown = 0;
-    long done = 0, all_calls = (long)calls.size() * ((count + m->plan.batch - 1) / m->plan.batch);
+    Progress progress = {show_progress, (long)calls.size() * ceil_div(count, m->plan.batch)};
     Recording network;
     for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
         int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
+        size_t pixels = (size_t)B * elements;
         if (B != recorded) backend_forget(&network);
         recorded = B;
         backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
         run(StartPictures<floatX>{.x = x, .input = m->input, .begins = m->begins, .B = B, .pixels = H * H});
-        backend_zero(saved,
-                     (size_t)B * elements * sizeof(float));  // it is multiplied by 0, and may hold a NaN
+        backend_zero(saved, pixels * sizeof(float));  // it is multiplied by 0, and may hold a NaN
         for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
             const SamplerStep& s = calls[i];
             run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
@@ -2708,27 +2729,15 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                                        .B = B,
                                        .pixels = H * H,
                                        .call = (uint32_t)i + 1});
-            if (s.save_x == 0) {  // a step ends, and what is saved is x0; for a strip we wait for it
-                int last = sampler_steps(c) - 1;
-                for (; column < columns && step == (columns > 1 ? column * last / (columns - 1) : last);
-                     column++)
-                    for (int b = 0; b < B; b++)
-                        backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
-                                         saved + (size_t)b * elements, elements * sizeof(float));
-                step++;
-            }
-            double elapsed = seconds_now() - start;
-            done++;
-            if (show_progress && (elapsed - shown > (isatty(1) ? 0.5 : 10) || done == all_calls)) {
-                printf("%snetwork call %ld of %ld, %s to go%s", isatty(1) ? "\r" : "", done, all_calls,
-                       human_time(elapsed / done * (all_calls - done)).c_str(),
-                       isatty(1) && done < all_calls ? "   " : "   \n");
-                fflush(stdout);
-                shown = elapsed;
-            }
+            progress.count();
+            if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
+            for (; column < columns && step == step_of(column); column++)
+                for (int b = 0; b < B; b++)
+                    backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
+                                     saved + (size_t)b * elements, elements * sizeof(float));
+            step++;
         }
-        backend_download(pictures->data() + (size_t)first * elements, x,
-                         (size_t)B * elements * sizeof(float));
+        backend_download(pictures->data() + (size_t)first * elements, x, pixels * sizeof(float));
     }
     backend_forget(&network);
     use_weights(m, m->master);
@@ -2754,6 +2763,7 @@ static void save(Trainer* t) {
     std::string path = checkpoint_path(c.out_dir, t->step);
     std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
     if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
+    t->saved = t->step;
     why = failure_of([&] {
         // up to this step: later ones are damaged, or --resume would not have passed over them
         int newest = 0;
@@ -2761,7 +2771,7 @@ static void save(Trainer* t) {
             if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
                 unlink(checkpoint_path(c.out_dir, step).c_str());
     });
-    if (!why.empty()) fprintf(stderr, "note: old checkpoints stay: %s\n", why.c_str());
+    if (!why.empty()) note("old checkpoints stay: " + why);
 }
 
 static std::string samples_path(const std::string& folder, long step) {
@@ -2771,6 +2781,7 @@ static std::string samples_path(const std::string& folder, long step) {
 // A grid that can't be written is no reason to end a run.
 static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
+    t->sampled = t->step;
     if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
     std::vector<float> pictures;
     double start = seconds_now();
@@ -2778,11 +2789,8 @@ static void save_samples(Trainer* t) {
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
-    if (!failure.empty()) {
-        fprintf(stderr, "note: %s\n", failure.c_str());
-        return;
-    }
-    say("%s in %s (%s): %s\n", counted(c.num_samples, "picture").c_str(),
+    if (!failure.empty()) return note(failure);
+    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
     if (long broken = count_broken(pictures, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights have grown too large; try a lower --lr\n",
@@ -2798,16 +2806,11 @@ static double model_tflops(const Model& m, double ms) {
 static std::string take_quartiles(Trainer* t) {
     std::string list;
     for (int q = 0; q < 4; q++) {
-        bool any = t->quartile_counts[q] > 0;
-        list += q ? ", " : "";
-        list += json_number(any ? t->quartile_sums[q] / (double)t->quartile_counts[q] : NAN);
+        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
         t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
     }
     return "[" + list + "]";
 }
-
-// The next step after `step` that `every` divides; never where every is 0.
-static long next_due(long step, int every) { return every ? (step / every + 1) * every : LONG_MAX; }
 
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
@@ -2824,17 +2827,18 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     if (t.best.step >= 0)
         printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
                file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
-    say("checkpoint: %s\n", checkpoint.c_str());
+    say("checkpoint: %s", checkpoint.c_str());
     std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s\n", samples.c_str());
-    say("metrics:    %s/metrics.jsonl\n", c.out_dir);
-    say("config:     %s/config.txt\n", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s\n", shell_word(checkpoint).c_str());
+    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("metrics:    %s/metrics.jsonl", c.out_dir);
+    say("config:     %s/config.txt", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
     if (t.step < c.steps) {
-        say("continue:   ./train_unet --resume %s\n", shell_word(c.out_dir).c_str());
+        say("continue:   ./train_unet --resume %s", shell_word(c.out_dir).c_str());
     } else {
-        bool over = t.step && !(learning_rate(c, t.step) > 0);  // a schedule that has come to its end
-        say("continue:   ./train_unet --resume %s --steps %ld%s\n", shell_word(c.out_dir).c_str(),
+        bool over =
+            t.step && !(learning_rate(c.optimiser, t.step) > 0);  // a schedule that has come to its end
+        say("continue:   ./train_unet --resume %s --steps %ld%s", shell_word(c.out_dir).c_str(),
             std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
     }
 }
@@ -2849,80 +2853,120 @@ static void validate(Trainer* t) {
     t->best.update(loss, t->step);
 }
 
+// What was due at the step that is resumed, where a stop or a crash came before it.
+static void make_up(Trainer* t) {
+    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
+    if (t->owes_samples && !file_exists(samples_path(t->model.config.out_dir, t->step))) save_samples(t);
+    fflush(stdout);
+}
+
+// The step up to which the device can be kept busy: after it the host works with the weights.
+static long next_pause(const Trainer& t) {
+    const Config& c = t.model.config;
+    long next = c.steps;
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) next = std::min(next, (t.step / every + 1) * every);
+    return next;
+}
+
+// A loss or gradient that is not finite ends the run, with what to do about it.
+static void give_up(Trainer* t, const StepResult& result) {
+    t->metrics.close();
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
+                advice = "the weights before it are " + saved + ": resume from there";
+    if (!t->saved) advice = "nothing was saved before it: start again";
+    if (t->saved && t->saved == t->step)
+        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    fail("the %s became %s in step %ld; %s with a lower --lr",
+         std::isfinite(result.loss) ? "gradient" : "loss",
+         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+}
+
+// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+struct Pace {
+    long first, counted,
+        logged;  // steps: that the run began after, that start belongs to, of the log's newest line
+    double start, log_start;  // seconds: of the run without its first step, of that line
+    double shown;             // when a line of either kind was printed
+    double rate;              // steps a second
+    void step(long n, double now) {
+        // the first step, in which much is set up, counts only while there is no other
+        rate = (double)(n - counted) / (now - start);
+        if (n == first + 1) counted = n, start = now;
+    }
+    void pause(double seconds) { start += seconds, log_start += seconds; }
+};
+
+static void log_step(Trainer* t, const StepResult& result, const Pace& pace, double now) {
+    const Config& c = t->model.config;
+    double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
+           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
+           tflops = model_tflops(t->model, ms);
+    std::string to_go = human_time((double)(c.steps - t->step) / pace.rate);
+    printf(
+        "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
+        "ETA %s%s\n",
+        isatty(1) ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm, lr, ms,
+        images_per_s, to_go.c_str(),
+        t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
+    t->metrics.add(
+        text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+             "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+             "\"skipped\": %d, \"loss_quartiles\": %s}",
+             t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
+             t->peak ? text(", \"mfu\": %.4f", tflops / t->peak).c_str() : "",
+             1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+}
+
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepResult& result, Pace* pace) {
+    const Config& c = t->model.config;
+    double now = seconds_now();
+    pace->step(t->step, now);
+    bool logs = t->step % c.log_every == 0 || t->step == pace->first + 1 || t->step == c.steps ||
+                now - pace->log_start > 30;
+    if (logs) {
+        log_step(t, result, *pace, now);
+        pace->logged = t->step, pace->log_start = now;
+    } else if (isatty(1) && now - pace->shown > 1) {
+        printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss,
+               human_time((double)(c.steps - t->step) / pace->rate).c_str());
+    } else {
+        return;
+    }
+    pace->shown = now;
+    fflush(stdout);
+}
+
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    long first = t->step, last_saved = t->step, last_sampled = -1, logged = t->step;
-    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
-    if (t->owes_samples && !file_exists(samples_path(c.out_dir, t->step)))
-        save_samples(t), last_sampled = t->step;
-    fflush(stdout);
-    double start = seconds_now(), log_start = start, paused = 0, shown = start;
-    bool terminal = isatty(1);
     std::string source;
-    double peak = backend_peak(&source), gigabytes = 1e-9 * (double)(t->model.bytes + workspace_bytes());
+    t->peak = backend_peak(&source);
+    t->saved = t->step;
+    make_up(t);
+    double start = seconds_now();
+    Pace pace = {t->step, t->step, t->step, start, start, start, 0};
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
-        // keep the device fed, but not past a step after which the host works with the weights
-        long limit =
-            std::min({(long)c.steps, next_due(t->step, c.save_every), next_due(t->step, c.sample_every),
-                      next_due(t->step, t->validation.count ? c.val_every : 0)});
-        while (t->begun < std::min(limit, t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
         StepResult result = await_step(t);
-        double now = seconds_now();
-        if (!result.finite()) {
-            t->metrics.close();
-            std::string saved = checkpoint_path(c.out_dir, last_saved),
-                        what_to_do = !last_saved ? "nothing was saved before it: start again"
-                                     : t->step == last_saved
-                                         ? "the weights of " + saved + " lead to it: resume from an older one"
-                                         : "the weights before it are " + saved + ": resume from there";
-            fail("the %s became %s in step %ld; %s with a lower --lr",
-                 std::isfinite(result.loss) ? "gradient" : "loss",
-                 std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, what_to_do.c_str());
-        }
-        // the first step, in which much is set up, counts only while there is no other
-        double rate =
-            t->step == first + 1 ? 1 / (now - start) : (t->step - first - 1) / (now - start - paused);
-        std::string to_go = human_time((c.steps - t->step) / rate);
-        // a line every log_every steps, the first step, and at least every 30 seconds
-        if (due(c.log_every) || t->step == first + 1 || t->step == c.steps || now - log_start > 30) {
-            double ms = 1e3 * (now - log_start) / (t->step - logged), lr = learning_rate(c, t->step - 1);
-            double tflops = model_tflops(t->model, ms);
-            std::string mfu = peak ? text(", \"mfu\": %.4f", tflops / peak) : "";
-            printf(
-                "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
-                "ETA %s%s\n",
-                terminal ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm,
-                lr, ms, c.batch_size * 1e3 / ms, to_go.c_str(),
-                t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
-            t->metrics.add(
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, c.batch_size * 1e3 / ms,
-                     tflops, mfu.c_str(), gigabytes, t->history.skipped, take_quartiles(t).c_str()));
-            fflush(stdout);
-            logged = t->step, log_start = shown = now;
-        } else if (terminal && now - shown > 1) {
-            printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss, to_go.c_str());
-            fflush(stdout);
-            shown = now;
-        }
+        if (!result.finite()) give_up(t, result);
+        show_step(t, result, &pace);
+        double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t), last_saved = t->step;
-        if (due(c.sample_every)) save_samples(t), last_sampled = t->step;
+        if (due(c.save_every)) save(t);
+        if (due(c.sample_every)) save_samples(t);
         fflush(stdout);
-        double after = seconds_now();  // saving, sampling and validating are no part of a step's time
-        paused += after - now, log_start += after - now;
-        if (t->step == first + 1) start = after, paused = 0;
+        pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - start - paused;
-    if (terminal) printf("\r\033[K");
-    if (last_saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (last_sampled != t->step && !stop_requested) save_samples(t);
+    double seconds = seconds_now() - pace.start;
+    if (isatty(1)) printf("\r\033[K");
+    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (t->sampled != t->step && !stop_requested) save_samples(t);
     t->metrics.close();
-    print_summary(*t, first, seconds);
+    print_summary(*t, pace.first, seconds);
 }
 
 // ===========================================================================================================
@@ -2931,19 +2975,8 @@ static void train(Trainer* t) {
 
 // ---- flags ------------------------------------------------------------------------------------------------
 
-// A new sample of the default configuration is `flag.text` parsed; a stored one lies in int32 fields of a
-// .bin header.
-enum FlagKind {
-    FLAG_INT,
-    FLAG_UINT,
-    FLAG_FLOAT,
-    FLAG_BOOL,
-    FLAG_LIST,
-    FLAG_FLOAT_LIST,
-    FLAG_CHOICE,
-    FLAG_PATH,
-    FLAG_OPTIONAL_PATH
-};
+// What a flag's value is; of a number, also a list of them where Config has an array.
+enum FlagKind { FLAG_INT, FLAG_UINT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
 enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
@@ -2957,14 +2990,14 @@ struct Flag {
     FlagGroup group;
     FlagResume on_resume;
     int field;             // first int32 field of the .bin header that stores it, 0: not stored
-    size_t offset;         // in Config
+    size_t offset, size;   // in Config, in bytes
     const char* standard;  // the default, as it would be typed
     double least, most;    // range of a number or of a list's elements
     const char* choices;   // of a FLAG_CHOICE, separated by |
     const char* help;
 };
 
-#define AT(member) offsetof(Config, member)
+#define AT(member) offsetof(Config, member), sizeof(Config().member)
 static const Flag FLAGS[] = {
     {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
      "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
@@ -2976,7 +3009,7 @@ static const Flag FLAGS[] = {
      "start from (or generate with) the weights of this .bin; its configuration comes with it"},
     {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
      "folder for checkpoints, samples, metrics.jsonl and config.txt"},
-    {"resume", FLAG_OPTIONAL_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
+    {"resume", FLAG_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
      "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
     {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
      "PNG grid that --generate writes"},
@@ -2987,12 +3020,12 @@ static const Flag FLAGS[] = {
      "height and width in pixels"},
     {"num_channels", FLAG_INT, GROUP_MODEL, FIXED, 18, AT(num_channels), "64", 32, 1024, 0,
      "width of the first level, a multiple of 32"},
-    {"channel_mult", FLAG_LIST, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
+    {"channel_mult", FLAG_INT, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
      "width of each level as a multiple of num_channels; each level halves the image"},
     {"num_res_blocks", FLAG_INT, GROUP_MODEL, FIXED, 19, AT(num_res_blocks), "2", 1, 16, 0,
      "residual blocks a level"},
-    {"attention_resolutions", FLAG_LIST, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024,
-     0, "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
+    {"attention_resolutions", FLAG_INT, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024, 0,
+     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
     {"num_head_channels", FLAG_INT, GROUP_MODEL, FIXED, 20, AT(num_head_channels), "32", 1, 1024, 0,
      "channels of an attention head"},
     {"norm_groups", FLAG_INT, GROUP_MODEL, FIXED, 21, AT(norm_groups), "32", 1, 1024, 0,
@@ -3014,25 +3047,27 @@ static const Flag FLAGS[] = {
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
     {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
      "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
-    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(lr), "1e-4", 0, 1e3, 0, "learning rate"},
-    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(lr_schedule), "constant", 0, 0,
+    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(optimiser.lr), "1e-4", 0, 1e3, 0, "learning rate"},
+    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(optimiser.lr_schedule), "constant", 0, 0,
      "constant|cosine|linear",
      "how it falls over the --steps of the first start; a later --steps does not bend it"},
-    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(final_lr_fraction), "0", 0, 1, 0,
+    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(optimiser.final_lr_fraction), "0", 0, 1, 0,
      "part of --lr that cosine and linear end at"},
-    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(warmup_steps), "0", 0, 1e9, 0,
+    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(optimiser.warmup_steps), "0", 0, 1e9, 0,
      "steps over which the learning rate rises to --lr"},
-    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(weight_decay), "0", 0, 1e3, 0,
+    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(optimiser.weight_decay), "0", 0, 1e3, 0,
      "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
-    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(beta1), "0.9", 0, 0.99999, 0, "AdamW's first moment"},
-    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(beta2), "0.999", 0, 0.9999999, 0,
+    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(optimiser.beta1), "0.9", 0, 0.99999, 0,
+     "AdamW's first moment"},
+    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(optimiser.beta2), "0.999", 0, 0.9999999, 0,
      "AdamW's second moment"},
-    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(adam_eps), "1e-8", 1e-20, 1, 0, "AdamW's epsilon"},
-    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(grad_clip), "0", 0, 1e9, 0,
+    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(optimiser.adam_eps), "1e-8", 1e-20, 1, 0,
+     "AdamW's epsilon"},
+    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(optimiser.grad_clip), "0", 0, 1e9, 0,
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
-    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(skip_outliers), "0", 0, 1e9, 0,
+    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(optimiser.skip_outliers), "0", 0, 1e9, 0,
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
-    {"ema_rate", FLAG_FLOAT_LIST, GROUP_TRAINING, FIXED, 59, AT(ema_rate), "0.999", 0, 0.9999999, 0,
+    {"ema_rate", FLAG_FLOAT, GROUP_TRAINING, FIXED, 59, AT(optimiser.ema_rate), "0.999", 0, 0.9999999, 0,
      "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
     {"min_snr_gamma", FLAG_FLOAT, GROUP_TRAINING, FIXED, 71, AT(min_snr_gamma), "0", 0, 1e6, 0,
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
@@ -3088,7 +3123,7 @@ static const Flag FLAGS[] = {
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
-    FIELD_MORE_FLOATS = 75,  // a FLAG_FLOAT_LIST's second number and on, which do not fit beside its first
+    FIELD_MORE_FLOATS = 75,  // a list of floats' second number and on, which do not fit after its first
 };
 
 // A preset is a text of flags that come before those of --config and those the user types.
@@ -3114,17 +3149,45 @@ static const Preset PRESETS[] = {
      "--sample_every 5000 --val_every 5000"},
 };
 
+static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
+
 static const Flag* find_flag(const std::string& name) {
     for (const Flag& flag : FLAGS)
-        if (name == flag.name) return &flag;
+        if (is_named(flag, name)) return &flag;
     return nullptr;
 }
 
-static bool is_real(const Flag& flag) { return flag.kind == FLAG_FLOAT || flag.kind == FLAG_FLOAT_LIST; }
+// How many numbers, each of 4 bytes, a flag that is no path holds at the most.
+static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
+
+// Its i-th number, and setting it.
+static double number_of(const Config& config, const Flag& flag, int i) {
+    const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
+    if (flag.kind == FLAG_FLOAT) return *(const float*)at;
+    return flag.kind == FLAG_UINT ? *(const unsigned*)at : *(const int*)at;
+}
+static void set_number(Config* config, const Flag& flag, int i, double number) {
+    char* at = (char*)config + flag.offset + i * sizeof(int32_t);
+    if (flag.kind == FLAG_FLOAT)
+        *(float*)at = (float)number;
+    else
+        *(uint32_t*)at = (uint32_t)(int64_t)number;
+}
+
+static std::vector<std::string> split(const std::string& whole, char mark) {
+    std::vector<std::string> parts;
+    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
+        end = whole.find(mark, start);
+        parts.push_back(whole.substr(start, end - start));
+    }
+    return parts;
+}
 
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (!(is_real(flag) && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    if (flag.kind == FLAG_CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
+    if (!(flag.kind == FLAG_FLOAT && fabs(number) <= FLT_MAX))
+        return number >= flag.least && number <= flag.most;
     float value = (float)number;
     return value >= (float)flag.least && value <= (float)flag.most &&
            (number == 0 || fabsf(value) >= FLT_MIN);
@@ -3134,7 +3197,7 @@ static bool in_range(const Flag& flag, double number) {
 static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = is_real(flag), whole = real || number == floor(number);
+    bool real = flag.kind == FLAG_FLOAT, whole = real || number == floor(number);
     if (value.empty() || *end || !std::isfinite(number) || !whole)
         fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
     if (real && number != 0 && fabs(number) < FLT_MIN)
@@ -3146,100 +3209,62 @@ static double parse_number(const Flag& flag, const std::string& value) {
     return number;
 }
 
-// How many numbers of 4 bytes it has; a path aside.
-static int flag_length(const Flag& flag) {
-    return flag.kind == FLAG_LIST ? MAX_LEVELS : flag.kind == FLAG_FLOAT_LIST ? MAX_EMAS : 1;
+// Which of the words `value` is, counted from 0.
+static double parse_choice(const Flag& flag, const std::string& value) {
+    bool yes_or_no = flag.kind == FLAG_BOOL;
+    std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
+    for (size_t i = 0; i < words.size(); i++)
+        if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
+    fail_usage("--%s is %s, not '%s'", flag.name,
+               yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
+}
+
+// Refuses what can't be a line of a configuration file or has no room here.
+static void check_path(const Flag& flag, const std::string& value) {
+    if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+    if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+    if (value.find_first_of("\r\n") != std::string::npos)
+        fail_usage("--%s must not hold a line break", flag.name);
+    if (!value.empty() && (strchr(" \t\"", value.front()) || strchr(" \t", value.back())))
+        fail_usage("--%s must not begin with a blank or a quote, nor end with a blank", flag.name);
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    void* target = (char*)config + flag.offset;
-    switch (flag.kind) {
-        case FLAG_INT: *(int*)target = (int)parse_number(flag, value); break;
-        case FLAG_UINT: *(unsigned*)target = (unsigned)parse_number(flag, value); break;
-        case FLAG_FLOAT: *(float*)target = (float)parse_number(flag, value); break;
-        case FLAG_BOOL:
-            if (value == "1" || value == "true" || value == "True")
-                *(int*)target = 1;
-            else if (value == "0" || value == "false" || value == "False")
-                *(int*)target = 0;
-            else
-                fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
-            break;
-        case FLAG_LIST:
-        case FLAG_FLOAT_LIST: {
-            int count = 0, most = flag_length(flag);
-            memset(target, 0, most * sizeof(int));
-            for (size_t start = 0; start <= value.size();) {
-                size_t comma = std::min(value.find(',', start), value.size());
-                if (count == most)
-                    fail_usage("--%s takes at most %d numbers: '%s'", flag.name, most, value.c_str());
-                double number = parse_number(flag, value.substr(start, comma - start));
-                if (flag.kind == FLAG_LIST && number == 0 && value.find(',') != std::string::npos)
-                    fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
-                               value.c_str());
-                if (flag.kind == FLAG_LIST)
-                    ((int*)target)[count++] = (int)number;
-                else
-                    ((float*)target)[count++] = (float)number;
-                start = comma + 1;
-            }
-            break;
-        }
-        case FLAG_CHOICE: {
-            std::string choices = flag.choices;
-            int index = 0;
-            for (size_t start = 0; start <= choices.size(); index++) {
-                size_t bar = std::min(choices.find('|', start), choices.size());
-                if (choices.substr(start, bar - start) == value) {
-                    *(int*)target = index;
-                    return;
-                }
-                start = bar + 1;
-            }
-            fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
-        }
-        case FLAG_PATH:
-        case FLAG_OPTIONAL_PATH: {
-            size_t room = flag.offset == AT(preset) ? sizeof config->preset : (size_t)MAX_PATH_LENGTH;
-            if (value.size() >= room) fail_usage("--%s is longer than %zu characters", flag.name, room - 1);
-            if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-            if (value.find_first_of("\r\n") != std::string::npos)
-                fail_usage("--%s must not hold a line break", flag.name);
-            strcpy((char*)target, value.c_str());
-            break;
-        }
+    char* target = (char*)config + flag.offset;
+    if (flag.kind == FLAG_PATH) {
+        check_path(flag, value);
+        strcpy(target, value.c_str());
+        return;
+    }
+    size_t most = most_numbers(flag);
+    std::vector<std::string> parts = {value};
+    if (most > 1) parts = split(value, ',');
+    if (parts.size() > most)
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
+    memset(target, 0, flag.size);
+    for (size_t i = 0; i < parts.size(); i++) {
+        bool is_word = flag.kind == FLAG_BOOL || flag.kind == FLAG_CHOICE;
+        double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
+        if (number == 0 && parts.size() > 1)
+            fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
+                       value.c_str());
+        set_number(config, flag, (int)i, number);
     }
 }
 
 // The value as it would be typed.
 static std::string flag_text(const Config& config, const Flag& flag) {
-    const void* source = (const char*)&config + flag.offset;
-    switch (flag.kind) {
-        case FLAG_INT:
-        case FLAG_BOOL: return text("%d", *(const int*)source);
-        case FLAG_UINT: return text("%u", *(const unsigned*)source);
-        case FLAG_FLOAT: return float_text(*(const float*)source);
-        case FLAG_LIST: {
-            std::string joined;
-            for (int i = 0; i < MAX_LEVELS && ((const int*)source)[i]; i++)
-                joined += text("%s%d", i ? "," : "", ((const int*)source)[i]);
-            return joined.empty() ? "0" : joined;
-        }
-        case FLAG_FLOAT_LIST: {
-            std::string joined;
-            for (int i = 0; i < MAX_EMAS && ((const float*)source)[i] > 0; i++)
-                joined += (i ? "," : "") + float_text(((const float*)source)[i]);
-            return joined.empty() ? "0" : joined;
-        }
-        case FLAG_CHOICE: {
-            const char* choice = flag.choices;
-            for (int i = *(const int*)source; i > 0; i--) choice = strchr(choice, '|') + 1;
-            return std::string(choice, strcspn(choice, "|"));
-        }
-        case FLAG_PATH:
-        case FLAG_OPTIONAL_PATH: return (const char*)source;
+    if (flag.kind == FLAG_PATH) return (const char*)&config + flag.offset;
+    std::string joined;
+    for (int i = 0; i < most_numbers(flag); i++) {
+        double number = number_of(config, flag, i);
+        if (i && number == 0) break;  // the list ends
+        joined += i ? "," : "";
+        joined += flag.kind == FLAG_CHOICE  ? split(flag.choices, '|')[(size_t)number]
+                  : flag.kind == FLAG_FLOAT ? float_text((float)number)
+                                            : text("%.0f", number);
     }
-    return "";
+    return joined;
 }
 
 static Config default_config() {
@@ -3269,12 +3294,10 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; bytes >= 8; bytes -= 8, p += 8) {
-        uint32_t low, high;
-        memcpy(&low, p, 4), memcpy(&high, p + 4, 4);
-        low ^= crc;
-        crc = table.row[7][low & 255] ^ table.row[6][low >> 8 & 255] ^ table.row[5][low >> 16 & 255] ^
-              table.row[4][low >> 24] ^ table.row[3][high & 255] ^ table.row[2][high >> 8 & 255] ^
-              table.row[1][high >> 16 & 255] ^ table.row[0][high >> 24];
+        uint64_t word;
+        memcpy(&word, p, 8);
+        word ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table.row[7 - k][word >> 8 * k & 255];
     }
     while (bytes--) crc = table.row[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
@@ -3288,26 +3311,22 @@ enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 struct Reader {
     FILE* file;
     std::string path;
-    size_t size;
-    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name), size(0) {
+    size_t size = 0;
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name) {
         struct stat info;
         if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
-        if (fstat(fileno(file), &info) || !S_ISREG(info.st_mode)) {
-            fclose(file);
-            fail("%s is not a regular file", name.c_str());
-        }
+        bool regular = !fstat(fileno(file), &info) && S_ISREG(info.st_mode);
+        if (!regular) fclose(file), fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
     }
     Reader(const Reader&) = delete;
     ~Reader() { fclose(file); }
-    void read(void* to, size_t bytes) {
-        if (bytes && fread(to, 1, bytes, file) != bytes)
+    void check(bool ok) {
+        if (!ok)
             fail("could not read %s: %s", path.c_str(), ferror(file) ? strerror(errno) : "it is truncated");
     }
-    void seek(size_t offset) {
-        if (fseeko(file, (off_t)offset, SEEK_SET))
-            fail("could not read %s: %s", path.c_str(), strerror(errno));
-    }
+    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file) == bytes); }
+    void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
 };
 
 // The checksum of a file, in the order that lets a writer stream: data first, then the header with its
@@ -3341,6 +3360,11 @@ static std::string shell_word(const std::string& path) {
 
 static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
+static bool is_folder(const std::string& path) {
+    struct stat info;
+    return !stat(path.c_str(), &info) && S_ISDIR(info.st_mode);
+}
+
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
     struct stat info;
@@ -3351,11 +3375,10 @@ static std::string read_text(const std::string& path) {
     return contents;
 }
 
-// Its lines, with their line feeds; what follows the last one was cut short.
+// Its lines; what follows the last line feed was cut short.
 static std::vector<std::string> whole_lines(const std::string& contents) {
-    std::vector<std::string> lines;
-    for (size_t start = 0, end; (end = contents.find('\n', start)) != std::string::npos; start = end + 1)
-        lines.push_back(contents.substr(start, end + 1 - start));
+    std::vector<std::string> lines = split(contents, '\n');
+    lines.pop_back();
     return lines;
 }
 
@@ -3398,7 +3421,7 @@ static void remove_stale_temporaries(const std::string& folder) {
     }
 }
 
-// A file that appears under its name only when it is whole: written beside it, flushed to the disk, renamed.
+// A file that appears under its name only when it is whole: written under another, flushed to the disk, renamed.
 struct Writer {
     std::string path, folder, temporary;
     FILE* file = nullptr;
@@ -3410,41 +3433,33 @@ struct Writer {
         free(target);
         if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
             fail("can't write %s: it is not a regular file", name.c_str());
-        size_t slash = path.rfind('/');
-        folder = slash == std::string::npos ? "./" : path.substr(0, slash + 1);
+        folder = path.substr(0, path.rfind('/') + 1);
+        if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
-        open_temporary();
-        if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
+        while (!open_temporary())
+            if (errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
     }
     Writer(const Writer&) = delete;
     ~Writer() {
-        if (file) give_up();
+        if (file) fclose(file), unlink(temporary.c_str());
     }
-    // Under a name that nobody has used, and locked; under another where it was removed as stale before that.
-    void open_temporary() {
+    // Under a name that nobody has used, and locked. False, with EEXIST, where another has to be tried: also
+    // where it was removed as stale before it was locked.
+    bool open_temporary() {
         static int number = 0;
         struct stat info;
-        int descriptor;
-        do {
-            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
-            descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-            if (descriptor >= 0 && !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink)
-                close(descriptor), descriptor = -1, errno = EEXIST;
-        } while (descriptor < 0 && errno == EEXIST);
-        if (descriptor >= 0 && !(file = fdopen(descriptor, "wb")))
-            unlink(temporary.c_str()), close(descriptor), errno = ENOMEM;
-    }
-    void give_up() {
-        fclose(file);
-        file = nullptr;
-        unlink(temporary.c_str());
+        temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+        int descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (descriptor < 0) return false;
+        bool removed = !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink;
+        if (!removed && (file = fdopen(descriptor, "wb"))) return true;
+        unlink(temporary.c_str()), close(descriptor), errno = removed ? EEXIST : ENOMEM;
+        return false;
     }
     void check(bool ok) {
-        if (ok) return;
-        std::string why = strerror(errno);
-        give_up();
-        fail("could not write %s: %s; what was there before is untouched", path.c_str(), why.c_str());
+        if (!ok)
+            fail("could not write %s: %s; what was there before is untouched", path.c_str(), strerror(errno));
     }
     void write(const void* data, size_t bytes) {
         check(fwrite(data, 1, bytes, file) == bytes);
@@ -3454,17 +3469,21 @@ struct Writer {
         check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
     }
     void commit() {
-        check(fflush(file) == 0 && fsync(fileno(file)) == 0);
-        check(rename(temporary.c_str(), path.c_str()) == 0);
+        check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
         fclose(file);  // and with it goes the lock
         file = nullptr;
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
-        if (directory >= 0) {
-            fsync(directory);  // the new name survives a power cut too
-            close(directory);
-        }
+        if (directory < 0) return;
+        fsync(directory);  // the new name survives a power cut too
+        close(directory);
     }
 };
+
+static void write_text(const std::string& path, const std::string& contents) {
+    Writer out(path);
+    out.write(contents.data(), contents.size());
+    out.commit();
+}
 
 // ---- images -----------------------------------------------------------------------------------------------
 
@@ -3480,63 +3499,75 @@ static std::string prepare_command(std::string path, int image_size) {
                 shell_word(path).c_str());
 }
 
-// Refuses what the host's memory can't hold.
-static void check_host_memory(double bytes, const std::string& what, const char* instead) {
-    double available = (double)host_memory_available();
-    if (available && bytes > available)
-        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
-             human_bytes(available).c_str(), instead);
+// Averages the images over factor x factor pixels.
+static void shrink(Dataset* data, int factor) {
+    int from_size = data->size, size = from_size / factor;
+    bool bytes = data->floats.empty();
+    size_t planes = (size_t)data->count * IMAGE_CHANNELS;
+    float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
+    std::vector<float> smaller;
+    smaller.reserve(planes * size * size);
+    for (size_t plane = 0; plane < planes; plane++)
+        for (int y = 0; y < size; y++)
+            for (int x = 0; x < size; x++) {
+                float sum = 0;
+                for (int dy = 0; dy < factor; dy++)
+                    for (int dx = 0; dx < factor; dx++) {
+                        size_t at = (plane * from_size + (size_t)y * factor + dy) * from_size +
+                                    (size_t)x * factor + dx;
+                        sum += bytes ? (float)data->bytes[at] : data->floats[at];
+                    }
+                smaller.push_back(bytes ? sum / divisor - 1.0f : sum / divisor);
+            }
+    data->size = size;
+    data->bytes = std::vector<uint8_t>();
+    data->floats.swap(smaller);
 }
 
 // The format is described in FORMATS.md. A file `factor` times as large as image_size is averaged over factor
 // x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
 // file.
 static Dataset read_images(const std::string& path, int image_size) {
+    const char* name = path.c_str();
+    if (!file_exists(path) && file_exists(path + ".gz"))
+        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
+    if (!file_exists(path))
+        fail("there is no %s; make one from a folder of images: %s", name,
+             prepare_command(path, image_size).c_str());
     Reader in(path);
-    int32_t header[HEADER_INTS];
-    if (in.size < HEADER_BYTES)
-        fail("%s is no image file: it is shorter than a header (prepare_data.py makes one)", path.c_str());
-    in.read(header, sizeof header);
-    if (header[0] != IMAGES_MAGIC)
-        fail("%s is no image file: its first number is %d, not %d (prepare_data.py makes one)", path.c_str(),
-             header[0], IMAGES_MAGIC);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
+    int32_t header[HEADER_INTS] = {0};
+    in.read(header, std::min(in.size, sizeof header));
+    if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
+        fail("%s is no image file (prepare_data.py makes one)", name);
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5], type = header[6],
             classes = header[7], names = header[8];
     if (version != 0 && version != IMAGES_VERSION)
-        fail("%s has version %d of the image format; this program reads versions 0 and %d", path.c_str(),
-             version, IMAGES_VERSION);
-    if (version && header[6] != IMAGES_UINT8)
-        fail("%s stores elements of type %d; this program reads type %d (uint8)", path.c_str(), header[6],
-             IMAGES_UINT8);
-    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536)
-        fail("%s is damaged: its header says %d images of %d x %d", path.c_str(), N, H, W);
-    if (C != IMAGE_CHANNELS)
-        fail("%s has %d channels; this program trains on RGB images (prepare_data.py makes them)",
-             path.c_str(), C);
-    if (version && (classes < 0 || names < 0))
-        fail("%s is damaged: its header says %d classes in %d bytes", path.c_str(), classes, names);
-    // 65536^2 pixels * 3 * 2^31 images fit 128 bits only; a double is exact enough to refuse what no disk
-    // holds
+        fail("%s has version %d of the image format; this program reads versions 0 and %d", name, version,
+             IMAGES_VERSION);
+    if (!version) type = IMAGES_UINT8, classes = names = 0;  // fields that it does not have
+    if (type != IMAGES_UINT8)
+        fail("%s stores elements of type %d; this program reads type %d (uint8)", name, type, IMAGES_UINT8);
+    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
+        fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
+             classes, names);
+    if (C != IMAGE_CHANNELS) fail("%s has %d channels; this program trains on RGB images", name, C);
+    // 65536^2 pixels * 3 * 2^31 images fit 128 bits only; a double is exact enough to refuse what no disk holds
     double claimed =
-        (double)N * C * H * W * (version ? 1 : 4) + (version && classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+        (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
-        fail(
-            "%s is damaged: its header asks for %.0f bytes and it has %zu; make it again with "
-            "prepare_data.py",
-            path.c_str(), claimed, in.size);
+        fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
     if (version &&
         file_checksum(&in, header, IMAGES_CHECKSUM_FIELD) != (uint32_t)header[IMAGES_CHECKSUM_FIELD])
-        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path.c_str());
-    int factor = image_size ? H / image_size : 1, wanted = image_size ? image_size : H;
-    if (H != W || (image_size && (H % image_size || factor < 1)))
-        fail(
-            "%s holds %d x %d images and the network's are %d x %d (--image_size); make a file that fits: %s",
-            path.c_str(), H, W, wanted, wanted, prepare_command(path, wanted).c_str());
-    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * image_size * image_size : 0),
+        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
+    int wanted = image_size ? image_size : H, factor = H / wanted;
+    if (H != W || H % wanted || factor < 1)
+        fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
+             prepare_command(path, wanted).c_str());
+    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
     Dataset data;
-    data.count = N, data.size = H / factor;
+    data.count = N, data.size = H;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
     if (version) {
@@ -3547,24 +3578,9 @@ static Dataset read_images(const std::string& path, int image_size) {
         in.read(data.floats.data(), count * sizeof(float));
         for (float value : data.floats)
             if (!(value >= -1.001f && value <= 1.001f))
-                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", path.c_str(), (double)value);
+                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
     }
-    if (factor == 1) return data;
-    std::vector<float> smaller((size_t)N * C * data.size * data.size);
-    float divisor = (version ? 127.5f : 1.0f) * (float)(factor * factor);
-    for (size_t plane = 0, to = 0; plane < (size_t)N * C; plane++)
-        for (int y = 0; y < data.size; y++)
-            for (int x = 0; x < data.size; x++, to++) {
-                float sum = 0;
-                for (int dy = 0; dy < factor; dy++)
-                    for (int dx = 0; dx < factor; dx++) {
-                        size_t from = (plane * H + (size_t)y * factor + dy) * W + (size_t)x * factor + dx;
-                        sum += version ? (float)data.bytes[from] : data.floats[from];
-                    }
-                smaller[to] = version ? sum / divisor - 1.0f : sum / divisor;
-            }
-    data.bytes = std::vector<uint8_t>();
-    data.floats.swap(smaller);
+    if (factor > 1) shrink(&data, factor);
     return data;
 }
 
@@ -3614,165 +3630,165 @@ struct WeightsFile {
 };
 
 static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
+// A model's arrays of parameters, in the order of a checkpoint's sections.
+struct Array {
+    const char* section;
+    float* parameters;
+};
+static std::vector<Array> arrays_of(const Model& m) {
+    std::vector<Array> arrays = {{"weights", m.master}};
+    for (int k = 0; k < MAX_EMAS; k++) arrays.push_back({EMA_SECTIONS[k], m.ema[k]});
+    arrays.insert(arrays.end(), {{"adam_m", m.adam_m}, {"adam_v", m.adam_v}});
+    std::erase_if(arrays, [](const Array& a) { return !a.parameters; });
+    return arrays;
+}
 static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
-    return flag.kind == FLAG_FLOAT_LIST && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+    return flag.kind == FLAG_FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
 // Flags to header fields and back.
 static void flags_to_fields(int32_t* header, const Config& config) {
-    for (const Flag& flag : FLAGS) {
-        for (int i = 0; flag.field && i < flag_length(flag); i++)
-            memcpy(header + field_of(flag, i), (const int*)((const char*)&config + flag.offset) + i,
-                   sizeof(int));
-    }
-    header[FIELD_LR_STEPS] = config.lr_steps;
+    for (const Flag& flag : FLAGS)
+        for (int i = 0; flag.field && i < most_numbers(flag); i++)
+            memcpy(header + field_of(flag, i), (const char*)&config + flag.offset + 4 * i, 4);
+    header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
-        if (!flag.field) continue;
-        int32_t field[MAX_LEVELS];
-        int length = flag_length(flag), choices = 1;
-        for (const char* c = flag.choices; flag.kind == FLAG_CHOICE && *c; c++) choices += *c == '|';
-        bool good = true;
-        for (int i = 0; i < length; i++) {
-            float real;
-            field[i] = header[field_of(flag, i)];
-            memcpy(&real, field + i, sizeof real);
-            double value = is_real(flag)            ? (double)real
-                           : flag.kind == FLAG_UINT ? (double)(uint32_t)field[i]
-                                                    : (double)field[i];
-            if (flag.kind == FLAG_CHOICE)
-                good &= value >= 0 && value < choices;
-            else
-                good &= in_range(flag, value) || (flag.kind == FLAG_LIST && i && value == 0);
+        bool ended = false;  // a list, by a 0, which stands first where it is empty
+        for (int i = 0; flag.field && i < most_numbers(flag); i++) {
+            memcpy((char*)config + flag.offset + 4 * i, header + field_of(flag, i), 4);
+            double number = number_of(*config, flag, i);
+            bool ends = i && number == 0;
+            if (!ends && (ended || !in_range(flag, number)))
+                fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
+            ended |= number == 0;
         }
-        if (!good) fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-        memcpy((char*)config + flag.offset, field, length * sizeof(int));
     }
-    config->lr_steps = std::max(0, header[FIELD_LR_STEPS]);
+    config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
-// check_config of what a file stores.
-static void check_stored(const WeightsFile& file) {
+// The parameters of a file's configuration, which must be one that can work.
+static size_t parameters_of(const WeightsFile& file) {
     std::string why = failure_of([&] { check_config(file.config); });
     if (!why.empty()) fail("%s holds a configuration that can't work: %s", file.path.c_str(), why.c_str());
+    return make_plan(file.config, 1, false).num_parameters;
 }
 
 // The header of a .bin of the first generation of this format (PyTorch order, fp32, its own fixed
 // architecture).
-static void open_old_weights(WeightsFile* file, const int32_t* header, size_t size) {
+static void read_old_header(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
         period = header[7];
     bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
     if (C_in != IMAGE_CHANNELS || C_out != IMAGE_CHANNELS || H != W)
-        fail(
-            "%s is a model of %d x %d images with %d channels in and %d out; this program trains square RGB "
-            "images",
-            path, H, W, C_in, C_out);
+        fail("%s is a model of %d x %d images from %d to %d channels; this program trains square RGB images",
+             path, H, W, C_in, C_out);
     if (B < 1 || B > 65536 || base < 32 || base > 1024 || H < 8 || H > 1024 || period < 2)
         fail("%s is damaged: its header says batch %d, width %d, size %d, max_period %d", path, B, base, H,
              period);
     Config* c = &file->config;
-    c->num_channels = base, c->image_size = H, c->max_period = period;
+    c->num_channels = base, c->image_size = H, c->max_period = period, c->batch_size = B;
     c->attention_resolutions[0] = H / 4, c->attention_resolutions[1] = H / 8, c->attention_resolutions[2] = 0;
-    c->batch_size = B;
-    check_stored(*file);
-    size_t bytes = make_plan(*c, 1, false).num_parameters * sizeof(float);
-    size_t rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
+    size_t bytes = parameters_of(*file) * sizeof(float),
+           rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
            expected = HEADER_BYTES + bytes * (has_adamw ? 3 : 1) + rng;
     if (size != expected)
         fail("%s is damaged: its header asks for %zu bytes and it has %zu", path, expected, size);
     file->sections.push_back({"weights", HEADER_BYTES, bytes});
 }
 
-static WeightsFile open_weights(const std::string& path) {
-    Reader in(path);
-    WeightsFile file;
-    file.path = path, file.config = default_config();
-    int32_t header[HEADER_INTS];
-    if (in.size < HEADER_BYTES) fail("%s is no weights file: it is shorter than a header", path.c_str());
-    in.read(header, sizeof header);
-    if (header[0] == OLD_WEIGHTS_MAGIC) {
-        open_old_weights(&file, header, in.size);
-        return file;
-    }
-    if (header[0] == IMAGES_MAGIC)
-        fail("%s holds images; weights were expected (images go to --data_file)", path.c_str());
-    if (header[0] != UNET_MAGIC)
-        fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)",
-             path.c_str());
-    if (header[FIELD_VERSION] != UNET_VERSION)
-        fail("%s has version %d of the weights format; this program reads version %d", path.c_str(),
-             header[FIELD_VERSION], UNET_VERSION);
+// Where each section lies: they follow the header and each other up to the file's end.
+static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
+    const char* path = file->path.c_str();
     int count = header[FIELD_SECTIONS];
-    if (count < 1 || count > MAX_SECTIONS)
-        fail("%s is damaged: its header says %d sections", path.c_str(), count);
+    if (count < 1 || count > MAX_SECTIONS) fail("%s is damaged: its header says %d sections", path, count);
     size_t offset = HEADER_BYTES;
     for (int i = 0; i < count; i++) {
         const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
-        if (bytes > in.size - offset)
-            fail("%s is damaged: it ends inside its section %d", path.c_str(), i + 1);
-        if (file.find(name)) fail("%s is damaged: two sections have the same name", path.c_str());
-        file.sections.push_back({name, offset, (size_t)bytes});
+        if (bytes > size - offset) fail("%s is damaged: it ends inside its section %d", path, i + 1);
+        if (file->find(name)) fail("%s is damaged: two sections have the same name", path);
+        file->sections.push_back({name, offset, (size_t)bytes});
         offset += bytes;
     }
-    if (offset != in.size)
-        fail("%s is damaged: its sections end at byte %zu and it has %zu", path.c_str(), offset, in.size);
+    if (offset != size)
+        fail("%s is damaged: its sections end at byte %zu and it has %zu", path, offset, size);
+}
+
+static void read_history(WeightsFile* file, Reader* in) {
+    const Section* s = file->find("state");
+    if (!s) return;
+    History* h = &file->history;
+    bool sound = s->bytes == sizeof *h;
+    in->seek(s->offset);
+    if (sound) in->read(h, sizeof *h);
+    sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
+    sound &= all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
+    if (!sound) fail("%s is damaged: its section state makes no sense", file->path.c_str());
+}
+
+static void read_text_flags(WeightsFile* file, Reader* in) {
+    for (const char* name : TEXT_SECTIONS) {
+        const Section* s = file->find(name);
+        if (!s || !s->bytes) continue;
+        std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
+        in->seek(s->offset);
+        in->read(&value[0], value.size());
+        if (strlen(value.c_str()) < value.size())
+            fail("%s is damaged: its section %s names no file", file->path.c_str(), name);
+        std::string why = failure_of([&] { set_flag(&file->config, *find_flag(name), value); });
+        if (!why.empty())
+            fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
+    }
+}
+
+static WeightsFile open_weights(const std::string& path) {
+    const char* name = path.c_str();
+    if (is_folder(path))
+        fail("%s is a folder; name one of its checkpoints, or the folder with --resume", name);
+    Reader in(path);
+    WeightsFile file;
+    file.path = path, file.config = default_config();
+    int32_t header[HEADER_INTS] = {0};
+    in.read(header, std::min(in.size, sizeof header));
+    if (header[0] == IMAGES_MAGIC)
+        fail("%s holds images; weights were expected (images go to --data_file)", name);
+    if (in.size < HEADER_BYTES || (header[0] != UNET_MAGIC && header[0] != OLD_WEIGHTS_MAGIC))
+        fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)", name);
+    if (header[0] == OLD_WEIGHTS_MAGIC) {
+        read_old_header(&file, header, in.size);
+        return file;
+    }
+    if (header[FIELD_VERSION] != UNET_VERSION)
+        fail("%s has version %d of the weights format; this program reads version %d", name,
+             header[FIELD_VERSION], UNET_VERSION);
+    read_sections(&file, header, in.size);
     if (file_checksum(&in, header, FIELD_CHECKSUM) != (uint32_t)header[FIELD_CHECKSUM])
-        fail("%s is damaged: its checksum does not match", path.c_str());
+        fail("%s is damaged: its checksum does not match", name);
     if (header[FIELD_CHANNELS] != IMAGE_CHANNELS)
-        fail("%s is a model of images with %d channels; this program trains RGB images", path.c_str(),
+        fail("%s is a model of images with %d channels; this program trains RGB images", name,
              header[FIELD_CHANNELS]);
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
-    if (!std::isfinite(file.smoothed)) fail("%s is damaged: its loss is no number", path.c_str());
-    check_stored(file);
-    size_t parameters = make_plan(file.config, 1, false).num_parameters;
-    if (file.step < 0 || header[FIELD_PARAMETERS] != (int64_t)parameters)
-        fail("%s is damaged: it says %d parameters and step %ld; its configuration has %zu parameters",
-             path.c_str(), header[FIELD_PARAMETERS], file.step, parameters);
-    if (!file.find("weights")) fail("%s holds no weights", path.c_str());
-    for (const char* name : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
-        if (file.find(name) && file.find(name)->bytes != parameters * sizeof(float))
-            fail("%s is damaged: its section %s has the wrong length", path.c_str(), name);
-    if (const Section* s = file.find("state")) {
-        History* h = &file.history;
-        bool sound = s->bytes == sizeof *h;
-        in.seek(s->offset);
-        if (sound) in.read(h, sizeof *h);
-        sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file.step;
-        for (int i = 0; i < WINDOW; i++)
-            sound &= fabsf(h->losses[i]) <= FLT_MAX && fabsf(h->norms[i]) <= FLT_MAX;
-        if (!sound) fail("%s is damaged: its section state makes no sense", path.c_str());
-    }
-    for (const char* name : TEXT_SECTIONS) {
-        const Section* s = file.find(name);
-        if (s && s->bytes) {
-            if (s->bytes >= MAX_PATH_LENGTH)
-                fail("%s is damaged: its section %s is too long", path.c_str(), name);
-            std::string value(s->bytes, '\0');
-            in.seek(s->offset);
-            in.read(&value[0], s->bytes);
-            if (value.find_first_of("\r\n", 0, 3) != std::string::npos)  // 3: also the 0
-                fail("%s is damaged: its section %s names no file", path.c_str(), name);
-            set_flag(&file.config, *find_flag(name), value);
-        }
-    }
+    size_t parameters = parameters_of(file);
+    if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
+        fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
+             header[FIELD_PARAMETERS], file.step, file.smoothed);
+    if (!file.find("weights")) fail("%s holds no weights", name);
+    for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
+        if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
+            fail("%s is damaged: its section %s has the wrong length", name, section);
+    read_history(&file, &in);
+    read_text_flags(&file, &in);
     return file;
-}
-
-static bool all_finite(const float* values, size_t n) {
-    bool finite = true;  // without a way out of the loop, which is vector code then
-    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
-    return finite;
 }
 
 // One section of parameters, from a file's order to memory's. `to` (num_floats) is on the device.
@@ -3796,13 +3812,9 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     for (const Parameter& t : plan.tensors) {
         held.resize(t.size), reordered.resize(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
-        if (!all_finite(held.data(), t.size)) {
-            out->give_up();
-            fail(
-                "%s became NaN or infinite, so that %s was not written; resume from an older checkpoint, or "
-                "start again, with a lower --lr",
-                t.name, out->path.c_str());
-        }
+        if (!all_finite(held.data(), t.size))
+            fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
+                 t.name, out->path.c_str());
         reorder(reordered.data(), held.data(), t, false);
         out->write(reordered.data(), t.count * sizeof(float));
     }
@@ -3819,26 +3831,19 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     header[FIELD_CHANNELS] = IMAGE_CHANNELS;
     memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
     flags_to_fields(header, c);
-    const struct {
-        const char* name;
-        const float* parameters;
-    } arrays[] = {{"weights", m.master}, {"ema", m.ema[0]},    {"ema_2", m.ema[1]}, {"ema_3", m.ema[2]},
-                  {"ema_4", m.ema[3]},   {"adam_m", m.adam_m}, {"adam_v", m.adam_v}};
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
         memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
     };
-    for (auto& a : arrays)
-        if (a.parameters) declare(a.name, m.plan.num_parameters * sizeof(float));
+    for (const Array& a : arrays_of(m)) declare(a.section, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
     for (const char* name : TEXT_SECTIONS)
         if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
-    for (auto& a : arrays)
-        if (a.parameters) write_parameters(&out, a.parameters, m.plan);
+    for (const Array& a : arrays_of(m)) write_parameters(&out, a.parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
     for (const char* name : TEXT_SECTIONS) {
         std::string value = flag_text(c, *find_flag(name));
@@ -3870,15 +3875,14 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 
 // The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
-    struct stat info;
-    if (!stat(folder.c_str(), &info) && !S_ISDIR(info.st_mode))
+    if (file_exists(folder) && !is_folder(folder))
         fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
         WeightsFile file;
         std::string damage = failure_of([&] { file = open_weights(checkpoint_path(folder, step)); });
         if (damage.empty()) return file;
-        fprintf(stderr, "note: passed over: %s\n", damage.c_str());
+        note("passed over: " + damage);
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -3957,31 +3961,26 @@ void Metrics::read(const std::string& name, long resumed_step, Best* best) {
     std::string old = read_text(path);
     for (const std::string& line : whole_lines(old)) {
         long step;
+        double loss = NAN;  // of weights that are no numbers it says null
         if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
-        kept += line;
-        const char* at = strstr(line.c_str(), "\"val_loss\": ");
-        double loss;
-        if (at && sscanf(at, "\"val_loss\": %lf", &loss) == 1) best->update(loss, step);
-        if (at) best->last = step;  // that of weights which are no numbers says null
+        kept += line + "\n";
+        size_t at = line.find("\"val_loss\": ");
+        if (at == std::string::npos) continue;
+        sscanf(&line[at], "\"val_loss\": %lf", &loss);
+        best->update(loss, step);
     }
     drops = kept.size() < old.size();
 }
 
 void Metrics::open() {
-    if (drops) {
-        Writer out(path);
-        out.write(kept.data(), kept.size());
-        out.commit();
-    }
+    if (drops) write_text(path, kept);
     file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (file < 0 || (end = lseek(file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", path.c_str(), strerror(errno));
 }
 
 void Metrics::add(const std::string& record) {
-    bool room = waiting.size() + record.size() < MOST_WAITING;
-    if (room) waiting += record + "\n";
-    lost += !room;
+    waiting += record + "\n";
     write_waiting();
 }
 
@@ -3990,19 +3989,20 @@ void Metrics::write_waiting() {
     ssize_t n = 0;
     while (written < waiting.size() && (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
         written += (size_t)n;
-    bool all = written == waiting.size();
-    if (!all && !warned)
-        fprintf(stderr, "note: could not write %s: %s; what is missing there is added once it can be\n",
-                printable(path).c_str(), strerror(errno));
-    warned |= !all;
-    if (!all && !ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+    if (written < waiting.size()) {
+        if (!warned)
+            note("could not write " + path + ": " + strerror(errno) +
+                 "; what is missing there is added once it can be");
+        warned = true;
+        if (!ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+    }
     waiting.erase(0, written), end += (off_t)written;
 }
 
 void Metrics::close() {
     write_waiting();
-    lost += std::count(waiting.begin(), waiting.end(), '\n');
-    if (lost) fprintf(stderr, "note: %s lacks %s\n", printable(path).c_str(), counted(lost, "line").c_str());
+    if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
+        note(path + " lacks " + counted(lost, "line"));
     ::close(file);
 }
 
@@ -4069,69 +4069,21 @@ struct GivenFlag {
 static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
     const GivenFlag* last = nullptr;
     for (const GivenFlag& g : given)
-        if (!strcmp(g.flag->name, name)) last = &g;
+        if (is_named(*g.flag, name)) last = &g;
     return last;
 }
 
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
-    std::string names;
     for (const Preset& preset : PRESETS) {
-        names += std::string(names.empty() ? "" : ", ") + preset.name;
         if (name != preset.name) continue;
         std::istringstream words(preset.flags);
         for (std::string flag, value; words >> flag >> value;)
             given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
         return given;
     }
-    fail_usage("there is no preset '%s'; did you mean %s? (there are: %s)", name.c_str(),
-               nearest(PRESETS, name), names.c_str());
-}
-
-static std::vector<GivenFlag> read_config_file(const std::string& path);
-
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
-// applied later, over the defaults or a checkpoint's configuration.
-static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
-    std::vector<GivenFlag> given;
-    for (int i = 1; i < argc; i++) {
-        std::string argument = argv[i];
-        if (argument == "-h") argument = "--help";
-        if (argument.compare(0, 2, "--") != 0)
-            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
-        size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const Flag* flag = find_flag(name);
-        if (name == "log_file")  // of an earlier trainer, whose files this one reads
-            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
-        if (!flag)
-            fail_usage("unknown flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-                       nearest(FLAGS, name));
-        bool more = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
-        std::string value;
-        if (equals != std::string::npos)
-            value = argument.substr(equals + 1);
-        else if (flag->kind == FLAG_BOOL)
-            value = more ? argv[++i] : "1";
-        else if (flag->kind == FLAG_OPTIONAL_PATH)
-            value = more ? argv[++i] : "";
-        else if (i + 1 < argc)
-            value = argv[++i];
-        else
-            fail_usage("--%s needs a value", name.c_str());
-        given.push_back({flag, value, ""});
-    }
-    if (const GivenFlag* file = was_given(given, "config")) {
-        std::vector<GivenFlag> more = read_config_file(file->value);
-        given.insert(given.begin(), more.begin(), more.end());
-    }
-    if (const GivenFlag* preset = was_given(given, "preset")) {
-        if (!preset->origin.empty()) error_place = preset->origin + ": ";
-        std::vector<GivenFlag> more = preset_flags(preset->value);
-        error_place.clear();
-        given.insert(given.begin(), more.begin(), more.end());
-    }
-    return given;
+    fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
+               nearest(PRESETS, name));
 }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
@@ -4139,50 +4091,32 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     config->resume_given = was_given(given, "resume") != nullptr;
 }
 
-// ---- configuration files ----------------------------------------------------------------------------------
-
 // What a configuration file holds: everything but what is to be done this time.
-static bool is_setting(const Flag& flag) {
-    return flag.group != GROUP_OTHER && flag.kind != FLAG_OPTIONAL_PATH;
+static bool is_setting(const Flag& flag) { return flag.group != GROUP_OTHER && !is_named(flag, "resume"); }
+
+static const Flag& known_flag(const std::string& name) {
+    if (const Flag* flag = find_flag(name)) return *flag;
+    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
+               nearest(FLAGS, name));
 }
 
-// `value` as it is written into a file for --config: in quotes where it would be read as something else.
-static std::string quoted_value(const std::string& value) {
-    bool plain =
-        value.empty() || (!isspace((unsigned char)value.front()) && value.front() != '"' &&
-                          !isspace((unsigned char)value.back()) && value.find('#') == std::string::npos);
-    if (plain) return value;
-    std::string quoted = "\"";
-    for (char c : value) quoted += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
-    return quoted + '"';
+// Without the blanks around it.
+static std::string trimmed(const std::string& line) {
+    size_t first = line.find_first_not_of(" \t\r");
+    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
 }
 
-// One line of a configuration file: NAME VALUE or NAME = VALUE. A # starts a comment at the head of a line or
-// after a space; a value in double quotes (where \" is a quote and \\ a backslash) holds anything.
+// One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    const char* space = " \t\r";
-    size_t start = line.find_first_not_of(space), end = line.find_first_of(" \t\r=", start);
-    std::string name = line.substr(start, end - start), value;
-    const Flag* flag = find_flag(name);
-    if (!flag)
-        fail_usage("there is no flag '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-                   nearest(FLAGS, name));
-    if (!is_setting(*flag)) fail_usage("%s can only be typed, as --%s", flag->name, flag->name);
-    size_t at = line.find_first_not_of(space, end);
-    if (at < line.size() && line[at] == '=') at = line.find_first_not_of(space, at + 1);
-    if (at < line.size() && line[at] == '"') {
-        for (at++; at < line.size() && line[at] != '"'; at++) {
-            if (line[at] == '\\' && at + 1 < line.size()) at++;
-            value += line[at];
-        }
-        if (at >= line.size()) fail_usage("the quote after %s does not end", flag->name);
-        at = line.find_first_not_of(space, at + 1);
-        if (at < line.size() && line[at] != '#') fail_usage("more follows %s's quoted value", flag->name);
-    } else if (at < line.size()) {
-        while (at < line.size() && (line[at] != '#' || !strchr(space, line[at - 1]))) value += line[at++];
-        value.erase(value.find_last_not_of(space) + 1);
-    }
-    return {flag, value, origin};
+    std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
+                value = trimmed(words.substr(name.size()));
+    if (value.starts_with('=')) value = trimmed(value.substr(1));
+    if (value.size() > 1 && value.front() == '"' &&
+        value.back() == '"')  // as older versions wrote some names
+        value = value.substr(1, value.size() - 2);
+    const Flag& flag = known_flag(name);
+    if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+    return {&flag, value, origin};
 }
 
 static std::vector<GivenFlag> read_config_file(const std::string& path) {
@@ -4196,17 +4130,15 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     if (contents.compare(0, 3, "\xEF\xBB\xBF") == 0) contents.erase(0, 3);  // some editors' byte order mark
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
-    for (size_t start = 0; start < contents.size(); number++) {
-        size_t end = std::min(contents.find('\n', start), contents.size());
-        std::string line = contents.substr(start, end - start);
-        start = end + 1;
-        size_t first = line.find_first_not_of(" \t\r");
-        if (first == std::string::npos || line[first] == '#') continue;
-        std::string origin = text("%s, line %d", path.c_str(), number + 1);
-        error_place = origin + ": ";
-        given.push_back(parse_config_line(line, origin));
-        set_flag(&scratch, *given.back().flag, given.back().value);
-        error_place.clear();
+    for (const std::string& line : split(contents, '\n')) {
+        std::string origin = text("%s, line %d", path.c_str(), ++number);
+        if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
+        std::string why = failure_of([&] {
+            given.push_back(parse_config_line(line, origin));
+            set_flag(&scratch, *given.back().flag, given.back().value);
+            if (is_named(*given.back().flag, "preset")) preset_flags(given.back().value);
+        });
+        if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
     }
     return given;
 }
@@ -4218,9 +4150,8 @@ static std::string config_text(const Config& config) {
     for (int group = 0; group < GROUP_OTHER; group++) {
         lines += text("\n# %s\n", GROUP_TITLES[group]);
         for (const Flag& flag : FLAGS)
-            if (flag.group == group && is_setting(flag) && flag.offset != AT(preset))
-                lines += text("%s =%s", flag.name, *flag_text(config, flag).c_str() ? " " : "") +
-                         quoted_value(flag_text(config, flag)) + "\n";
+            if (flag.group == group && is_setting(flag) && !is_named(flag, "preset"))
+                lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
 }
@@ -4230,12 +4161,45 @@ static void write_config(const Config& config, long step, const std::vector<std:
     std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
     for (const std::string& line : whole_lines(read_text(path))) {
         long changed;
-        if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step) contents += line;
+        if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step)
+            contents += line + "\n";
     }
     for (const std::string& change : changes) contents += text("# from step %ld on: ", step) + change + "\n";
-    Writer out(path);
-    out.write(contents.data(), contents.size());
-    out.commit();
+    write_text(path, contents);
+}
+
+// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
+// applied later, over the defaults or a checkpoint's configuration.
+static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
+    std::vector<GivenFlag> given;
+    for (int i = 1; i < argc; i++) {
+        std::string argument = argv[i];
+        if (argument == "-h") argument = "--help";
+        if (argument.compare(0, 2, "--") != 0)
+            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+        size_t equals = argument.find('=');
+        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        if (name == "log_file")  // of an earlier trainer, whose files this one reads
+            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
+        const Flag& flag = known_flag(name);
+        // of --flip and --resume the value may be left out
+        bool optional = flag.kind == FLAG_BOOL || name == "resume",
+             next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
+        std::string value = flag.kind == FLAG_BOOL ? "1" : "";
+        if (equals != std::string::npos)
+            value = argument.substr(equals + 1);
+        else if (next)
+            value = argv[++i];
+        else if (!optional)
+            fail_usage("--%s needs a value", name.c_str());
+        given.push_back({&flag, value, ""});
+    }
+    auto put_first = [&](const std::vector<GivenFlag>& more) {
+        given.insert(given.begin(), more.begin(), more.end());
+    };
+    if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
+    if (const GivenFlag* preset = was_given(given, "preset")) put_first(preset_flags(preset->value));
+    return given;
 }
 
 // ---- what a run prints ------------------------------------------------------------------------------------
@@ -4253,15 +4217,17 @@ static void print_plan(const Plan& plan) {
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
         printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
                text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
-               human_bytes((double)kept).c_str());
+               human_bytes(kept).c_str());
     }
 }
 
-static void print_run(const Config& c, const Plan& plan, size_t bytes) {
+static void print_run(const Model& m) {
+    const Config& c = m.config;
+    const Plan& plan = m.plan;
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
-        if (flag.group == GROUP_OTHER || value.empty() || flag.kind == FLAG_OPTIONAL_PATH) continue;
+        if (!is_setting(flag) || value.empty()) continue;
         printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
     }
     printf("%s\n", column % 3 ? "\n" : "");
@@ -4279,25 +4245,23 @@ static void print_run(const Config& c, const Plan& plan, size_t bytes) {
         plan.training
             ? text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c), ema_count(c) ? ", EMA" : "").c_str()
             : "",
-        human_bytes((double)plan.arena_bytes).c_str(), human_bytes((double)activations).c_str(),
-        human_bytes((double)gradients).c_str(), human_bytes((double)scratch).c_str(),
-        human_bytes((double)bytes).c_str());
+        human_bytes(plan.arena_bytes).c_str(), human_bytes(activations).c_str(),
+        human_bytes(gradients).c_str(), human_bytes(scratch).c_str(), human_bytes(memory_of(m)).c_str());
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
 // defaults, which config.txt lists too, and a preset's are meant for any --image_size.
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
-    if (!g || !g->origin.compare(0, 2, "--")) return;
-    if (!g->origin.empty() && g->value == g->flag->standard) return;
-    std::vector<int> sizes;
+    if (!g || g->origin.starts_with("--") || (!g->origin.empty() && g->value == g->flag->standard)) return;
     std::string levels, missing;
+    std::set<int> sizes;
     for (int i = 0; i < list_length(c.channel_mult); i++) {
-        sizes.push_back(c.image_size >> i);
-        levels += text("%s%d", i ? ", " : "", sizes[i]);
+        sizes.insert(c.image_size >> i);
+        levels += text("%s%d", i ? ", " : "", c.image_size >> i);
     }
     for (int i = 0; i < list_length(c.attention_resolutions); i++)
-        if (std::find(sizes.begin(), sizes.end(), c.attention_resolutions[i]) == sizes.end())
+        if (!sizes.count(c.attention_resolutions[i]))
             missing += text("%s%d", missing.empty() ? "" : ", ", c.attention_resolutions[i]);
     if (!missing.empty())
         printf("note: no level has the size %s of --attention_resolutions; the levels have %s\n",
@@ -4393,22 +4357,18 @@ static double time_step(Config config, int batch, double seconds, int least) {
 // Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
 // the batch only: this has to be quick.
 static void print_time(const Config& config, long steps_done) {
-    int batch = config.batch_size;
+    int batch = config.batch_size, least = 3;
 #ifndef __CUDACC__
-    double one = time_step(config, 1, 0, 1);
-    batch = std::max(1, std::min(batch, (int)(1000 / one)));
-    double ms = batch > 1 ? time_step(config, batch, 2, 1) : one;
-#else
-    double ms = time_step(config, batch, 2, 3);
+    batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch), least = 1;
 #endif
-    std::string how = "measured, on random images";
-    if (batch < config.batch_size)
-        how = text("an estimate from %d of its %d images", batch, config.batch_size);
-    ms *= (double)config.batch_size / batch;
-    long left = std::max(0L, config.steps - steps_done);
+    double ms = time_step(config, batch, 2, least) * config.batch_size / batch;
+    std::string how = batch == config.batch_size
+                          ? "measured, on random images"
+                          : text("an estimate from %d of its %d images", batch, config.batch_size);
     std::string step = ms < 1e4 ? text("%.*f ms", ms < 100 ? 2 : 0, ms) : text("%.4g s", ms / 1e3);
     printf("one training step: %s, %.1f images/s (%s)\n", step.c_str(), 1e3 * config.batch_size / ms,
            how.c_str());
+    long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
 }
@@ -4444,7 +4404,7 @@ static int run_profile(Config config) {
     finish_steps(&t);
     free_model(m);
 
-    config.ema_rate[0] = 0;  // one set of weights is enough
+    config.optimiser.ema_rate[0] = 0;  // one set of weights is enough
     int drawn = microbatch_of(config);
     build_model(m, config, drawn, false);
     initialise_weights(m, config.seed);
@@ -4467,13 +4427,15 @@ static int run_profile(Config config) {
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
 
+// What comes with the weights.
+static bool is_model(const Flag& flag) { return flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION; }
+
 // Refuses a given flag of this kind that contradicts what a file stores, with both values.
 static void refuse_contradictions(const std::vector<GivenFlag>& given, const WeightsFile& file,
                                   bool model_only) {
     for (const Flag& flag : FLAGS) {
         const GivenFlag* g = was_given(given, flag.name);
-        bool is_model = flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION;
-        if (!g || flag.on_resume != FIXED || (model_only && !is_model)) continue;
+        if (!g || flag.on_resume != FIXED || (model_only && !is_model(flag))) continue;
         Config wanted = file.config;
         set_flag(&wanted, flag, g->value);
         std::string asked = flag_text(wanted, flag), stored = flag_text(file.config, flag);
@@ -4486,8 +4448,7 @@ static void refuse_contradictions(const std::vector<GivenFlag>& given, const Wei
 
 static void take_model_flags(Config* config, const Config& from) {
     for (const Flag& flag : FLAGS)
-        if (flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION)
-            set_flag(config, flag, flag_text(from, flag));
+        if (is_model(flag)) set_flag(config, flag, flag_text(from, flag));
 }
 
 static Config given_config(const std::vector<GivenFlag>& given) {
@@ -4505,74 +4466,46 @@ static void check_given(const Config& config, const std::vector<GivenFlag>& give
     fail("%s%s", g && !g->origin.empty() ? (g->origin + ": ").c_str() : "", why.c_str());
 }
 
-static Dataset load_dataset(const std::string& path, int image_size) {
-    if (!file_exists(path) && file_exists(path + ".gz"))
-        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path.c_str(), path.c_str());
-    if (!file_exists(path))
-        fail("there is no %s; make one from a folder of images: %s", path.c_str(),
-             prepare_command(path, image_size).c_str());
-    return read_images(path, image_size);
+static uint64_t parse_seed(const std::string& digits) {
+    char* end;
+    uint64_t seed = strtoull(digits.c_str(), &end, 10);
+    return isdigit((unsigned char)digits[0]) && !*end ? seed : UINT64_MAX;
 }
 
 // The seeds of a text such as 0-63 or 3,7,10-12.
 static std::vector<uint32_t> parse_seeds(const std::string& list) {
     std::vector<uint32_t> seeds;
-    for (size_t start = 0; start <= list.size();) {
-        std::string part = list.substr(start, list.find(',', start) - start);
-        start += part.size() + 1;
-        size_t dash = std::min(part.find('-'), part.size());
-        std::string ends[] = {part.substr(0, dash), dash < part.size() ? part.substr(dash + 1) : part};
-        uint64_t number[2];
-        for (int i : {0, 1}) {
-            bool digits = !ends[i].empty() && ends[i].size() <= 10 &&
-                          ends[i].find_first_not_of("0123456789") == std::string::npos;
-            number[i] = digits ? strtoull(ends[i].c_str(), nullptr, 10) : UINT64_MAX;
-        }
-        if (number[0] > number[1] || number[1] > UINT32_MAX)
-            fail_usage(
-                "--seeds is a list of numbers and ranges up to 4294967295, such as 3,7,10-12, not '%s'",
-                list.c_str());
-        if (seeds.size() + (number[1] - number[0]) >= 1000000)
+    for (const std::string& range : split(list, ',')) {
+        std::vector<std::string> ends = split(range, '-');
+        uint64_t first = parse_seed(ends.front()), last = parse_seed(ends.back());
+        if (ends.size() > 2 || first > last || last > UINT32_MAX)
+            fail_usage("--seeds is a list of numbers and ranges up to 4294967295 such as 3,7,10-12, not '%s'",
+                       list.c_str());
+        if (seeds.size() + (last - first) >= 1000000)
             fail_usage("--seeds %s are more than a million; draw them in parts", list.c_str());
-        for (uint64_t seed = number[0]; seed <= number[1]; seed++) seeds.push_back((uint32_t)seed);
+        for (uint64_t seed = first; seed <= last; seed++) seeds.push_back((uint32_t)seed);
     }
     return seeds;
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), so that its length stays that of
 // noise.
-static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t other, int count, int elements) {
-    double product = 0, square = 0, other_square = 0;
+static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
+    double xy = 0, xx = 0, yy = 0;
     for (int e = 0; e < elements; e++) {
-        float a[4], b[4];
-        random_normals(a, seed, STREAM_SAMPLER, e / 4, 0, 0);
-        random_normals(b, other, STREAM_SAMPLER, e / 4, 0, 0);
-        double x = a[e % 4], y = b[e % 4];
-        product += x * y, square += x * x, other_square += y * y;
+        float x[4], y[4];
+        random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
+        random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
+        xy += (double)x[e % 4] * y[e % 4], xx += (double)x[e % 4] * x[e % 4],
+            yy += (double)y[e % 4] * y[e % 4];
     }
-    double angle = acos(product / sqrt(square * other_square));
+    double angle = acos(xy / sqrt(xx * yy));
     std::vector<PictureNoise> begins;
     for (int i = 0; i < count; i++) {
-        double part = (double)i / (count - 1);
-        begins.push_back({seed, other, (float)(sin((1 - part) * angle) / sin(angle)),
-                          (float)(sin(part * angle) / sin(angle))});
+        double part = (double)i / (count - 1), from = sin((1 - part) * angle), to = sin(part * angle);
+        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle))});
     }
     return begins;
-}
-
-// Refuses what the model and a grid of so many pictures need and can't have: memory, and room in one PNG. The
-// pictures are held as floats, and as bytes with their gaps.
-static void check_room(const Config& c, int batch, bool training, double pictures, const char* instead) {
-    check_memory(c, batch, training);
-    double pixels = pictures * pow(c.image_size, 2), with_gaps = pictures * pow(c.image_size + 2, 2),
-           model = 0;
-    std::string what = text("%.0f pictures of %d x %d", pictures, c.image_size, c.image_size);
-    if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
-#ifndef __CUDACC__
-    model = (double)memory_needed(c, batch, training);
-#endif
-    check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
-                      instead);
 }
 
 // Says that the disk may be too small for the checkpoints to come.
@@ -4586,10 +4519,10 @@ static void note_disk(const Trainer& t) {
          more = std::min(saves, std::max(1L, c.keep + 1L - there) + multiples(c.keep_every));
     if (t.step >= c.steps && there) return;
     double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
-           room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if ((double)more * bytes > room)
-        say("note: the disk of %s has %s free and this run needs room for %s of %s more\n", c.out_dir,
-            human_bytes(room).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
+           unused = (double)disk.f_bavail * (double)disk.f_frsize;
+    if ((double)more * bytes > unused)
+        say("note: the disk of %s has %s free and this run needs room for %s of %s more", c.out_dir,
+            human_bytes(unused).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
 }
 
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
@@ -4603,9 +4536,7 @@ static std::vector<PictureNoise> wanted_pictures(const Config& c) {
         fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
     if (!c.interpolate) return noise_of_seeds(seeds);
     if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
-        fail(
-            "--interpolate draws two or more pictures between two seeds, such as --seeds 3,9 --interpolate "
-            "8");
+        fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
     if (c.sampler == SAMPLER_DDPM || c.eta > 0)
         fail("--interpolate needs a sampler that adds no noise: another than ddpm, and no --eta");
     return noise_between(seeds[0], seeds[1], count, IMAGE_CHANNELS * c.image_size * c.image_size);
@@ -4622,45 +4553,79 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-static int run_generate(const std::vector<GivenFlag>& given) {
+// The folder of a run that is there.
+static std::string run_folder(const Config& c) { return *c.resume ? c.resume : c.out_dir; }
+
+static const char* section_of(const Config& c) { return c.use_ema ? EMA_SECTIONS[c.use_ema - 1] : "weights"; }
+
+// What pictures are drawn by: the flags, and the model that the weights are of.
+static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
     Config config = given_config(given);
     const GivenFlag* seed = was_given(given, "seed");
     if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
-    std::string folder = *config.resume ? config.resume : config.out_dir;
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    WeightsFile file =
-        *config.model_weights ? open_weights(config.model_weights) : newest_checkpoint(folder, otherwise);
-    refuse_contradictions(given, file, true);
-    take_model_flags(&config, file.config);
-    std::copy(file.config.ema_rate, file.config.ema_rate + MAX_EMAS, config.ema_rate);
+    *file = *config.model_weights ? open_weights(config.model_weights)
+                                  : newest_checkpoint(run_folder(config), otherwise);
+    refuse_contradictions(given, *file, true);
+    take_model_flags(&config, file->config);
+    memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_given(config, given);
-    std::vector<PictureNoise> begins = wanted_pictures(config);
-    int count = (int)begins.size();
-    const char* section = config.use_ema ? EMA_SECTIONS[config.use_ema - 1] : "weights";
-    if (config.use_ema <= 1 && !file.find(section)) config.use_ema = 0, section = "weights";
-    if (!file.find(section))
-        fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    std::string weights = chosen_name(config), grid = config.output_name;
+    if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
+    if (!file->find(section_of(config)))
+        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section_of(config),
+             config.use_ema);
+    std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
-    memset(config.ema_rate, 0, sizeof config.ema_rate);  // one set of weights is enough
+    return config;
+}
+
+// The grid, and what --strip and --output_dir ask for.
+static void write_pictures(const Config& c, const std::vector<PictureNoise>& begins,
+                           const std::vector<float>& pictures, const std::vector<float>& strip,
+                           double seconds) {
+    int count = (int)begins.size(), H = c.image_size;
+    std::string grid = c.output_name;
+    // the way from one seed to another in a row, if it is not too long
+    write_grid(grid, pictures, count, H, c.interpolate <= 16 ? c.interpolate : 0);
+    say("%s: %s in %s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str());
+    if (c.strip) {
+        grid.insert(grid.size() - strlen(".png"), "_strip");
+        write_grid(grid, strip, count * c.strip, H, c.strip);
+        say("%s: %s of each", grid.c_str(), counted(c.strip, "step").c_str());
+    }
+    if (!*c.output_dir) return;
+    size_t elements = pictures.size() / count;
+    for (int n = 0; n < count; n++) {  // between two seeds the pictures are numbered instead
+        auto first = pictures.begin() + n * elements;
+        write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
+                   {first, first + elements}, 1, H, 1, 0);
+    }
+    say("%s: each picture on its own", c.output_dir);
+}
+
+static int run_generate(const std::vector<GivenFlag>& given) {
+    WeightsFile file;
+    Config config = drawing_config(given, &file);
+    std::vector<PictureNoise> begins = wanted_pictures(config);
+    int count = (int)begins.size();
+    std::string weights = chosen_name(config);
+    memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
     config.batch_size = std::min({config.batch_size, count, most_images(config)});
-    check_room(config, config.batch_size, false, (double)count * (1 + config.strip),
-               "draw them in parts, with --seeds");
-    Model m = Model();
+    Model m = plan_model(config, config.batch_size, false);
+    check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) {
-        print_run(config, make_plan(config, config.batch_size, false),
-                  memory_needed(config, config.batch_size, false));
+        print_run(m);
         return 0;
     }
-    { Writer trial(grid); }  // what can't be written is better said before the pictures are drawn
+    // what can't be written is better said before the pictures are drawn
+    { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
-    build_model(&m, config, config.batch_size, false);
-    read_parameters(m.master, file, section, m.plan);
-    use_weights(&m, m.master);
+    allocate_model(&m);
+    read_parameters(m.master, file, section_of(config), m.plan);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    say("%s with %s (%s, step %ld), %s, seeds %s%s\n", counted(count, "picture").c_str(), file.path.c_str(),
+    say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
     std::vector<float> pictures, strip;
@@ -4669,25 +4634,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         return 130;
     }
-    // the way from one seed to another in a row, if it is not too long
-    write_grid(grid, pictures, count, config.image_size, config.interpolate <= 16 ? config.interpolate : 0);
-    say("%s: %s in %s\n", grid.c_str(), counted(count, "picture").c_str(),
-        human_time(seconds_now() - start).c_str());
-    if (config.strip) {
-        size_t dot = grid.rfind('.'), slash = grid.rfind('/');
-        if (dot == std::string::npos || (slash != std::string::npos && dot < slash)) dot = grid.size();
-        grid.insert(dot, "_strip");
-        write_grid(grid, strip, count * config.strip, config.image_size, config.strip);
-        say("%s: %s of each\n", grid.c_str(), counted(config.strip, "step").c_str());
-    }
-    if (*config.output_dir) {  // between two seeds the pictures are numbered instead
-        size_t elements = pictures.size() / count;
-        for (int n = 0; n < count; n++)
-            write_grid(text("%s/%06u.png", config.output_dir, config.interpolate ? n : begins[n].seed),
-                       {pictures.begin() + n * elements, pictures.begin() + (n + 1) * elements}, 1,
-                       config.image_size, 1, 0);
-        say("%s: each picture on its own\n", config.output_dir);
-    }
+    write_pictures(config, begins, pictures, strip, seconds_now() - start);
     free_model(&m);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
@@ -4695,96 +4642,108 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     return 0;
 }
 
-// Sets up a run from its flags: new, from given weights, or resumed.
-static void prepare_run(Trainer* t, std::vector<GivenFlag> given, Config* config) {
-    *config = given_config(given);
-    WeightsFile file;
-    std::vector<long> there;  // checkpoints, as they were before any was read: see below
-    if (config->resume_given) {
-        std::string folder = *config->resume ? config->resume : config->out_dir;
-        const GivenFlag* out_dir = was_given(given, "out_dir");
-        if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
-            fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-                 out_dir->value.c_str(), folder.c_str());
-        there = list_checkpoints(folder);
-        file = newest_checkpoint(folder,
-                                 "start without --resume, or name the run's folder with --resume FOLDER");
-        refuse_contradictions(given, file, false);
-        // a preset's free flags were for the run's start: what was typed then came over them
-        given.erase(std::remove_if(given.begin(), given.end(),
-                                   [](const GivenFlag& g) { return !g.origin.compare(0, 2, "--"); }),
-                    given.end());
-        *config = file.config;
-        apply_flags(config, given);
-        strcpy(config->out_dir, folder.c_str());
-        for (const Flag& flag : FLAGS) {
-            std::string before = flag_text(file.config, flag), now = flag_text(*config, flag);
-            bool stored = flag.field || flag.offset == AT(data_file) || flag.offset == AT(val_file);
-            if (stored && before != now)
-                t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), before.c_str()));
-        }
-        t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
-        auto was_due = [&](int every) {
-            return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
-        };
-        t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
-        t->owes_samples = was_due(file.config.sample_every);
-        std::vector<const char*> needed = {"adam_m", "adam_v"};
-        needed.insert(needed.end(), EMA_SECTIONS, EMA_SECTIONS + ema_count(*config));
-        for (const char* section : needed)
-            if (!file.find(section))
-                fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                     file.path.c_str(), section);
-    } else if (*config->model_weights) {
-        file = open_weights(config->model_weights);
-        refuse_contradictions(given, file, true);
-        take_model_flags(config, file.config);
+// The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
+static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
+    std::string folder = run_folder(*config);
+    const GivenFlag* out_dir = was_given(given, "out_dir");
+    if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
+        fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
+             out_dir->value.c_str(), folder.c_str());
+    t->checkpoints = list_checkpoints(folder);
+    WeightsFile file =
+        newest_checkpoint(folder, "start without --resume, or name the run's folder with --resume FOLDER");
+    refuse_contradictions(given, file, false);
+    // a preset's free flags were for the run's start: what was typed then came over them
+    std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
+    *config = file.config;
+    apply_flags(config, given);
+    strcpy(config->out_dir, folder.c_str());
+    for (const Flag& flag : FLAGS) {
+        std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
+        bool stored = flag.field || is_named(flag, "data_file") || is_named(flag, "val_file");
+        if (stored && was != now)
+            t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }
-    if (!config->resume_given) config->lr_steps = config->steps;
-    check_given(*config, given);
-    if (config->dry_run || config->print_config) return;
+    t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    auto was_due = [&](int every) {
+        return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
+    };
+    t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
+    t->owes_samples = was_due(file.config.sample_every);
+    return file;
+}
 
-    if (!config->resume_given) there = list_checkpoints(config->out_dir);
-    if (!config->resume_given && !there.empty())
-        fail(
-            "%s already holds a run, at step %ld; continue it with --resume, or name another folder with "
-            "--out_dir",
-            config->out_dir, there[0]);
-    check_room(*config, microbatch_of(*config), true, config->num_samples, "lower --num_samples");
-    t->images = load_dataset(config->data_file, config->image_size);
-    if (*config->val_file) t->validation = load_dataset(config->val_file, config->image_size);
-    make_folder(config->out_dir);
-    t->folder = open(config->out_dir, O_RDONLY | O_CLOEXEC);
-    if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
-        if (t->folder >= 0 && errno == EWOULDBLOCK)
-            fail("another process is training in %s; name another folder with --out_dir", config->out_dir);
-        fprintf(stderr, "note: %s can't be locked (%s): see that no other run is started in it\n",
-                printable(config->out_dir).c_str(), strerror(errno));
+// A run's configuration and plan from its flags: new, from given weights, or resumed. Returns the file that it
+// starts from, if there is one.
+static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
+    Config config = given_config(given);
+    WeightsFile file;
+    if (config.resume_given) {
+        file = resume_run(t, &config, given);
+    } else if (*config.model_weights) {
+        file = open_weights(config.model_weights);
+        refuse_contradictions(given, file, true);
+        take_model_flags(&config, file.config);
     }
-    if (list_checkpoints(config->out_dir) != there)
-        fail(
-            "%s already holds a run that another process has trained meanwhile; continue it with --resume, "
-            "or name another folder with --out_dir",
-            config->out_dir);
-    build_model(&t->model, *config, microbatch_of(*config), true);
+    if (!config.resume_given) config.optimiser.lr_steps = config.steps;
+    check_given(config, given);
+    t->model = plan_model(config, microbatch_of(config), true);
+    return file;
+}
+
+// Refuses a folder whose checkpoints are not those that were there when this run was configured: none, if it
+// is new.
+static void refuse_other_run(const Trainer& t) {
+    const char* folder = t.model.config.out_dir;
+    std::vector<long> there = list_checkpoints(folder);
+    if (there != t.checkpoints)
+        fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
+             folder, there.empty() ? 0 : there[0]);
+}
+
+static void lock_folder(Trainer* t) {
+    const char* folder = t->model.config.out_dir;
+    make_folder(folder);
+    t->folder = open(folder, O_RDONLY | O_CLOEXEC);
+    if (t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB)) return;
+    if (t->folder >= 0 && errno == EWOULDBLOCK)
+        fail("another process is training in %s; name another folder with --out_dir", folder);
+    note(text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+}
+
+// The weights that a run starts from: fresh ones, a file's, or with all that belongs to them a checkpoint's.
+static void load_start(Trainer* t, const WeightsFile& file) {
+    Model* m = &t->model;
+    if (file.path.empty()) return initialise_weights(m, m->config.seed);
+    if (!m->config.resume_given) {
+        read_parameters(m->master, file, "weights", m->plan);
+        return start_from_master(m);
+    }
+    for (const Array& a : arrays_of(*m)) {
+        if (!file.find(a.section))
+            fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
+                 file.path.c_str(), a.section);
+        read_parameters(a.parameters, file, a.section, m->plan);
+    }
+    use_weights(m, m->master);
+}
+
+// Everything between the plan of a run and its first step.
+static void prepare_run(Trainer* t, const WeightsFile& file) {
+    const Config& c = t->model.config;
+    refuse_other_run(*t);
+    check_memory(t->model, c.num_samples, "lower --num_samples");
+    t->images = read_images(c.data_file, c.image_size);
+    if (*c.val_file) t->validation = read_images(c.val_file, c.image_size);
+    lock_folder(t);
+    refuse_other_run(*t);
+    allocate_model(&t->model);
     upload_schedule(&t->model);
-    if (config->resume_given) {
-        read_parameters(t->model.master, file, "weights", t->model.plan);
-        read_parameters(t->model.adam_m, file, "adam_m", t->model.plan);
-        read_parameters(t->model.adam_v, file, "adam_v", t->model.plan);
-        for (int k = 0; k < ema_count(*config); k++)
-            read_parameters(t->model.ema[k], file, EMA_SECTIONS[k], t->model.plan);
-        use_weights(&t->model, t->model.master);
-    } else if (*config->model_weights) {
-        read_parameters(t->model.master, file, "weights", t->model.plan);
-        start_from_master(&t->model);
-    } else {
-        initialise_weights(&t->model, config->seed);
-    }
+    load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
-    t->metrics.read(text("%s/metrics.jsonl", config->out_dir), t->step, &t->best);
-    write_config(*config, t->step, t->changes);
+    t->metrics.read(text("%s/metrics.jsonl", c.out_dir), t->step, &t->best);
+    write_config(c, t->step, t->changes);
     t->metrics.open();
 }
 
@@ -4795,9 +4754,7 @@ static void request_stop(int signal_number) {
     static std::atomic<int64_t> first_asked{0};  // milliseconds
     stop_requested = 1;
     if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    int64_t ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000, first = 0;
+    int64_t ms = (int64_t)(1e3 * seconds_now()), first = 0;
     if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
     signal(signal_number, SIG_DFL);
     raise(signal_number);
@@ -4813,24 +4770,56 @@ static void handle_signals() {
 }
 
 #ifndef TESTING
+static int run_training(const std::vector<GivenFlag>& given) {
+    Trainer trainer;
+    const Config& config = trainer.model.config;
+    WeightsFile file = plan_run(&trainer, given);
+    if (!config.dry_run) prepare_run(&trainer, file);
+    for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
+    note_attention(config, given);
+    if (file.path.empty() && file_exists("unet_init.bin"))
+        printf(
+            "note: unet_init.bin lies here and is not read; to start from it: --model_weights "
+            "unet_init.bin\n");
+    if (trainer.step >= config.steps)
+        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
+    else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
+        printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
+               flag_text(config, *find_flag("lr_schedule")).c_str());
+    print_run(trainer.model);
+    if (config.dry_run) {
+        check_memory(trainer.model, config.num_samples, "lower --num_samples");
+        print_time(config, trainer.step);
+        return 0;
+    }
+    say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
+        config.resume_given ? "resumed at" : "starting at", trainer.step);
+    note_disk(trainer);
+    fflush(stdout);
+    train(&trainer);
+    finish_steps(&trainer);
+    free_model(&trainer.model);
+    return 0;
+}
+
 static int run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
-    Trainer trainer;
     if (config.help) {
         print_help();
         return 0;
     }
     bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const GivenFlag& g : given)  // that were typed, and would do nothing
-        if (!draws && g.origin.empty() &&
-            (!strcmp(g.flag->name, "generate") || !strcmp(g.flag->name, "strip") ||
-             !strcmp(g.flag->name, "output_dir")))
+    for (const char* name : {"generate", "strip", "output_dir"}) {  // that was typed, and would do nothing
+        const GivenFlag* g = was_given(given, name);
+        if (!draws && g && g->origin.empty())
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
-                       g.flag->name, g.value.c_str());
+                       name, g->value.c_str());
+    }
     if (config.print_config) {
-        prepare_run(&trainer, given, &config);
-        printf("%s", config_text(config).c_str());
+        Trainer trainer;
+        plan_run(&trainer, given);
+        printf("%s", config_text(trainer.model.config).c_str());
         return 0;
     }
     backend_init();
@@ -4841,36 +4830,7 @@ static int run_program(int argc, char** argv) {
     printf("train_unet on %s%s\n", backend_name().c_str(),
            config.profile ? text(", batch %d", config.batch_size).c_str() : "");
     if (config.profile) return run_profile(config);
-    if (draws) return run_generate(given);
-    prepare_run(&trainer, given, &config);
-    for (const std::string& change : trainer.changes) say("changed on resume: %s\n", change.c_str());
-    note_attention(config, given);
-    if (!config.resume_given && !*config.model_weights && file_exists("unet_init.bin"))
-        printf(
-            "note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it, "
-            "--model_weights unet_init.bin\n");
-    if (trainer.step >= config.steps)
-        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (trainer.step && !(learning_rate(config, trainer.step) > 0))
-        printf(
-            "note: --lr_schedule %s has come to its end, so that the learning rate is 0; constant goes on\n",
-            flag_text(config, *find_flag("lr_schedule")).c_str());
-    if (config.dry_run) {
-        print_run(config, make_plan(config, microbatch_of(config), true),
-                  memory_needed(config, microbatch_of(config), true));
-        check_room(config, microbatch_of(config), true, config.num_samples, "lower --num_samples");
-        print_time(config, trainer.step);
-        return 0;
-    }
-    print_run(config, trainer.model.plan, trainer.model.bytes + workspace_bytes());
-    say("%s in %s; %s step %ld\n", counted(trainer.images.count, "image").c_str(), config.data_file,
-        config.resume_given ? "resumed at" : "starting at", trainer.step);
-    note_disk(trainer);
-    fflush(stdout);
-    train(&trainer);
-    finish_steps(&trainer);
-    free_model(&trainer.model);
-    return 0;
+    return draws ? run_generate(given) : run_training(given);
 }
 
 int main(int argc, char** argv) {
@@ -4886,21 +4846,14 @@ int main(int argc, char** argv) {
         !setenv("OPENBLAS_NUM_THREADS", "1", 0))
         execv("/proc/self/exe", argv);
 #endif
-    int status = 1;
-    const char* memory =
-        "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images";
-    try {
-        status = run_program(argc, argv);
-    } catch (const std::bad_alloc&) {
-        fail("%s", memory);
-    } catch (const std::length_error&) {
-        fail("%s", memory);
-    }
-    // where a reader has gone, or a terminal, there is nobody to tell
-    errno = 0;
-    if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
-        fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
-    return status;
+    return guarded([&] {
+        int status = run_program(argc, argv);
+        // where a reader has gone, or a terminal, there is nobody to tell
+        errno = 0;
+        if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
+            fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
+        return status;
+    });
 }
 #endif
 

@@ -961,9 +961,21 @@ def to_json(values):
 
 
 class Metrics:
-    """The lines of a run's metrics.jsonl. That one can't be written is said once, and the run goes on."""
-    def __init__(self, path):
+    """The lines of a run's metrics.jsonl. That one can't be written is said once, and the run goes on.
+
+    Those of steps after steps_done, which are about to be done again, are dropped.
+    """
+    def __init__(self, path, steps_done):
         self.path, self.failed = path, False
+        if not os.path.isfile(path):
+            return
+        with open(path, "rb") as file:
+            lines = file.read().splitlines(keepends=True)
+        steps = [re.match(rb'{"step": (\d+)\b.*\n', line) for line in lines]
+        kept = [line for line, step in zip(lines, steps) if step and int(step[1]) <= steps_done]
+        if len(kept) < len(lines):
+            with unet_io.replacing(path) as file:
+                file.write(b"".join(kept))
 
     def note(self, **values):
         """Append a line, after what is there, even where that ends within one."""
@@ -1034,7 +1046,7 @@ def train(config, run, given):
         return name
 
     saved = path if checkpoint else ""
-    metrics = Metrics(os.path.join(run.out_dir, "metrics.jsonl"))
+    metrics = Metrics(os.path.join(run.out_dir, "metrics.jsonl"), trainer.steps_done)
     if run.steps == 0 and not checkpoint:
         unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
         saved = save()

@@ -105,6 +105,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {printable(message)}\n")
 
 
+class Output(io.FileIO):
+    """Standard output, whose errors name it."""
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = "standard output"
+            raise
+
+
 def run_script(main):
     """Run main(). What the user can mend becomes one line, `error: ...`, on stderr and exit status 1.
 
@@ -113,7 +123,9 @@ def run_script(main):
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed at start: no file of ours may take its number
             setattr(sys, name, open(os.devnull, "r+" if name == "stdin" else "w"))
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.__stdout__ = sys.stdout  # kept open
+    output = io.BufferedWriter(Output(sys.stdout.fileno(), "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
     try:
         try:
             return main()
@@ -122,7 +134,7 @@ def run_script(main):
     except UserError as error:
         message = str(error)
     except OSError as error:
-        where = "standard output" if error.filename is None else os.fsdecode(error.filename)
+        where = "the operating system" if error.filename is None else os.fsdecode(error.filename)
         message = f"{where}: {error.strerror or error}"
     except (MemoryError, RuntimeError) as error:
         message = out_of_memory(error)

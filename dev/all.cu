@@ -21,10 +21,14 @@ static const Ladder* const LADDERS[] = {
     &upsample_ladder, &downsample_ladder, &timestep_embedding_ladder, &silu_ladder,           &gelu_ladder,
     &mse_ladder,      &adamw_ladder,      &resblock_ladder,           &attention_block_ladder};
 
-int main(int argc, char** argv) {
+static int run_a_ladder(int argc, char** argv) {
     for (const Ladder* ladder : LADDERS)
         if (argc > 1 && !strcmp(argv[1], ladder->stem)) return run_ladder(*ladder, argc - 1, argv + 1);
     std::string names;
     for (const Ladder* ladder : LADDERS) names += std::string(" ") + ladder->stem;
     fail_usage("usage: ./ladders LADDER [version|all] [case], with one of:%s", names.c_str());
+}
+
+int main(int argc, char** argv) {
+    return guarded([&] { return run_a_ladder(argc, argv); });
 }

@@ -549,5 +549,5 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
 #define LADDER_MAIN(ladder)
 #else
 #define LADDER_MAIN(ladder) \
-    int main(int argc, char** argv) { return run_ladder(ladder, argc, argv); }
+    int main(int argc, char** argv) { return guarded([&] { return run_ladder(ladder, argc, argv); }); }
 #endif

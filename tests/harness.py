@@ -193,7 +193,7 @@ def refused(*command, status=1, says=(), **options):
 
 
 def settings(text):
-    """The flags of a configuration file without quotes: a dict of texts."""
+    """The flags of a configuration file: a dict of texts."""
     return dict(re.findall(r"^(\w+) = ?(.*)$", text, re.M))
 
 
@@ -205,7 +205,7 @@ def effective(*flags):
 def stored_flags():
     """The rows of FLAGS in train_unet.cu that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
     text = (ROOT / "train_unet.cu").read_text()
-    rows = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (FREE|FIXED), ([1-9]\d*), AT\(\w+\),\s+"[^"]*",'
+    rows = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (FREE|FIXED), ([1-9]\d*), AT\([\w.]+\),\s+"[^"]*",'
                       r'\s+[-\w.]+,\s+([-\w.]+),\s+(0|"[^"]*"),', text)
     return {name: (kind, freedom, float(most), choices.strip('"').split("|"))
             for name, kind, freedom, _, most, choices in rows}
@@ -218,8 +218,8 @@ def another(name, value):
         return next(choice for choice in choices if choice != value)
     if kind == "BOOL":
         return str(1 - int(value))
-    if "FLOAT" in kind:
+    if kind == "FLOAT":
         return "0.25" if value != "0.25" else "0.5"
-    if kind == "LIST":
+    if name in ("channel_mult", "attention_resolutions"):  # lists
         return "2" if value != "2" else "1"
     return str(int(value) + (1 if int(value) < most else -1))

@@ -314,11 +314,11 @@ def flags_of_the_program():
     """{flag: (least, most)} of every number that ./train_unet takes, from its table."""
     table = (ROOT / "train_unet.cu").read_text().split("static const Flag FLAGS[] = {")[1].split("\n};")[0]
     number = r"(-?[\d.]+(?:e-?\d+)?)"
-    found = re.findall(r'\{"(\w+)",\s*FLAG_(\w+),\s*GROUP_\w+,\s*\w+,\s*\d+,\s*AT\(\w+\),\s*"[^"]*",\s*'
+    found = re.findall(r'\{"(\w+)",\s*FLAG_(\w+),\s*GROUP_\w+,\s*\w+,\s*\d+,\s*AT\([\w.]+\),\s*"[^"]*",\s*'
                        + number + r",\s*" + number + ",", table)
     assert len(found) == table.count("AT(")
     return {name: (float(least), float(most)) for name, kind, least, most in found
-            if kind in ("INT", "UINT", "FLOAT", "LIST", "FLOAT_LIST")}
+            if kind in ("INT", "UINT", "FLOAT")}
 
 
 def test_both_programs_take_the_same_ranges():
@@ -473,7 +473,7 @@ def test_unet_init_in_the_folder(tmp_path, monkeypatch, train):
 
 def test_metrics_are_json(tmp_path):
     """No NaN and no infinity in metrics.jsonl; a line begins afresh; a full disk is said once."""
-    metrics = train_unet.Metrics(str(tmp_path / "metrics.jsonl"))
+    metrics = train_unet.Metrics(str(tmp_path / "metrics.jsonl"), 0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')  # cut short by what stopped the run before
     metrics.note(step=2, loss=math.nan, smoothed=-math.inf, ms=1.5)
     metrics.note(step=3, val_loss=0.25)

@@ -244,6 +244,30 @@ def test_stops_of_train_unet_py(tmp_path, images4):
         assert checkpoints_in(tmp_path / name) == [len(steps)] and steps == list(range(1, len(steps) + 1))
 
 
+def test_lines_of_train_unet_py(tmp_path, images4):
+    """Lines of steps that are done again, and one that was cut short, are dropped on resume."""
+    flags = [*flags_of(CONFIG), "--data_file", images4, "--out_dir", tmp_path, "--log_every", 1,
+             "--sample_every", 0, "--device", "cpu"]
+    run(sys.executable, ROOT / "train_unet.py", *flags, "--steps", 4, "--save_every", 2, env=ENVIRONMENT)
+    before = records_in(tmp_path)
+    checkpoint_in(tmp_path, 4).unlink()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    run(sys.executable, ROOT / "train_unet.py", *flags, "--steps", 4, "--resume", env=ENVIRONMENT)
+    assert records_in(tmp_path) == before and sorted(before) == [(step, "loss") for step in range(1, 5)]
+
+
+def test_who_is_blamed():
+    """An error without a file's name is blamed on standard output only where that can't be written."""
+    script = "import os, unet_io; unet_io.run_script(lambda: {})"
+    for act, says in (("os.read(99, 1)", "the operating system: Bad file descriptor"),
+                      ("print('x')", "standard output: No space left on device")):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([sys.executable, "-c", script.format(act)], text=True, cwd=ROOT,
+                                    stdout=full if act.startswith("print") else None, stderr=subprocess.PIPE)
+        assert (result.returncode, result.stderr) == (1, f"error: {says}\n")
+
+
 SHORT_STEPS = 5
 SHORT = dict(log_every=1, save_every=2, sample_every=3, val_every=3)
 
