@@ -266,7 +266,7 @@ struct Config {
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
     float eta;
     // what to do
-    int resume_given, print_config, dry_run, profile, help;
+    int resume_given, print_config, dry_run, help;
 };
 
 // Images that go through the network at a time while it is trained.
@@ -417,9 +417,9 @@ static void backend_download_async(void* to, const void* from, size_t bytes);
 // A point in the work given to the device, and waiting until it is reached.
 static void backend_mark(int slot);
 static void backend_await(int slot);
+static float backend_milliseconds(int first, int last);  // between two marks that are reached
 // Launches that may run beside what the main stream gets from now on, until it asks for their results with
-// backend_join. They follow everything launched before. A profile has them in line, to time each alone.
-// Returns the number of this call.
+// backend_join. They follow everything launched before. Returns the number of this call.
 template <typename Launches>
 static int backend_aside(Launches launches);
 // What follows waits for the launches of that call and of all before it; without a number, for all.
@@ -433,9 +433,6 @@ struct Recording {
 template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches);
 static void backend_forget(Recording* recording);
-// Notes the time when the device has done all it was given so far; milliseconds between two such stamps.
-static void backend_stamp(size_t place);
-static float backend_milliseconds(size_t first, size_t last);
 // TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: what a multiprocessor does in a clock, by
 // NVIDIA's white papers on each architecture, times multiprocessors and clock. An H100's clock goes higher
 // than the one behind its data sheet's 989 TFLOP/s of the tensor cores: theirs counts as that. 0: not known.
@@ -443,46 +440,10 @@ static double backend_peak(std::string* source);
 static size_t workspace_bytes();  // what the layers need besides the model's memory
 static bool allocate_workspace();
 
-// ---- profile ----------------------------------------------------------------------------------------------
-
-// What --profile measures. A launcher opens a scope at its head, PROFILE("3x3 dW", {operations, bytes}), that
-// lasts until it returns: the operations of its maths, and the bytes that must move where each input is read
-// once and each output written once. A scope within another is a part of it.
-struct Work {
-    double operations, bytes;
-};
-struct Profile {
-    struct Entry {
-        std::string kind, block;
-        Work work;
-        int launches;
-        std::vector<float> ms;  // of each repetition
-    };
-    bool on = false;             // false: scopes do nothing
-    const char* block = "step";  // of the plan, under way
-    std::vector<Entry> entries;  // in the order of the step
-    size_t next = 0;             // how many scopes of the step were opened
-    int depth = 0, stray = 0;    // scopes open; launches outside of any
-    void launched() {
-        if (on) depth ? entries[next - 1].launches++ : stray++;
-    }
-};
-static Profile profile;
-struct ProfileScope {
-    size_t stamp = 0;  // its first; 0 and 1 are left to what is around all scopes
-    ProfileScope(const char* kind, Work work) {
-        if (!profile.on || profile.depth++) return;
-        size_t n = profile.next++;
-        if (n == profile.entries.size()) profile.entries.push_back({kind, profile.block, work, 0, {}});
-        profile.entries[n].launches = 0;
-        backend_stamp(stamp = 2 * n + 2);
-    }
-    ~ProfileScope() {
-        if (stamp) backend_stamp(stamp + 1);
-        if (profile.on) profile.depth--;
-    }
-};
-#define PROFILE(...) ProfileScope profile_scope(__VA_ARGS__)
+// What a launcher costs: PROFILE("3x3 dW", {operations, bytes}) at its head, for dev/profile.cu.
+#ifndef PROFILE
+#define PROFILE(...)
+#endif
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
@@ -633,12 +594,6 @@ struct Normed {
     bool silu;
     float2* sums;
 };
-
-// What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one.
-static Work convolution_work(double M, int taps, int C, int O, size_t weight = sizeof(floatX)) {
-    double weights = (double)taps * C * O;
-    return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
-}
 
 #ifdef __CUDACC__
 #define DEVICE gpu
@@ -1349,17 +1304,17 @@ static double training_flops(const Plan& plan) {
 
 // ---- walk -------------------------------------------------------------------------------------------------
 
-static void enter(Model* m, const Block& block, const Buffer& scratch) {
+static void set_scratch(Model* m, const Buffer& scratch) {
     m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
-    profile.block = block.name;
 }
 
 // input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
 // be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
+        PROFILE(block.name);
         floatX* out = activation(m, block.out);
-        enter(m, block, block.scratch_forward);
+        set_scratch(m, block.scratch_forward);
         switch (block.kind) {
             case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
             case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
@@ -1374,7 +1329,6 @@ static void unet_forward(Model* m, int B, int first = 0) {
             case BLOCK_OUT: out_forward(m, block, B); break;
         }
     }
-    profile.block = "step";
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, (int)m->plan.blocks.size() - 1); }
@@ -1386,10 +1340,11 @@ static floatX* unet_output_gradient(const Model* m) {
 static void unet_backward(Model* m, int B) {
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
+        PROFILE(block.name);
         const floatX* dout = output_gradient_of(m, i);
         floatX* dx = block.input < 0 ? nullptr : output_gradient_of(m, block.input);
         floatX* dx2 = block.skip < 0 ? nullptr : output_gradient_of(m, block.skip);
-        enter(m, block, block.scratch_backward);
+        set_scratch(m, block.scratch_backward);
         switch (block.kind) {
             case BLOCK_EMBED: embed_backward(m, block, B); break;
             case BLOCK_CONV_IN: conv_in_backward(m, block, B, dout); break;
@@ -1403,7 +1358,6 @@ static void unet_backward(Model* m, int B) {
         }
         backend_join();
     }
-    profile.block = "step";
 }
 
 // ===========================================================================================================
@@ -1651,11 +1605,6 @@ struct Emas {
         return k;
     }
 };
-
-// Bytes that an update moves.
-static double adamw_bytes(Emas emas, size_t n) {
-    return (7.0 * sizeof(float) + 8.0 * emas.count() + (sizeof(floatX) == 2 ? 2 : 0)) * n;
-}
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the EMAs. All (n); decays (n / DECAY_CHUNK rounded up); working: the
@@ -2621,8 +2570,6 @@ static const Flag FLAGS[] = {
      "print every flag's value as a file for --config, and exit"},
     {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
      "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
-    {"profile", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(profile), "0", 0, 1, 0,
-     "print what a training step's time goes to, by kind of kernel and by block, and exit; needs no data"},
     {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
 };
 enum {
@@ -3844,7 +3791,7 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
                missing.c_str(), levels.c_str());
 }
 
-// ---- what a step's time goes to ---------------------------------------------------------------------------
+// ---- how long a step takes --------------------------------------------------------------------------------
 
 static double median(std::vector<float> values) {
     std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
@@ -3859,51 +3806,14 @@ static double time_replays(Launches launches, After after, double seconds = 10, 
     std::vector<float> ms;
     double start = seconds_now();
     for (int n = 0; n < WARMUP + 20 && (n < WARMUP + least || seconds_now() - start < seconds); n++) {
-        backend_stamp(0);
+        backend_mark(0);
         backend_replay(&recording, launches);
-        backend_stamp(1);
-        backend_mark(0), backend_await(0);
+        backend_mark(1);
+        backend_await(1);
         if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1)), after();
     }
     backend_forget(&recording);
     return median(ms);
-}
-
-// GB/s, read and written, of a copy between two pieces of memory that no cache holds.
-static double copy_bandwidth() {
-    size_t bytes = (size_t)256 << 20;
-    char* memory = (char*)backend_allocate(2 * bytes);
-    if (!memory) fail("could not allocate %s of memory", human_bytes(2.0 * bytes).c_str());
-    backend_zero(memory, 2 * bytes);
-    double ms = time_replays([&] { backend_copy(memory, memory + bytes, bytes); }, [] {});
-    backend_free(memory);
-    return 2e-6 * (double)bytes / ms;
-}
-
-// A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
-static void print_profile(std::string Profile::Entry::*name, bool sorted, double peak, double bandwidth) {
-    struct Row {
-        std::string name;
-        double launches, ms, floor_ms, operations, bytes;
-    };
-    std::vector<Row> rows;
-    Row sum = {"sum of the parts", 0, 0, 0, 0, 0};
-    for (const Profile::Entry& e : profile.entries) {
-        auto row = std::find_if(rows.begin(), rows.end(), [&](Row& r) { return r.name == e.*name; });
-        if (row == rows.end()) row = rows.insert(row, {e.*name, 0, 0, 0, 0, 0});
-        for (Row* r : {&*row, &sum}) {
-            r->launches += std::max(1, e.launches), r->ms += median(e.ms);  // a memset, the CPU: one
-            r->operations += e.work.operations, r->bytes += e.work.bytes;
-            if (peak) r->floor_ms += std::max(e.work.operations / peak / 1e9, e.work.bytes / bandwidth / 1e6);
-        }
-    }
-    if (sorted) std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.ms > b.ms; });
-    printf("\n%-22s %8s %10s %7s %9s %9s %7s\n", "", "launches", "ms", "share", "TFLOP/s", "GB/s", "floor");
-    rows.push_back(sum);
-    for (const Row& r : rows)
-        printf("%-22s %8.0f %10.3f %6.1f%% %9.2f %9.1f %7s\n", r.name.c_str(), r.launches, r.ms,
-               100 * r.ms / sum.ms, r.operations / r.ms / 1e9, r.bytes / r.ms / 1e6,
-               peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
 }
 
 // A new run of this configuration on random images.
@@ -3951,57 +3861,6 @@ static void print_time(const Config& config, long steps_done) {
            how.c_str());
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
-}
-
-// Times a training step on random images, then one call of the network as it is made to draw.
-static int run_profile(Config config) {
-    check_config(config);
-    std::string source = "not known";
-    double peak = backend_peak(&source), bandwidth = copy_bandwidth();
-    Trainer t;
-    Model* m = &t.model;
-    int B = config.batch_size, H = config.image_size;
-    prepare_made_up_run(&t, config);
-    double step_ms = time_replays([&] { enqueue_step(&t); }, [] {});
-    auto profiled_step = [&] {
-        profile.on = true, profile.next = 0, profile.stray = 0;
-        enqueue_step(&t);
-        profile.on = false;
-    };
-    time_replays(profiled_step, [] {
-        for (size_t i = 0; i < profile.entries.size(); i++)
-            profile.entries[i].ms.push_back(backend_milliseconds(2 * i + 2, 2 * i + 3));
-    });
-    printf(
-        "floor: the longer of the time of the operations at the peak (%s: %.3g TFLOP/s)\n"
-        "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",
-        source.c_str(), peak, bandwidth);
-    print_profile(&Profile::Entry::kind, true, peak, bandwidth);
-    print_profile(&Profile::Entry::block, false, peak, bandwidth);
-    if (profile.stray) printf("launches that no line counts: %d\n", profile.stray);
-    double gflop = training_flops(m->plan) / 1e9;
-    size_t bytes = m->bytes + workspace_bytes(), ema = ema_count(config) * m->plan.num_floats * sizeof(float);
-    finish_steps(&t);
-    free_model(m);
-
-    config.ema_rate[0] = 0;  // one set of weights is enough
-    int drawn = microbatch_of(config);
-    build_model(m, config, drawn, false);
-    initialise_weights(m, config.seed);
-    auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
-    backend_upload(m->begins, begins.data(), drawn * sizeof(PictureNoise));
-    sampler_start(m->target, m->input, m->begins, drawn, H, H);
-    fill_timesteps(m->timesteps, drawn, config.diffusion_steps / 2);
-    double call_ms = time_replays([&] { unet_forward(m, drawn); }, [] {});
-    printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
-           "one training step:", step_ms, 1e3 * B / step_ms);
-    printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms,
-           1e3 * drawn / call_ms);
-    printf("%-22s %.2f GFLOP an image and training step\n", "operations:", gflop);
-    printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n", "memory:", bytes / 0x1p20,
-           ema / 0x1p20, (m->bytes + workspace_bytes()) / 0x1p20);
-    free_model(m);
-    return 0;
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
@@ -4352,6 +4211,7 @@ static void handle_signals() {
 }
 
 #ifndef TESTING
+#ifndef PROFILING  // dev/profile.cu has its own
 static int run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
@@ -4377,9 +4237,7 @@ static int run_program(int argc, char** argv) {
     openblas_set_num_threads(1);  // the layers' own loops keep every core busy
 #endif
     handle_signals();
-    printf("train_unet on %s%s\n", backend_name().c_str(),
-           config.profile ? text(", batch %d", config.batch_size).c_str() : "");
-    if (config.profile) return run_profile(config);
+    printf("train_unet on %s\n", backend_name().c_str());
     if (draws) return run_generate(given);
     prepare_run(&trainer, given, &config);
     for (const std::string& change : trainer.changes) say("changed on resume: %s\n", change.c_str());
@@ -4411,6 +4269,7 @@ static int run_program(int argc, char** argv) {
     free_model(&trainer.model);
     return 0;
 }
+#endif
 
 int main(int argc, char** argv) {
     // A file must not become standard output because that was closed: its descriptors are taken first.
@@ -4499,15 +4358,11 @@ static void backend_replay(Recording*, Launches launches) {
     launches();
 }
 static void backend_forget(Recording*) {}
-static void backend_mark(int) {}   // a point in the work given to the device
-static void backend_await(int) {}  // until it is reached
-static std::vector<double> cpu_stamps;
-static void backend_stamp(size_t place) {
-    if (cpu_stamps.size() <= place) cpu_stamps.resize(place + 1);
-    cpu_stamps[place] = seconds_now();
-}
-static float backend_milliseconds(size_t first, size_t last) {
-    return (float)(1e3 * (cpu_stamps[last] - cpu_stamps[first]));
+static double cpu_marks[RESULT_SLOTS];  // seconds
+static void backend_mark(int slot) { cpu_marks[slot] = seconds_now(); }
+static void backend_await(int) {}
+static float backend_milliseconds(int first, int last) {
+    return (float)(1e3 * (cpu_marks[last] - cpu_marks[first]));
 }
 static double backend_peak(std::string*) { return 0; }
 static size_t backend_memory_available() { return host_memory_available(); }
@@ -5338,7 +5193,7 @@ static void squared_norm(float* parts, const float* x, size_t n) {
 
 static void adamw(float* w, Emas emas, floatX*, float* m, float* v, const float* gradient,
                   const uint8_t* decays, size_t n, const StepState* state) {
-    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
+    PROFILE("AdamW", {0, adamw_bytes(emas.count(), n)});
     AdamW a = state->update;
     if (!state->accepted) return;
     float step = a.lr / a.correction1, root = sqrtf(a.correction2), keep = 1.0f - a.lr * a.weight_decay;
@@ -5428,7 +5283,9 @@ static bool allocate_workspace() {
 // ---- the machine ------------------------------------------------------------------------------------------
 
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
-#define LAUNCH_CHECK() (profile.launched(), CUDA_CHECK(cudaGetLastError()))
+#ifndef LAUNCH_CHECK  // dev/profile.cu counts launches
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
+#endif
 static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status != cudaSuccess)
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
@@ -5454,8 +5311,7 @@ enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its pl
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
 static int side_calls, side_joined;  // those made; those that the main stream has waited for
 static int gpu_multiprocessors;
-static cudaEvent_t gpu_marks[8];
-static std::vector<cudaEvent_t> gpu_stamps;
+static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
 static void backend_init() {
     int count = 0, driver = 0;  // 0: there is no driver
@@ -5483,7 +5339,7 @@ static void backend_init() {
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ended)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
+    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
     cudaDeviceProp properties;
@@ -5526,10 +5382,6 @@ static void backend_download(void* to, const void* from, size_t bytes) {
 }
 template <typename Launches>
 static int backend_aside(Launches launches) {
-    if (profile.on) {
-        launches();
-        return side_calls;
-    }
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
     CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
     ASSERT(lane == &main_lane);
@@ -5567,26 +5419,11 @@ static void backend_forget(Recording* recording) {
     if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)recording->graph));
     *recording = Recording();
 }
-// A point in the work given to the device, and waiting until it is reached.
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
-// A stamp that is recorded becomes a node of the graph: each replay takes its time anew. Its event was made
-// before, when the sequence was run.
-static void backend_stamp(size_t place) {
-    cudaStreamCaptureStatus capturing;
-    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
-    while (gpu_stamps.size() <= place) {
-        gpu_stamps.push_back(nullptr);
-        CUDA_CHECK(cudaEventCreate(&gpu_stamps.back()));
-    }
-    CUDA_CHECK(cudaEventRecordWithFlags(
-        gpu_stamps[place], main_lane.stream,
-        capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
-}
-// Milliseconds between two stamps, once all work is done.
-static float backend_milliseconds(size_t first, size_t last) {
+static float backend_milliseconds(int first, int last) {
     float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_stamps[first], gpu_stamps[last]));
+    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_marks[first], gpu_marks[last]));
     return ms;
 }
 static double backend_peak(std::string* source) {
@@ -6959,7 +6796,7 @@ __global__ void adamw_kernel(float* w, Emas emas, floatX* working, float* m, flo
 }
 static void adamw(float* w, Emas emas, floatX* working, float* m, float* v, const float* gradient,
                   const uint8_t* decays, size_t n, const StepState* state) {
-    PROFILE("AdamW", {0, adamw_bytes(emas, n)});
+    PROFILE("AdamW", {0, adamw_bytes(emas.count(), n)});
     static decltype(&adamw_kernel<0>) const kernels[] = {adamw_kernel<0>, adamw_kernel<1>, adamw_kernel<2>,
                                                          adamw_kernel<3>, adamw_kernel<MAX_EMAS>};
     launch(kernels[emas.count()], ceil_div(n, 4 * 256), 256, 0, w, emas, working, m, v, gradient, decays, n,

@@ -26,7 +26,7 @@
 #ifndef TESTING
 #define TESTING
 #endif
-#include "../train_unet.cu"
+#include "work.h"
 
 #include <functional>
 #include <map>
