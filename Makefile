@@ -45,7 +45,7 @@ SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__v
 SMALL_PACKAGES := numpy PIL tqdm safetensors matplotlib tensorboard pytest
 SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(SMALL_PACKAGES) 2>/dev/null
 
-.PHONY: train test bench profile toc data clean report python settings all_archs bench_dev
+.PHONY: train test bench profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/pytho
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
 TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile
 
-test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
+test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
@@ -203,12 +203,11 @@ profile: dev/profile
 
 # ---- housekeeping -------------------------------------------------------------------------------------------
 
-# The contents list of train_unet.cu must name its banners, in order.
+# The contents list of train_unet.cu: toc writes it from the banners, check_toc fails where it is not what they say.
 toc:
-	@awk '/^\/\/ =+$$/{getline; if (/^\/\/ /) {banners = banners substr($$0, 4) "\n"; getline}; next} \
-		/^\/\/  ? [ 0-9][0-9]  [A-Z]/{listed = listed substr($$0, 5) "\n"} \
-		END{if (listed == "" || listed != banners){print "contents list:\n" listed "banners:\n" banners; exit 1}}' train_unet.cu
-	@echo "contents list and banners of train_unet.cu agree"
+	@python3 dev/toc.py
+check_toc:
+	@python3 dev/toc.py --check
 
 clean:
 	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile) data/emoji.bin data/faces.bin

@@ -38,19 +38,26 @@
 // -----------------------------------------------------------------------------------------------------------
 // Contents
 //
-//   1  CONFIGURATION AND ERRORS
-//   2  MEMORY, TENSORS, RANDOMNESS
+//   1  CONFIGURATION AND ERRORS: errors; configuration
+//   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; tensors; randomness
 //   3  THE LAYERS, DECLARED
-//   4  BLOCKS
-//   5  PLAN AND WALK
-//   6  DIFFUSION AND SAMPLERS
+//   4  BLOCKS: embedding; first convolution; residual block; attention block; last block
+//   5  PLAN AND WALK: plan; walk
+//   6  DIFFUSION AND SAMPLERS: schedules; noising; samplers
 //   7  OPTIMISER
-//   8  TRAINING
-//   9  FILES
-//  10  COMMAND LINE AND MAIN
-//  11  LAYERS ON THE CPU
-//  12  LAYERS ON THE GPU
-//  13  HOPPER
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
+//        the loop
+//   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
+//  10  COMMAND LINE AND MAIN: flags as they are typed; configuration files; what a run prints; how long a
+//        step takes; from flags to a run
+//  11  LAYERS ON THE CPU: the machine; CPU workspace; matrix product; timestep embedding, SiLU; bias
+//        gradient; linear and 1x1 convolution; 3x3 convolution; group norm + SiLU; attention; up- and
+//        down-sampling; loss; noise and samplers; optimiser; the first and the last launch of a step
+//  12  LAYERS ON THE GPU: the machine; what the kernels share; timestep embedding, SiLU; group norm + SiLU;
+//        attention; up- and down-sampling; loss; noise and samplers; optimiser; the first and the last launch
+//        of a step; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
+//        input gradient; weight gradient; bias gradient; launchers
+//  13  HOPPER: tensor copies and warpgroup products; forward and input gradient; weight gradient
 
 #include <cerrno>
 #include <cfloat>
@@ -8012,7 +8019,7 @@ static void conv3x3_backward(floatX* dx, float* dw, float* dbias, floatX* demb, 
 #ifdef HOPPER
 namespace gpu {
 
-// ---- Hopper: tensor copies and warpgroup products
+// ---- tensor copies and warpgroup products
 
 // A box of a tensor in device memory, up to five dimensions, copied to shared memory by the copy engine: rows
 // of 64 channels, 128 bytes, swizzled as everywhere here, zeros where the box leaves the tensor. Completion
@@ -8144,7 +8151,7 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, int w
     return map;
 }
 
-// ---- Hopper: forward and input gradient
+// ---- forward and input gradient
 
 struct HopperGemm {
     CUtensorMap x, x2, w, out, out2;
@@ -8544,7 +8551,7 @@ static bool launch_hopper(Gemm* g) {
     return true;
 }
 
-// ---- Hopper: weight gradient
+// ---- weight gradient
 
 // What a block multiplies: each of GROUPS warpgroups has 64 output channels by 64 input channels at a line's
 // three taps; the groups are the three lines of taps; or one line a block, where reading the pixels three
