@@ -5519,6 +5519,13 @@ __device__ static inline uint4 pack(const float value[VEC]) {
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
+__device__ static inline void store_pair(floatX* to, float first, float second) {
+#ifdef PRECISION_FP32
+    *(float2*)to = make_float2(first, second);
+#else
+    *(uint32_t*)to = pack_bf16(first, second);
+#endif
+}
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 // 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`.
@@ -5559,9 +5566,13 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
 // 2^x, and 1 / (1 + e^-x). In bf16 one instruction each for power and reciprocal: errors of 2^-22, far below
 // a rounding.
 __device__ static inline float exp2_fast(float x) {
+#ifdef PRECISION_FP32
+    return exp2f(x);
+#else
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+#endif
 }
 __device__ static inline float sigmoid(float x) {
 #ifdef PRECISION_FP32
@@ -6052,36 +6063,52 @@ static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias,
 
 // ---- attention --------------------------------------------------------------------------------------------
 
-// A block owns 64 rows (queries, or in backward keys) of one head of one image and walks over the other side
-// in tiles of `COLUMNS`, so that T x T is never stored and any T works. Heads are padded with zeros to D
-// channels.
-enum { ATTENTION_ROWS = 64, ATTENTION_THREADS = 128 };
-// Of backward with heads of up to 32, on an H100 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3
-// blocks 43.
-enum { ATTENTION_COLUMNS = 64, ATTENTION_BLOCKS = 4 };
+// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of them,
+// and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works. Heads are
+// padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: of 16 x 8 elements a
+// lane holds columns 2 (lane % 4) and the next, of row lane / 4 in [0], [1] and of the row 8 below in [2], [3].
+#ifdef PRECISION_FP32
+enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
+#else
+enum { ATTENTION_ROWS = 64 };
+#endif
+// Of backward with heads of up to 32, on an H100 in bf16 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and
+// 3 blocks 43.
+enum { ATTENTION_COLUMNS = ATTENTION_ROWS, ATTENTION_THREADS = 2 * ATTENTION_ROWS, ATTENTION_BLOCKS = 4 };
 
-#ifndef PRECISION_FP32
+#ifdef PRECISION_FP32
+// A sum over the rows of the other side, up to 262,144 of them, of which a plain float would lose 3e-5: what
+// rounding took is kept and given back with the next addition (Kahan, 1965).
+struct AttentionSum {
+    float value, taken;
+    __device__ operator float() const { return value; }
+    __device__ void operator*=(float factor) { value *= factor, taken *= factor; }
+    __device__ void operator+=(float x) {
+        float y = x - taken, sum = value + y;
+        taken = (sum - value) - y, value = sum;
+    }
+};
+#else
+typedef float AttentionSum;
+#endif
 
-typedef __nv_bfloat16 bf16;
-
-// Four 8x8 matrices of shared memory as fragments of mma.sync; `source`: this lane's row of 16 bytes.
 // Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
 template <int D>
 struct AttentionRow {
-    bf16 at[D + 8];
+    floatX at[D + VEC];
 };
 template <int ROWS, int D>
-__device__ static void attention_load(AttentionRow<D>* tile, const bf16* source, size_t stride, int t0, int T,
-                                      int d) {
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += ATTENTION_THREADS) {
-        int row = i / (D / 8), c = i % (D / 8) * 8;
+__device__ static void attention_load(AttentionRow<D>* tile, const floatX* source, size_t stride, int t0,
+                                      int T, int d) {
+    for (int i = threadIdx.x; i < ROWS * (D / VEC); i += ATTENTION_THREADS) {
+        int row = i / (D / VEC), c = i % (D / VEC) * VEC;
         bool inside = t0 + row < T && c < d;
         copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
                    inside);
     }
 }
 
-// scores (16, COLUMNS) = the warp's rows of a (64, D) times b^T, b (COLUMNS, D)
+// scores (16, COLUMNS) = the warp's rows of a (ROWS, D) times b^T, b (COLUMNS, D)
 template <int D, int COLUMNS>
 __device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
                                         const AttentionRow<D>* b) {
@@ -6089,6 +6116,18 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
+#ifdef PRECISION_FP32
+    for (int k = 0; k < D; k += VEC)
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float left[VEC], right[VEC];
+                unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
+                unpack(right, *(const uint4*)&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
+            }
+#else
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         uint32_t left[4], right[4];
@@ -6100,14 +6139,40 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
             mma(scores[n / 8 + 1], left, right[2], right[3]);
         }
     }
+#endif
+}
+// Scores of the tile's columns past the last: their probabilities are 0.
+template <int COLUMNS>
+__device__ static void attention_mask(float scores[COLUMNS / 8][4], int columns) {
+    if (columns >= COLUMNS) return;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+        for (int i = 0; i < 4; i++)
+            if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
 }
 // sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
 template <int D, int COLUMNS>
-__device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMNS / 8][4],
+__device__ static void attention_weigh(AttentionSum sum[D / 8][4], const float p[COLUMNS / 8][4],
                                        const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < COLUMNS; k += 16) {
+#ifdef PRECISION_FP32
+        float left[2][16];  // of the lane's two rows; four lanes hold a row
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            left[i / 16][i % 16] =
+                __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float part = 0;
+                for (int c = 0; c < 16; c++)
+                    part += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                sum[n][i] += part;
+            }
+#else
         const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
         uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
                             pack_bf16(p1[2], p1[3])};
@@ -6118,87 +6183,88 @@ __device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMN
             mma(sum[n / 8], left, right[0], right[1]);
             mma(sum[n / 8 + 1], left, right[2], right[3]);
         }
+#endif
     }
 }
-// The warp's rows of sum (64, D), by way of its rows of `room`, to target, in pieces of 16 bytes.
+// The warp's rows of sum (ROWS, D), by way of its rows of `scratch`, to target, in pieces of 16 bytes.
 template <int D>
-__device__ static void attention_store(bf16* target, size_t stride, int t0, int T, int d,
-                                       AttentionRow<D>* room, const float sum[D / 8][4], float factor0,
-                                       float factor1) {
+__device__ static void attention_store(floatX* target, size_t stride, int t0, int T, int d,
+                                       AttentionRow<D>* scratch, const AttentionSum sum[D / 8][4],
+                                       float factor0, float factor1) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
         int c = n * 8 + lane % 4 * 2;
-        *(uint32_t*)&room[row0 + lane / 4].at[c] = pack_bf16(sum[n][0] * factor0, sum[n][1] * factor0);
-        *(uint32_t*)&room[row0 + lane / 4 + 8].at[c] = pack_bf16(sum[n][2] * factor1, sum[n][3] * factor1);
+        store_pair(&scratch[row0 + lane / 4].at[c], sum[n][0] * factor0, sum[n][1] * factor0);
+        store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factor1, sum[n][3] * factor1);
     }
     __syncwarp();
-    for (int i = lane; i < 16 * (D / 8); i += 32) {
-        int row = row0 + i / (D / 8), c = i % (D / 8) * 8;
-        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&room[row].at[c];
+    for (int i = lane; i < 16 * (D / VEC); i += 32) {
+        int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&scratch[row].at[c];
     }
 }
 
 template <int D>
 struct AttentionForwardShared {
-    AttentionRow<D> q[ATTENTION_ROWS], k[2][64], v[2][64];  // [stage]
+    AttentionRow<D> q[ATTENTION_ROWS], k[2][ATTENTION_COLUMNS], v[2][ATTENTION_COLUMNS];  // [stage]
 };
 
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
-// Block (64 queries, head, image). Device memory: q in and out out once, k and v once for each 64 queries.
+// Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
                                                               : 6)  // 6: T = 256 at B = 32 is one wave
-    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
+    attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
+    constexpr int COLUMNS = ATTENTION_COLUMNS;
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
-    const bf16 *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<64, D>(s.q, q, 3 * C, t0, T, d);
-    attention_load<64, D>(s.k[0], k, 3 * C, 0, T, d);
-    attention_load<64, D>(s.v[0], v, 3 * C, 0, T, d);
+    const floatX *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+    attention_load<ATTENTION_ROWS, D>(s.q, q, 3 * C, t0, T, d);
+    attention_load<COLUMNS, D>(s.k[0], k, 3 * C, 0, T, d);
+    attention_load<COLUMNS, D>(s.v[0], v, 3 * C, 0, T, d);
     copy_commit();
-    // A lane holds columns of two rows, lane / 4 and 8 below it. e^x is 2^(x / ln 2): one instruction.
-    float sum[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, unit = scale * 1.44269504f;
-    for (int j = 0; j * 64 < T; j++) {
+    // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
+    AttentionSum sum[D / 8][4] = {}, total[2] = {};
+    float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
+    for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
-        if ((j + 1) * 64 < T) {
-            attention_load<64, D>(s.k[!stage], k, 3 * C, (j + 1) * 64, T, d);
-            attention_load<64, D>(s.v[!stage], v, 3 * C, (j + 1) * 64, T, d);
+        if ((j + 1) * COLUMNS < T) {
+            attention_load<COLUMNS, D>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS, D>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
         }
         copy_commit();
         copy_wait<1>();
         __syncthreads();
-        float p[8][4];
-        attention_scores<D, 64>(p, s.q, s.k[stage]);
+        float p[COLUMNS / 8][4];
+        attention_scores<D, COLUMNS>(p, s.q, s.k[stage]);
+        attention_mask<COLUMNS>(p, T - j * COLUMNS);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float highest = top[half], part = 0;  // of the scores, unscaled
 #pragma unroll
-            for (int n = 0; n < 8; n++)
-                for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    if ((j + 1) * 64 > T && j * 64 + n * 8 + lane % 4 * 2 + i % 2 >= T) p[n][i] = -INFINITY;
-                    highest = fmaxf(highest, p[n][i]);
-                }
+            for (int n = 0; n < COLUMNS / 8; n++)
+                for (int i = 2 * half; i < 2 * half + 2; i++) highest = fmaxf(highest, p[n][i]);
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
             float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
 #pragma unroll
-            for (int n = 0; n < 8; n++)
+            for (int n = 0; n < COLUMNS / 8; n++)
                 for (int i = 2 * half; i < 2 * half + 2; i++)
                     part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
-            total[half] = total[half] * keep + part, top[half] = highest;
+            total[half] *= keep, total[half] += part, top[half] = highest;
 #pragma unroll
             for (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
         }
-        attention_weigh<D, 64>(sum, p, s.v[stage]);
+        attention_weigh<D, COLUMNS>(sum, p, s.v[stage]);
         __syncthreads();  // the stage is free
     }
     for (int half = 0; half < 2; half++) {
-        total[half] += __shfl_xor_sync(~0u, total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        total[half] += __shfl_xor_sync(~0u, (float)total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, (float)total[half], 2);
         int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
@@ -6212,12 +6278,12 @@ template <int ROWS, int D>
 __device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
                                       const AttentionRow<D>* out, const float* lse, int t0, int T) {
     const int lanes = ATTENTION_THREADS / ROWS;  // threads a row
-    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * 8;
+    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
-    for (int c = c0; c < D; c += lanes * 8) {
-        float a[8], b[8];
+    for (int c = c0; c < D; c += lanes * VEC) {
+        float a[VEC], b[VEC];
         unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
-        for (int i = 0; i < 8; i++) sum += a[i] * b[i];
+        for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
     }
     for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (c0) return;
@@ -6226,24 +6292,26 @@ __device__ static void attention_dots(float* dots, float* normalisers, const Att
 
 template <int D, int COLUMNS>
 struct AttentionBackwardShared {
-    AttentionRow<D> row1[64], row2[64];                        // q, dout of the queries; or k, v of the keys
-    AttentionRow<D> column1[2][COLUMNS], column2[2][COLUMNS];  // [stage] the other two
+    // q, dout of the queries or k, v of the keys; and [stage] of the other side
+    AttentionRow<D> row1[ATTENTION_ROWS], row2[ATTENTION_ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
     AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
-    float dots[64], normalisers[64];
+    float dots[ATTENTION_ROWS], normalisers[ATTENTION_ROWS];
+    static_assert(2 * COLUMNS >= ATTENTION_ROWS && COLUMNS <= ATTENTION_ROWS,
+                  "what out, dots and normalisers hold");
 };
 
-// A block's 64 queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
+// A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, int COLUMNS, bool KEYS>
-__device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* out,
-                                               const float* lse, const bf16* qkv, int t0, int T, int C, int d,
-                                               float scale) {
+__device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout, const floatX* out,
+                                               const float* lse, const floatX* qkv, int t0, int T, int C,
+                                               int d, float scale) {
     extern __shared__ uint4 attention_shared[];
     AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
-    const bf16 *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
+    const floatX *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
     int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<64, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<64, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<64, D>(s.out, out, C, t0, T, d);
+    attention_load<ATTENTION_ROWS, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<ATTENTION_ROWS, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<ATTENTION_ROWS, D>(s.out, out, C, t0, T, d);
     auto load = [&](int j) {
         int stage = j % 2;
         if (j < tiles) {
@@ -6255,7 +6323,7 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
         copy_commit();
     };
     load(0);
-    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
+    AttentionSum sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
     for (int j = 0; j < tiles; j++) {
         int stage = j % 2;
         load(j + 1);
@@ -6265,10 +6333,11 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
             attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
                                        j * COLUMNS, T);
         else if (j == 0)
-            attention_dots<64, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+            attention_dots<ATTENTION_ROWS, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
         attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
+        if (!KEYS) attention_mask<COLUMNS>(p, T - j * COLUMNS);
         attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
@@ -6287,15 +6356,15 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
     if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
 }
 
-// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks (64
-// queries or 64 keys, head, image): the first half of the grid's x makes dq, the other dk and dv; both make
-// P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
+// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
+// (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both make P
+// again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D, int COLUMNS>
 __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
                                                               : ATTENTION_BLOCKS)
-    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                              const bf16* qkv, int T, int C, int d, float scale) {
+    attention_backward_kernel(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                              const floatX* qkv, int T, int C, int d, float scale) {
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
     lse += ((size_t)b * gridDim.y + head) * T;
@@ -6308,159 +6377,19 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
 }
 
 template <int D>
-static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
+static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv, int B, int T, int C,
+                                     int heads) {
     launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
            sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 template <int D>
-static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                                      const bf16* qkv, int B, int T, int C, int heads) {
-    const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
+static void attention_backward_launch(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                                      const floatX* qkv, int B, int T, int C, int heads) {
+    const int COLUMNS = D > 64 ? ATTENTION_COLUMNS / 2 : ATTENTION_COLUMNS;  // what the registers hold
     launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B),
            ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
            C / heads, 1 / sqrtf((float)(C / heads)));
 }
-
-#else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
-
-// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up
-// in device memory: one fp32 sum of all 262,144 loses 3e-5.
-enum { ATTENTION_TILE = 16, ATTENTION_SPAN = 4096 };
-
-template <int D>
-__device__ static void attention_load(float (*tile)[D], const float* source, size_t stride, int t0, int T,
-                                      int d) {
-    for (int i = threadIdx.x; i < ATTENTION_TILE * D; i += ATTENTION_ROWS) {
-        int row = i / D, c = i % D;
-        tile[row][c] = t0 + row < T && c < d ? source[(t0 + row) * stride + c] : 0.0f;
-    }
-}
-template <int D>
-__device__ static void attention_load_row(float row[D], const float* source, bool inside, int d) {
-#pragma unroll
-    for (int c = 0; c < D; c++) row[c] = inside && c < d ? source[c] : 0.0f;
-}
-template <int D>
-__device__ static float attention_dot(const float a[D], const float* b) {
-    float sum[4] = {};
-#pragma unroll
-    for (int c = 0; c < D; c++) sum[c % 4] += a[c] * b[c];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-// Block (64 queries, head, image); maths and traffic as in bf16.
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_ROWS)
-    attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
-    __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
-    int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
-    const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    float row[D], sum[D] = {}, top = -INFINITY, total = 0, all = 0, top_before = -INFINITY;
-    float* target = out + ((size_t)b * T + t) * C + head * d;
-    attention_load_row<D>(row, q + (size_t)t * 3 * C, t < T, d);
-    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
-        __syncthreads();
-        attention_load<D>(k_tile, k, 3 * C, j0, T, d);
-        attention_load<D>(v_tile, v, 3 * C, j0, T, d);
-        __syncthreads();
-        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
-            float score = scale * attention_dot<D>(row, k_tile[j]), highest = fmaxf(top, score);
-            float keep = expf(top - highest), p = expf(score - highest);
-            total = total * keep + p, top = highest;
-#pragma unroll
-            for (int c = 0; c < D; c++) sum[c] = sum[c] * keep + p * v_tile[j][c];
-        }
-        int done = j0 + ATTENTION_TILE;
-        if (done % ATTENTION_SPAN && done < T) continue;
-        float keep = expf(top_before - top);  // of the spans before; the first: 0
-        all = all * keep + total, total = 0, top_before = top;
-#pragma unroll
-        for (int c = 0; c < D; c++) {
-            if (t < T && c < d)
-                target[c] = ((done > ATTENTION_SPAN ? target[c] * keep : 0) + sum[c]) / (done < T ? 1 : all);
-            sum[c] = 0;
-        }
-    }
-    if (t < T) lse[((size_t)b * gridDim.y + head) * T + t] = top + logf(all);
-}
-
-// A thread's query (KEYS false: dq) or key (dk, dv).
-template <int D, bool KEYS>
-__device__ static void attention_backward_row(float* dqkv, const float* dout, const float* out,
-                                              const float* lse, const float* qkv, int t, int T, int C, int d,
-                                              float scale) {
-    __shared__ float tile1[ATTENTION_TILE][D], tile2[ATTENTION_TILE][D], tile_dots[ATTENTION_TILE];
-    const float *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
-    float row1[D], row2[D], sum1[D] = {}, sum2[D] = {}, own_dot = 0;
-    attention_load_row<D>(row1, (KEYS ? k : q) + (size_t)t * 3 * C, t < T, d);
-    attention_load_row<D>(row2, KEYS ? v + (size_t)t * 3 * C : dout + (size_t)t * C, t < T, d);
-    if (!KEYS && t < T)
-        for (int c = 0; c < d; c++) own_dot += dout[(size_t)t * C + c] * out[(size_t)t * C + c];
-    float* target = dqkv + (size_t)t * 3 * C;
-    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
-        __syncthreads();
-        attention_load<D>(tile1, KEYS ? q : k, 3 * C, j0, T, d);
-        attention_load<D>(tile2, KEYS ? dout : v, KEYS ? C : 3 * C, j0, T, d);
-        __syncthreads();
-        if (KEYS) {
-            int j = threadIdx.x;
-            float dot = 0;
-            if (j < ATTENTION_TILE && j0 + j < T)
-                for (int c = 0; c < d; c++) dot += tile2[j][c] * out[(size_t)(j0 + j) * C + c];
-            if (j < ATTENTION_TILE) tile_dots[j] = dot;
-            __syncthreads();
-        }
-        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
-            float normaliser = KEYS ? lse[j0 + j] : t < T ? lse[t] : INFINITY;
-            float p = expf(scale * attention_dot<D>(row1, tile1[j]) - normaliser);
-            float ds = scale * p * (attention_dot<D>(row2, tile2[j]) - (KEYS ? tile_dots[j] : own_dot));
-#pragma unroll
-            for (int c = 0; c < D; c++) {
-                sum1[c] += ds * tile1[j][c];
-                if (KEYS) sum2[c] += p * tile2[j][c];
-            }
-        }
-        int done = j0 + ATTENTION_TILE;
-        if (done % ATTENTION_SPAN && done < T) continue;
-#pragma unroll
-        for (int c = 0; c < D; c++) {
-            float &first = target[(KEYS ? C : 0) + c], &second = target[2 * C + c];
-            if (t < T && c < d) {
-                first = (done > ATTENTION_SPAN ? first : 0) + sum1[c];
-                if (KEYS) second = (done > ATTENTION_SPAN ? second : 0) + sum2[c];
-            }
-            sum1[c] = sum2[c] = 0;
-        }
-    }
-}
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_ROWS)
-    attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
-                              const float* qkv, int T, int C, int d, float scale) {
-    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
-    int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
-    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
-    lse += ((size_t)b * gridDim.y + head) * T;
-    if (blockIdx.x < tiles)
-        attention_backward_row<D, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
-    else
-        attention_backward_row<D, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
-}
-
-template <int D>
-static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
-                                     int heads) {
-    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
-           lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-template <int D>
-static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
-                                      const float* qkv, int B, int T, int C, int heads) {
-    launch(attention_backward_kernel<D>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
-           dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-
-#endif
 
 static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int heads) {
     PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
