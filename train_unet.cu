@@ -399,37 +399,42 @@ typedef float floatX;
 struct float2 {  // as CUDA's
     float x, y;
 };
-enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
+enum { STEPS_IN_FLIGHT = 1 };
 #endif
 
 HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
 
 static void backend_init();         // refuses a machine that can't run this program
 static std::string backend_name();  // the device and its precision
-// Memory where the layers work; null where there is not enough. The host's is as fast for the device to copy.
+
+// Memory where the layers work (null: there is not enough), and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes);
 static void backend_free(void* memory);
 static void* backend_allocate_host(size_t bytes);
 static void backend_free_host(void* memory);
-static size_t backend_memory_available();  // bytes; 0: not known
-static size_t
-host_memory_available();  // bytes that this machine, and `ulimit -v`, can still give; 0: not known
-// Everything below is done in the order of the calls. An _async one may return before it is.
+// Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
+static size_t backend_memory_available();
+static size_t host_memory_available();
+static size_t workspace_bytes();  // what the layers need besides the model's memory
+static bool allocate_workspace();
+
+// Everything below is done in the order of the calls. An _async one may return before it is done.
 static void backend_zero(void* memory, size_t bytes);
 static void backend_copy(void* to, const void* from, size_t bytes);
 static void backend_upload(void* to, const void* from, size_t bytes);
 static void backend_upload_async(void* to, const void* from, size_t bytes);
 static void backend_download(void* to, const void* from, size_t bytes);
 static void backend_download_async(void* to, const void* from, size_t bytes);
-// A point in the work given to the device, and waiting until it is reached.
+// A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there;
+// milliseconds between two marks, where the device has been.
 static void backend_mark(int slot);
 static void backend_await(int slot);
-static float backend_milliseconds(int first, int last);  // between two marks that are reached
-// Launches that may run beside what the main stream gets from now on, until it asks for their results with
-// backend_join. They follow everything launched before. Returns the number of this call.
+static float backend_milliseconds(int first, int last);
+// Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
+// next, until backend_join. Returns the number of this call.
 template <typename Launches>
 static int backend_aside(Launches launches);
-// What follows waits for the launches of that call and of all before it; without a number, for all.
+// What follows waits for the launches of that call and of all earlier ones; without a number, for all.
 static void backend_join(int call = INT_MAX);
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
 // launch sets up once), recorded as a graph the second, replayed from then on.
@@ -440,12 +445,8 @@ struct Recording {
 template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches);
 static void backend_forget(Recording* recording);
-// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: what a multiprocessor does in a clock, by
-// NVIDIA's white papers on each architecture, times multiprocessors and clock. An H100's clock goes higher
-// than the one behind its data sheet's 989 TFLOP/s of the tensor cores: theirs counts as that. 0: not known.
+// TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32, and how that was computed; 0: not known.
 static double backend_peak(std::string* source);
-static size_t workspace_bytes();  // what the layers need besides the model's memory
-static bool allocate_workspace();
 
 // What a launcher costs: PROFILE("3x3 dW", {operations, bytes}) at its head, for dev/profile.cu.
 #ifndef PROFILE
@@ -3805,9 +3806,9 @@ static double median(std::vector<float> values) {
     return values[values.size() / 2];
 }
 
-// Median milliseconds of 20 runs of a sequence, or of those (3 or more) that fit 10 seconds; `after` each.
-template <typename Launches, typename After>
-static double time_replays(Launches launches, After after, double seconds = 10, int least = 3) {
+// Median milliseconds of 20 runs of a sequence, or of as many as fit into `seconds`, at the least `least`.
+template <typename Launches>
+static double time_replays(Launches launches, double seconds = 10, int least = 3) {
     const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
     Recording recording;
     std::vector<float> ms;
@@ -3817,14 +3818,14 @@ static double time_replays(Launches launches, After after, double seconds = 10, 
         backend_replay(&recording, launches);
         backend_mark(1);
         backend_await(1);
-        if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1)), after();
+        if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1));
     }
     backend_forget(&recording);
     return median(ms);
 }
 
 // A new run of this configuration on random images.
-static void prepare_made_up_run(Trainer* t, const Config& config) {
+static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B, t->images.size = H, t->images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
     for (size_t i = 0; i < t->images.bytes.size(); i++)
@@ -3840,8 +3841,8 @@ static void prepare_made_up_run(Trainer* t, const Config& config) {
 static double time_step(Config config, int batch, double seconds, int least) {
     Trainer t;
     config.batch_size = batch;
-    prepare_made_up_run(&t, config);
-    double ms = time_replays([&] { enqueue_step(&t); }, [] {}, seconds, least);
+    prepare_trial_run(&t, config);
+    double ms = time_replays([&] { enqueue_step(&t); }, seconds, least);
     finish_steps(&t);
     free_model(&t.model);
     return ms;
@@ -4315,7 +4316,6 @@ int main(int argc, char** argv) {
 
 // ---- the machine ------------------------------------------------------------------------------------------
 
-// Bytes that this machine, and `ulimit -v`, can still give; 0 where it does not tell.
 static size_t host_memory_available() {
     size_t kilobytes = 0, pages = 0;
     FILE* f = fopen("/proc/meminfo", "r");
@@ -4330,7 +4330,7 @@ static size_t host_memory_available() {
     }
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
 #ifdef OPENBLAS
-    taken += 2 * (size_t)omp_get_max_threads() << 27;  // its buffers, for which it waits for ever
+    taken += 2 * (size_t)omp_get_max_threads() << 27;  // OpenBLAS's buffers; without them it waits for ever
 #endif
     return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
 }
@@ -4380,12 +4380,16 @@ namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
 
-// Each thread's own room: gathered inputs of a matrix product, attention scores, and matmul's packed panels.
+// Each thread's own scratch: gathered inputs of a matrix product, attention scores, and matmul's packed
+// panels.
 enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
 static float* cpu_workspace;
 
 static size_t cpu_workspace_bytes() {
     return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
+}
+static bool allocate_cpu_workspace() {
+    return cpu_workspace || !posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes());
 }
 static float* thread_floats() {
     return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
@@ -5275,10 +5279,7 @@ static std::string backend_name() {
                 counted(omp_get_max_threads(), "thread").c_str(), products, (int)cpu::VECTOR);
 }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
-static bool allocate_workspace() {
-    return cpu::cpu_workspace ||
-           !posix_memalign((void**)&cpu::cpu_workspace, 4096, cpu::cpu_workspace_bytes());
-}
+static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
 #endif
 
 // ===========================================================================================================
@@ -5298,25 +5299,25 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A stream, and what its launchers borrow: room for the partial sums of split reductions. A launcher splits no
-// further than fits and gives back what it took; uses follow each other on the stream.
+// A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher
+// splits no further than fits and gives back what it took; the stream's next launch may overwrite it.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
 };
-static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one of them that kernels go to
+static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
-// What is taken of the lane's workspace while a Borrowed lives is given back with it.
+// While a Borrowed lives, launchers may take of the lane's workspace; its end gives all of that back.
 struct Borrowed {
-    size_t before = lane->workspace.used;
+    size_t used = lane->workspace.used;
     Borrowed() {}
     Borrowed(const Borrowed&) = delete;
-    ~Borrowed() { lane->workspace.used = before; }
+    ~Borrowed() { lane->workspace.used = used; }
     static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
 };
-enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its place
+enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of backend_aside
-static int side_calls, side_joined;  // those made; those that the main stream has waited for
+static int side_calls, side_joined;  // how many calls there were; how many the main stream has waited for
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
@@ -5341,8 +5342,8 @@ static void backend_init() {
             "train_unet DEVICE=cpu",
             properties.name, properties.major, properties.minor);
     gpu_multiprocessors = properties.multiProcessorCount;
-    for (Lane* made : {&main_lane, &side_lane})
-        CUDA_CHECK(cudaStreamCreateWithFlags(&made->stream, cudaStreamNonBlocking));
+    for (Lane* each : {&main_lane, &side_lane})
+        CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ended)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
@@ -5398,7 +5399,6 @@ static int backend_aside(Launches launches) {
     CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_lane.stream));
     return ++side_calls;
 }
-// The main stream waits for the launches of that call and of all before it; without a number, for all.
 static void backend_join(int call) {
     call = std::min(call, side_calls);
     if (call <= side_joined) return;
@@ -5433,6 +5433,9 @@ static float backend_milliseconds(int first, int last) {
     CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_marks[first], gpu_marks[last]));
     return ms;
 }
+// What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
+// multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
+// of the tensor cores: that one counts.
 static double backend_peak(std::string* source) {
     static const struct {
         int capability;
@@ -5474,13 +5477,12 @@ static size_t workspace_bytes() {
 }
 static bool allocate_workspace() {
 #ifdef CPU_LAYERS
-    if (!cpu::cpu_workspace && posix_memalign((void**)&cpu::cpu_workspace, 4096, cpu::cpu_workspace_bytes()))
-        return false;
+    if (!cpu::allocate_cpu_workspace()) return false;
 #endif
-    for (Lane* made : {&main_lane, &side_lane}) {
-        if (!made->workspace.base)
-            made->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
-        if (!made->workspace.base) return false;
+    for (Lane* each : {&main_lane, &side_lane}) {
+        if (!each->workspace.base)
+            each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
+        if (!each->workspace.base) return false;
     }
     return true;
 }
@@ -6063,17 +6065,18 @@ static void groupnorm_backward(floatX* dx, floatX* dx2, float* dw, float* dbias,
 
 // ---- attention --------------------------------------------------------------------------------------------
 
-// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of them,
-// and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works. Heads are
-// padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: of 16 x 8 elements a
-// lane holds columns 2 (lane % 4) and the next, of row lane / 4 in [0], [1] and of the row 8 below in [2], [3].
+// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
+// them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
+// Heads are padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: of 16
+// x 8 elements a lane holds columns 2 (lane % 4) and the next, of row lane / 4 in [0], [1] and of the row
+// 8 below in [2], [3].
 #ifdef PRECISION_FP32
 enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
 #else
 enum { ATTENTION_ROWS = 64 };
 #endif
-// Of backward with heads of up to 32, on an H100 in bf16 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and
-// 3 blocks 43.
+// Of backward with heads of up to 32, on an H100 in bf16 at T = 256: 40 us; 32 columns and 5 blocks 48, 64
+// and 3 blocks 43.
 enum { ATTENTION_COLUMNS = ATTENTION_ROWS, ATTENTION_THREADS = 2 * ATTENTION_ROWS, ATTENTION_BLOCKS = 4 };
 
 #ifdef PRECISION_FP32
@@ -6357,8 +6360,8 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
-// (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both make P
-// again. Device memory: a block's own rows once, the other side's once a block; within the L2.
+// (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
+// make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D, int COLUMNS>
 __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
