@@ -45,7 +45,7 @@ SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__v
 SMALL_PACKAGES := numpy PIL tqdm safetensors matplotlib tensorboard pytest
 SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(SMALL_PACKAGES) 2>/dev/null
 
-.PHONY: train test bench toc data clean report python settings all_archs bench_dev
+.PHONY: train test bench profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -93,6 +93,14 @@ $(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
 $(BUILD)/train_unet_fp32: train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
+dev/profile: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings | report
+ifeq ($(DEVICE),cuda)
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
+else
+	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+endif
+$(BUILD)/profile_fp32: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
 $(BUILD)/test_unet_cuda_%: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(GPU_ARCH),$*) $< -o $@
 test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
@@ -101,13 +109,16 @@ test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
 # Compiled and not run: that nothing rots on a machine without a GPU.
 PRECISIONS := bf16 fp32
 TRAIN_OBJECTS := $(foreach arch,$(ARCHS),$(foreach precision,$(PRECISIONS),$(BUILD)/train_unet_$(arch)_$(precision).o))
+PROFILE_OBJECTS := $(BUILD)/profile_90_bf16.o $(BUILD)/profile_80_fp32.o
 TEST_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/test_unet_$(arch)_$(precision).o))
 $(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+$(PROFILE_OBJECTS): $(BUILD)/profile_%.o: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
 
 $(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
@@ -175,25 +186,28 @@ python:
 RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders
+TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile
 
-test: python toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
+test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
 
 # Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
-bench: python train_unet $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32)
+bench: python train_unet dev/profile $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
 	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES))
+
+# What a step's time goes to; FLAGS: the program's, such as --batch_size 32.
+profile: dev/profile
+	@dev/profile $(FLAGS)
 
 # ---- housekeeping -------------------------------------------------------------------------------------------
 
-# The contents list of train_unet.cu must name its banners, in order.
+# The contents list of train_unet.cu: toc writes it from the banners, check_toc fails where it is not what they say.
 toc:
-	@awk '/^\/\/ =+$$/{getline; if (/^\/\/ /) {banners = banners substr($$0, 4) "\n"; getline}; next} \
-		/^\/\/  ? [ 0-9][0-9]  [A-Z]/{listed = listed substr($$0, 5) "\n"} \
-		END{if (listed == "" || listed != banners){print "contents list:\n" listed "banners:\n" banners; exit 1}}' train_unet.cu
-	@echo "contents list and banners of train_unet.cu agree"
+	@python3 dev/toc.py
+check_toc:
+	@python3 dev/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS)) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile) data/emoji.bin data/faces.bin

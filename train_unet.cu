@@ -39,19 +39,26 @@
 // -----------------------------------------------------------------------------------------------------------
 // Contents
 //
-//   1  CONFIGURATION AND ERRORS
-//   2  MEMORY, TENSORS, RANDOMNESS
-//   3  THE LAYERS, DECLARED
-//   4  BLOCKS
-//   5  PLAN AND WALK
-//   6  DIFFUSION AND SAMPLERS
+//   1  CONFIGURATION AND ERRORS: errors; configuration
+//   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; tensors; randomness
+//   3  THE LAYERS, DECLARED: what layers take; the layers; layers written once for both builds
+//   4  BLOCKS: what a block reads and writes; embedding; first convolution; residual block; attention block;
+//        up- and down-sampling; last block
+//   5  PLAN AND WALK: plan; walk
+//   6  DIFFUSION AND SAMPLERS: schedules; noising; samplers
 //   7  OPTIMISER
-//   8  TRAINING
-//   9  FILES
-//  10  COMMAND LINE AND MAIN
-//  11  LAYERS ON THE CPU
-//  12  LAYERS ON THE GPU
-//  13  HOPPER
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
+//        the loop
+//   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
+//  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
+//        to a run
+//  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
+//        linear and 1x1 convolution; 3x3 convolution; group norm + SiLU; attention; loss; samplers; the last
+//        launches of a step
+//  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
+//        attention; loss; samplers; the last launches of a step; linear layers, 1x1 and 3x3 convolutions;
+//        vectors and instructions; patches; forward and input gradient; weight gradient; launchers
+//  13  HOPPER: tensor copies and warpgroup products; forward and input gradient; weight gradient
 
 #include <cerrno>
 #include <cfloat>
@@ -273,7 +280,7 @@ struct Config {
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
     float eta;
     // what to do
-    int resume_given, print_config, dry_run, profile, help;
+    int resume_given, print_config, dry_run, help;
 };
 
 // Images that go through the network at a time while it is trained.
@@ -385,7 +392,7 @@ typedef float floatX;
 struct float2 {  // as CUDA's
     float x, y;
 };
-enum { STEPS_IN_FLIGHT = 1 };  // steps begun before the first of them is awaited
+enum { STEPS_IN_FLIGHT = 1 };
 #endif
 
 // Before a loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
@@ -399,30 +406,35 @@ HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b
 
 static void backend_init();         // refuses a machine that can't run this program
 static std::string backend_name();  // the device and its precision
-// Memory where the layers work; null where there is not enough. The host's is as fast for the device to copy.
+
+// Memory where the layers work (null: there is not enough), and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes);
 static void backend_free(void* memory);
 static void* backend_allocate_host(size_t bytes);
 static void backend_free_host(void* memory);
-static size_t backend_memory_available();  // bytes; 0: not known
-static size_t
-host_memory_available();  // bytes that this machine, and `ulimit -v`, can still give; 0: not known
-// Everything below is done in the order of the calls. An _async one may return before it is.
+// Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
+static size_t backend_memory_available();
+static size_t host_memory_available();
+static size_t workspace_bytes();  // what the layers need besides the model's memory
+static bool allocate_workspace();
+
+// Everything below is done in the order of the calls. An _async one may return before it is done.
 static void backend_zero(void* memory, size_t bytes);
 static void backend_copy(void* to, const void* from, size_t bytes);
 static void backend_upload(void* to, const void* from, size_t bytes);
 static void backend_upload_async(void* to, const void* from, size_t bytes);
 static void backend_download(void* to, const void* from, size_t bytes);
 static void backend_download_async(void* to, const void* from, size_t bytes);
-// A point in the work given to the device, and waiting until it is reached.
+// A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there;
+// milliseconds between two marks, where the device has been.
 static void backend_mark(int slot);
 static void backend_await(int slot);
-// Launches that may run beside what the main stream gets from now on, until it asks for their results with
-// backend_join. They follow everything launched before. A profile has them in line, to time each alone.
-// Returns the number of this call.
+static float backend_milliseconds(int first, int last);
+// Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
+// next, until backend_join. Returns the number of this call.
 template <typename Launches>
 static int on_side_lane(Launches launches);
-// What follows waits for the launches of that call and of all before it; without a number, for all.
+// What follows waits for the launches of that call and of all earlier ones; without a number, for all.
 static void backend_join(int call = INT_MAX);
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
 // launch sets up once), recorded as a graph the second, replayed from then on.
@@ -433,56 +445,13 @@ struct Recording {
 template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches);
 static void backend_forget(Recording* recording);
-// Notes the time when the device has done all it was given so far; milliseconds between two such stamps.
-static void backend_stamp(size_t place);
-static float backend_milliseconds(size_t first, size_t last);
-// TFLOP/s at the most, bf16 (dense, added up in fp32) or fp32: what a multiprocessor does in a clock, by
-// NVIDIA's white papers on each architecture, times multiprocessors and clock. An H100's clock goes higher
-// than the one behind its data sheet's 989 TFLOP/s of the tensor cores: theirs counts as that. 0: not known.
+// TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32, and how that was computed; 0: not known.
 static double backend_peak(std::string* source);
-static size_t workspace_bytes();  // what the layers need besides the model's memory
-static bool allocate_workspace();
 
-// ---- profile ----------------------------------------------------------------------------------------------
-
-// What --profile measures. A launcher opens a scope at its head, PROFILE("3x3 dW", {operations, bytes}), that
-// lasts until it returns: the operations of its maths, and the bytes that must move where each input is read
-// once and each output written once. A scope within another is a part of it.
-struct Work {
-    double operations, bytes;
-};
-struct Profile {
-    struct Entry {
-        std::string kind, block;
-        Work work;
-        int launches;
-        std::vector<float> ms;  // of each repetition
-    };
-    bool on = false;             // false: scopes do nothing
-    const char* block = "step";  // of the plan, under way
-    std::vector<Entry> entries;  // in the order of the step
-    size_t next = 0;             // how many scopes of the step were opened
-    int depth = 0, stray = 0;    // scopes open; launches outside of any
-    void launched() {
-        if (on) depth ? entries[next - 1].launches++ : stray++;
-    }
-};
-static Profile profile;
-struct ProfileScope {
-    size_t stamp = 0;  // its first; 0 and 1 are left to what is around all scopes
-    ProfileScope(const char* kind, Work work) {
-        if (!profile.on || profile.depth++) return;
-        size_t n = profile.next++;
-        if (n == profile.entries.size()) profile.entries.push_back({kind, profile.block, work, 0, {}});
-        profile.entries[n].launches = 0;
-        backend_stamp(stamp = 2 * n + 2);
-    }
-    ~ProfileScope() {
-        if (stamp) backend_stamp(stamp + 1);
-        if (profile.on) profile.depth--;
-    }
-};
-#define PROFILE(...) ProfileScope profile_scope(__VA_ARGS__)
+// What a launcher costs: PROFILE("3x3 dW", {operations, bytes}) at its head, for dev/profile.cu.
+#ifndef PROFILE
+#define PROFILE(...)
+#endif
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
@@ -746,12 +715,6 @@ static __host__ __device__ inline int norm_parts(int pixels) { return ceil_div(p
 
 // ---- the layers -------------------------------------------------------------------------------------------
 
-// What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one.
-static Work convolution_work(double M, int taps, int C, int O, size_t weight = sizeof(floatX)) {
-    double weights = (double)taps * C * O;
-    return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
-}
-
 namespace DEVICE {
 
 // out (B, H, W, O) = F.linear(x, w, bias) + residual: a 1x1 convolution, or the rows of an embedding.
@@ -878,9 +841,13 @@ static inline float fast_exp(float x) {
 #ifdef __CUDACC__
 // 2^x, 1 / x and tanh x, an instruction each: errors of 2^-22, of tanh 2^-11.
 __device__ static inline float exp2_fast(float x) {
+#ifdef PRECISION_FP32
+    return exp2f(x);
+#else
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+#endif
 }
 __device__ static inline float reciprocal_fast(float x) {
     float y;
@@ -1610,16 +1577,16 @@ static double training_flops(const Plan& plan) {
 
 // ---- walk -------------------------------------------------------------------------------------------------
 
-static void enter(Model* m, const Block& block, const Buffer& scratch) {
+static void set_scratch(Model* m, const Buffer& scratch) {
     m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
-    profile.block = block.name;
 }
 
 // input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
 // be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
-        enter(m, block, block.scratch_forward);
+        PROFILE(block.name);
+        set_scratch(m, block.scratch_forward);
         switch (block.kind) {
             case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
             case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
@@ -1630,7 +1597,6 @@ static void unet_forward(Model* m, int B, int first = 0) {
             case BLOCK_OUT: out_forward(m, block, B); break;
         }
     }
-    profile.block = "step";
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
@@ -1642,7 +1608,8 @@ static floatX* unet_output_gradient(const Model* m) {
 static void unet_backward(Model* m, int B) {
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
-        enter(m, block, block.scratch_backward);
+        PROFILE(block.name);
+        set_scratch(m, block.scratch_backward);
         switch (block.kind) {
             case BLOCK_EMBED: embed_backward(m, block, B); break;
             case BLOCK_CONV_IN: conv_in_backward(m, block, B); break;
@@ -1654,7 +1621,6 @@ static void unet_backward(Model* m, int B) {
         }
         backend_join();
     }
-    profile.block = "step";
 }
 
 // ===========================================================================================================
@@ -3116,8 +3082,6 @@ static const Flag FLAGS[] = {
      "print every flag's value as a file for --config, and exit"},
     {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
      "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
-    {"profile", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(profile), "0", 0, 1, 0,
-     "print what a training step's time goes to, by kind of kernel and by block, and exit; needs no data"},
     {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
 };
 enum {
@@ -4268,70 +4232,33 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
                missing.c_str(), levels.c_str());
 }
 
-// ---- what a step's time goes to ---------------------------------------------------------------------------
+// ---- how long a step takes --------------------------------------------------------------------------------
 
 static double median(std::vector<float> values) {
     std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
     return values[values.size() / 2];
 }
 
-// Median milliseconds of 20 runs of a sequence, or of those (3 or more) that fit 10 seconds; `after` each.
-template <typename Launches, typename After>
-static double time_replays(Launches launches, After after, double seconds = 10, int least = 3) {
+// Median milliseconds of 20 runs of a sequence, or of as many as fit into `seconds`, at the least `least`.
+template <typename Launches>
+static double time_replays(Launches launches, double seconds = 10, int least = 3) {
     const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
     Recording recording;
     std::vector<float> ms;
     double start = seconds_now();
     for (int n = 0; n < WARMUP + 20 && (n < WARMUP + least || seconds_now() - start < seconds); n++) {
-        backend_stamp(0);
+        backend_mark(0);
         backend_replay(&recording, launches);
-        backend_stamp(1);
-        backend_mark(0), backend_await(0);
-        if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1)), after();
+        backend_mark(1);
+        backend_await(1);
+        if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1));
     }
     backend_forget(&recording);
     return median(ms);
 }
 
-// GB/s, read and written, of a copy between two pieces of memory that no cache holds.
-static double copy_bandwidth() {
-    size_t bytes = (size_t)256 << 20;
-    char* memory = (char*)backend_allocate(2 * bytes);
-    if (!memory) fail("could not allocate %s of memory", human_bytes(2.0 * bytes).c_str());
-    backend_zero(memory, 2 * bytes);
-    double ms = time_replays([&] { backend_copy(memory, memory + bytes, bytes); }, [] {});
-    backend_free(memory);
-    return 2e-6 * (double)bytes / ms;
-}
-
-// A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
-static void print_profile(std::string Profile::Entry::*name, bool sorted, double peak, double bandwidth) {
-    struct Row {
-        std::string name;
-        double launches, ms, floor_ms, operations, bytes;
-    };
-    std::vector<Row> rows;
-    Row sum = {"sum of the parts", 0, 0, 0, 0, 0};
-    for (const Profile::Entry& e : profile.entries) {
-        auto row = std::find_if(rows.begin(), rows.end(), [&](Row& r) { return r.name == e.*name; });
-        if (row == rows.end()) row = rows.insert(row, {e.*name, 0, 0, 0, 0, 0});
-        for (Row* r : {&*row, &sum}) {
-            r->launches += std::max(1, e.launches), r->ms += median(e.ms);  // a memset, the CPU: one
-            r->operations += e.work.operations, r->bytes += e.work.bytes;
-            if (peak) r->floor_ms += std::max(e.work.operations / peak / 1e9, e.work.bytes / bandwidth / 1e6);
-        }
-    }
-    if (sorted) std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.ms > b.ms; });
-    printf("\n%-22s %8s %10s %7s %9s %9s %7s\n", "", "launches", "ms", "share", "TFLOP/s", "GB/s", "floor");
-    rows.push_back(sum);
-    for (const Row& r : rows)
-        printf("%-22s %8.0f %10.3f %6.1f%% %9.2f %9.1f %7s\n", r.name.c_str(), r.launches, r.ms,
-               100 * r.ms / sum.ms, r.operations / r.ms / 1e9, r.bytes / r.ms / 1e6,
-               peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
-}
-
 // A new run of this configuration on random images.
-static void prepare_made_up_run(Trainer* t, const Config& config) {
+static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B, t->images.size = H, t->images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
     for (size_t i = 0; i < t->images.bytes.size(); i++)
@@ -4347,8 +4274,8 @@ static void prepare_made_up_run(Trainer* t, const Config& config) {
 static double time_step(Config config, int batch, double seconds, int least) {
     Trainer t;
     config.batch_size = batch;
-    prepare_made_up_run(&t, config);
-    double ms = time_replays([&] { enqueue_step(&t); }, [] {}, seconds, least);
+    prepare_trial_run(&t, config);
+    double ms = time_replays([&] { enqueue_step(&t); }, seconds, least);
     finish_steps(&t);
     free_model(&t.model);
     return ms;
@@ -4371,58 +4298,6 @@ static void print_time(const Config& config, long steps_done) {
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
-}
-
-// Times a training step on random images, then one call of the network as it is made to draw.
-static int run_profile(Config config) {
-    check_config(config);
-    std::string source = "not known";
-    double peak = backend_peak(&source), bandwidth = copy_bandwidth();
-    Trainer t;
-    Model* m = &t.model;
-    int B = config.batch_size, H = config.image_size;
-    prepare_made_up_run(&t, config);
-    double step_ms = time_replays([&] { enqueue_step(&t); }, [] {});
-    auto profiled_step = [&] {
-        profile.on = true, profile.next = 0, profile.stray = 0;
-        enqueue_step(&t);
-        profile.on = false;
-    };
-    time_replays(profiled_step, [] {
-        for (size_t i = 0; i < profile.entries.size(); i++)
-            profile.entries[i].ms.push_back(backend_milliseconds(2 * i + 2, 2 * i + 3));
-    });
-    printf(
-        "floor: the longer of the time of the operations at the peak (%s: %.3g TFLOP/s)\n"
-        "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",
-        source.c_str(), peak, bandwidth);
-    print_profile(&Profile::Entry::kind, true, peak, bandwidth);
-    print_profile(&Profile::Entry::block, false, peak, bandwidth);
-    if (profile.stray) printf("launches that no line counts: %d\n", profile.stray);
-    double gflop = training_flops(m->plan) / 1e9;
-    size_t bytes = m->bytes + workspace_bytes(), ema = ema_count(config) * m->plan.num_floats * sizeof(float);
-    finish_steps(&t);
-    free_model(m);
-
-    config.optimiser.ema_rate[0] = 0;  // one set of weights is enough
-    int drawn = microbatch_of(config);
-    build_model(m, config, drawn, false);
-    initialise_weights(m, config.seed);
-    auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
-    backend_upload(m->begins, begins.data(), drawn * sizeof(PictureNoise));
-    run(StartPictures<floatX>{
-        .x = m->target, .input = m->input, .begins = m->begins, .B = drawn, .pixels = H * H});
-    run(FillTimesteps{.timesteps = m->timesteps, .n = drawn, .value = config.diffusion_steps / 2});
-    double call_ms = time_replays([&] { unet_forward(m, drawn); }, [] {});
-    printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
-           "one training step:", step_ms, 1e3 * B / step_ms);
-    printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms,
-           1e3 * drawn / call_ms);
-    printf("%-22s %.2f GFLOP an image and training step\n", "operations:", gflop);
-    printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n", "memory:", bytes / 0x1p20,
-           ema / 0x1p20, (m->bytes + workspace_bytes()) / 0x1p20);
-    free_model(m);
-    return 0;
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
@@ -4802,6 +4677,7 @@ static int run_training(const std::vector<GivenFlag>& given) {
     return 0;
 }
 
+#ifndef PROFILING  // dev/profile.cu has its own
 static int run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
@@ -4827,11 +4703,10 @@ static int run_program(int argc, char** argv) {
     openblas_set_num_threads(1);  // the layers' own loops keep every core busy
 #endif
     handle_signals();
-    printf("train_unet on %s%s\n", backend_name().c_str(),
-           config.profile ? text(", batch %d", config.batch_size).c_str() : "");
-    if (config.profile) return run_profile(config);
+    printf("train_unet on %s\n", backend_name().c_str());
     return draws ? run_generate(given) : run_training(given);
 }
+#endif
 
 int main(int argc, char** argv) {
     // A file must not become standard output because that was closed: its descriptors are taken first.
@@ -4863,7 +4738,6 @@ int main(int argc, char** argv) {
 
 // ---- the machine ------------------------------------------------------------------------------------------
 
-// Bytes that this machine, and `ulimit -v`, can still give; 0 where it does not tell.
 static size_t host_memory_available() {
     size_t kilobytes = 0, pages = 0;
     FILE* f = fopen("/proc/meminfo", "r");
@@ -4878,7 +4752,7 @@ static size_t host_memory_available() {
     }
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
 #ifdef OPENBLAS
-    taken += 2 * (size_t)omp_get_max_threads() << 27;  // its buffers, for which it waits for ever
+    taken += 2 * (size_t)omp_get_max_threads() << 27;  // OpenBLAS's buffers; without them it waits for ever
 #endif
     return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
 }
@@ -4913,15 +4787,11 @@ static void backend_replay(Recording*, Launches launches) {
     launches();
 }
 static void backend_forget(Recording*) {}
-static void backend_mark(int) {}   // a point in the work given to the device
-static void backend_await(int) {}  // until it is reached
-static std::vector<double> cpu_stamps;
-static void backend_stamp(size_t place) {
-    if (cpu_stamps.size() <= place) cpu_stamps.resize(place + 1);
-    cpu_stamps[place] = seconds_now();
-}
-static float backend_milliseconds(size_t first, size_t last) {
-    return (float)(1e3 * (cpu_stamps[last] - cpu_stamps[first]));
+static double cpu_marks[RESULT_SLOTS];  // seconds
+static void backend_mark(int slot) { cpu_marks[slot] = seconds_now(); }
+static void backend_await(int) {}
+static float backend_milliseconds(int first, int last) {
+    return (float)(1e3 * (cpu_marks[last] - cpu_marks[first]));
 }
 static double backend_peak(std::string*) { return 0; }
 static size_t backend_memory_available() { return host_memory_available(); }
@@ -4932,12 +4802,16 @@ namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
 
-// Each thread's own room: gathered inputs of a matrix product, attention scores, and matmul's packed panels.
+// Each thread's own scratch: gathered inputs of a matrix product, attention scores, and matmul's packed
+// panels.
 enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
 static float* cpu_workspace;
 
 static size_t cpu_workspace_bytes() {
     return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
+}
+static bool allocate_cpu_workspace() {
+    return cpu_workspace || !posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes());
 }
 static float* thread_floats() {
     return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
@@ -5625,10 +5499,7 @@ static std::string backend_name() {
                 counted(omp_get_max_threads(), "thread").c_str(), products, (int)cpu::VECTOR);
 }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
-static bool allocate_workspace() {
-    return cpu::cpu_workspace ||
-           !posix_memalign((void**)&cpu::cpu_workspace, 4096, cpu::cpu_workspace_bytes());
-}
+static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
 #endif
 
 // ===========================================================================================================
@@ -5640,34 +5511,35 @@ static bool allocate_workspace() {
 // ---- the machine ------------------------------------------------------------------------------------------
 
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
-#define LAUNCH_CHECK() (profile.launched(), CUDA_CHECK(cudaGetLastError()))
+#ifndef LAUNCH_CHECK  // dev/profile.cu counts launches
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
+#endif
 static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status != cudaSuccess)
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A stream, and what its launchers borrow: room for the partial sums of split reductions. A launcher splits no
-// further than fits and gives back what it took; uses follow each other on the stream.
+// A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher
+// splits no further than fits and gives back what it took; the stream's next launch may overwrite it.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
 };
-static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one of them that kernels go to
+static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
-// What is taken of the lane's workspace while a Borrowed lives is given back with it.
+// While a Borrowed lives, launchers may take of the lane's workspace; its end gives all of that back.
 struct Borrowed {
-    size_t before = lane->workspace.used;
+    size_t used = lane->workspace.used;
     Borrowed() {}
     Borrowed(const Borrowed&) = delete;
-    ~Borrowed() { lane->workspace.used = before; }
+    ~Borrowed() { lane->workspace.used = used; }
     static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
 };
-enum { SIDE_EVENTS = 4 };  // an older call is waited for with the one in its place
+enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
-static int side_calls, side_joined;  // those made; those that the main stream has waited for
+static int side_calls, side_joined;  // how many calls there were; how many the main stream has waited for
 static int gpu_multiprocessors;
-static cudaEvent_t gpu_marks[8];
-static std::vector<cudaEvent_t> gpu_stamps;
+static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
 static void backend_init() {
     int count = 0, driver = 0;  // 0: there is no driver
@@ -5690,12 +5562,12 @@ static void backend_init() {
             "train_unet DEVICE=cpu",
             properties.name, properties.major, properties.minor);
     gpu_multiprocessors = properties.multiProcessorCount;
-    for (Lane* made : {&main_lane, &side_lane})
-        CUDA_CHECK(cudaStreamCreateWithFlags(&made->stream, cudaStreamNonBlocking));
+    for (Lane* each : {&main_lane, &side_lane})
+        CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ended)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming));
+    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
     cudaDeviceProp properties;
@@ -5738,10 +5610,6 @@ static void backend_download(void* to, const void* from, size_t bytes) {
 }
 template <typename Launches>
 static int on_side_lane(Launches launches) {
-    if (profile.on) {
-        launches();
-        return side_calls;
-    }
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
     CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
     ASSERT(lane == &main_lane);
@@ -5751,7 +5619,6 @@ static int on_side_lane(Launches launches) {
     CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_lane.stream));
     return ++side_calls;
 }
-// The main stream waits for the launches of that call and of all before it; without a number, for all.
 static void backend_join(int call) {
     call = std::min(call, side_calls);
     if (call <= side_joined) return;
@@ -5779,28 +5646,16 @@ static void backend_forget(Recording* recording) {
     if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)recording->graph));
     *recording = Recording();
 }
-// A point in the work given to the device, and waiting until it is reached.
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
-// A stamp that is recorded becomes a node of the graph: each replay takes its time anew. Its event was made
-// before, when the sequence was run.
-static void backend_stamp(size_t place) {
-    cudaStreamCaptureStatus capturing;
-    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
-    while (gpu_stamps.size() <= place) {
-        gpu_stamps.push_back(nullptr);
-        CUDA_CHECK(cudaEventCreate(&gpu_stamps.back()));
-    }
-    CUDA_CHECK(cudaEventRecordWithFlags(
-        gpu_stamps[place], main_lane.stream,
-        capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
-}
-// Milliseconds between two stamps, once all work is done.
-static float backend_milliseconds(size_t first, size_t last) {
+static float backend_milliseconds(int first, int last) {
     float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_stamps[first], gpu_stamps[last]));
+    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_marks[first], gpu_marks[last]));
     return ms;
 }
+// What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
+// multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
+// of the tensor cores: that one counts.
 static double backend_peak(std::string* source) {
     static const struct {
         int capability;
@@ -5842,13 +5697,12 @@ static size_t workspace_bytes() {
 }
 static bool allocate_workspace() {
 #ifdef CPU_LAYERS
-    if (!cpu::cpu_workspace && posix_memalign((void**)&cpu::cpu_workspace, 4096, cpu::cpu_workspace_bytes()))
-        return false;
+    if (!cpu::allocate_cpu_workspace()) return false;
 #endif
-    for (Lane* made : {&main_lane, &side_lane}) {
-        if (!made->workspace.base)
-            made->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
-        if (!made->workspace.base) return false;
+    for (Lane* each : {&main_lane, &side_lane}) {
+        if (!each->workspace.base)
+            each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
+        if (!each->workspace.base) return false;
     }
     return true;
 }
@@ -5886,6 +5740,13 @@ __device__ static inline uint4 pack(const float value[VEC]) {
 #endif
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
+}
+__device__ static inline void store_pair(floatX* to, float first, float second) {
+#ifdef PRECISION_FP32
+    *(float2*)to = make_float2(first, second);
+#else
+    *(uint32_t*)to = pack_bf16(first, second);
+#endif
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -6376,36 +6237,53 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 
 // ---- attention --------------------------------------------------------------------------------------------
 
-// A block owns 64 rows (queries, or in backward keys) of one head of one image and walks over the other side
-// in tiles of `COLUMNS`, so that T x T is never stored and any T works. Heads are padded with zeros to D
-// channels.
-enum { ATTENTION_ROWS = 64, ATTENTION_THREADS = 128 };
-// Of backward with heads of up to 32, on an H100 at T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3
-// blocks 43.
-enum { ATTENTION_COLUMNS = 64, ATTENTION_BLOCKS = 4 };
+// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
+// them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
+// Heads are padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: of 16
+// x 8 elements a lane holds columns 2 (lane % 4) and the next, of row lane / 4 in [0], [1] and of the row
+// 8 below in [2], [3].
+#ifdef PRECISION_FP32
+enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
+#else
+enum { ATTENTION_ROWS = 64 };
+#endif
+// Of backward with heads of up to 32, on an H100 in bf16 at T = 256: 40 us; 32 columns and 5 blocks 48, 64
+// and 3 blocks 43.
+enum { ATTENTION_COLUMNS = ATTENTION_ROWS, ATTENTION_THREADS = 2 * ATTENTION_ROWS, ATTENTION_BLOCKS = 4 };
 
-#ifndef PRECISION_FP32
+#ifdef PRECISION_FP32
+// A sum over the rows of the other side, up to 262,144 of them, of which a plain float would lose 3e-5: what
+// rounding took is kept and given back with the next addition (Kahan, 1965).
+struct AttentionSum {
+    float value, taken;
+    __device__ operator float() const { return value; }
+    __device__ void operator*=(float factor) { value *= factor, taken *= factor; }
+    __device__ void operator+=(float x) {
+        float y = x - taken, sum = value + y;
+        taken = (sum - value) - y, value = sum;
+    }
+};
+#else
+typedef float AttentionSum;
+#endif
 
-typedef __nv_bfloat16 bf16;
-
-// Four 8x8 matrices of shared memory as fragments of mma.sync; `source`: this lane's row of 16 bytes.
 // Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
 template <int D>
 struct AttentionRow {
-    bf16 at[D + 8];
+    floatX at[D + VEC];
 };
 template <int ROWS, int D>
-__device__ static void attention_load(AttentionRow<D>* tile, const bf16* source, size_t stride, int t0, int T,
-                                      int d) {
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += ATTENTION_THREADS) {
-        int row = i / (D / 8), c = i % (D / 8) * 8;
+__device__ static void attention_load(AttentionRow<D>* tile, const floatX* source, size_t stride, int t0,
+                                      int T, int d) {
+    for (int i = threadIdx.x; i < ROWS * (D / VEC); i += ATTENTION_THREADS) {
+        int row = i / (D / VEC), c = i % (D / VEC) * VEC;
         bool inside = t0 + row < T && c < d;
         copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
                    inside);
     }
 }
 
-// scores (16, COLUMNS) = the warp's rows of a (64, D) times b^T, b (COLUMNS, D)
+// scores (16, COLUMNS) = the warp's rows of a (ROWS, D) times b^T, b (COLUMNS, D)
 template <int D, int COLUMNS>
 __device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
                                         const AttentionRow<D>* b) {
@@ -6413,6 +6291,18 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
+#ifdef PRECISION_FP32
+    for (int k = 0; k < D; k += VEC)
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float left[VEC], right[VEC];
+                unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
+                unpack(right, *(const uint4*)&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
+            }
+#else
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         uint32_t left[4], right[4];
@@ -6424,14 +6314,40 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
             mma(scores[n / 8 + 1], left, right[2], right[3]);
         }
     }
+#endif
+}
+// Scores of the tile's columns past the last: their probabilities are 0.
+template <int COLUMNS>
+__device__ static void attention_mask(float scores[COLUMNS / 8][4], int columns) {
+    if (columns >= COLUMNS) return;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+        for (int i = 0; i < 4; i++)
+            if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
 }
 // sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
 template <int D, int COLUMNS>
-__device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMNS / 8][4],
+__device__ static void attention_weigh(AttentionSum sum[D / 8][4], const float p[COLUMNS / 8][4],
                                        const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < COLUMNS; k += 16) {
+#ifdef PRECISION_FP32
+        float left[2][16];  // of the lane's two rows; four lanes hold a row
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            left[i / 16][i % 16] =
+                __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float part = 0;
+                for (int c = 0; c < 16; c++)
+                    part += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                sum[n][i] += part;
+            }
+#else
         const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
         uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
                             pack_bf16(p1[2], p1[3])};
@@ -6442,87 +6358,88 @@ __device__ static void attention_weigh(float sum[D / 8][4], const float p[COLUMN
             mma(sum[n / 8], left, right[0], right[1]);
             mma(sum[n / 8 + 1], left, right[2], right[3]);
         }
+#endif
     }
 }
-// The warp's rows of sum (64, D), by way of its rows of `room`, to target, in pieces of 16 bytes.
+// The warp's rows of sum (ROWS, D), by way of its rows of `scratch`, to target, in pieces of 16 bytes.
 template <int D>
-__device__ static void attention_store(bf16* target, size_t stride, int t0, int T, int d,
-                                       AttentionRow<D>* room, const float sum[D / 8][4], float factor0,
-                                       float factor1) {
+__device__ static void attention_store(floatX* target, size_t stride, int t0, int T, int d,
+                                       AttentionRow<D>* scratch, const AttentionSum sum[D / 8][4],
+                                       float factor0, float factor1) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
         int c = n * 8 + lane % 4 * 2;
-        *(uint32_t*)&room[row0 + lane / 4].at[c] = pack_bf16(sum[n][0] * factor0, sum[n][1] * factor0);
-        *(uint32_t*)&room[row0 + lane / 4 + 8].at[c] = pack_bf16(sum[n][2] * factor1, sum[n][3] * factor1);
+        store_pair(&scratch[row0 + lane / 4].at[c], sum[n][0] * factor0, sum[n][1] * factor0);
+        store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factor1, sum[n][3] * factor1);
     }
     __syncwarp();
-    for (int i = lane; i < 16 * (D / 8); i += 32) {
-        int row = row0 + i / (D / 8), c = i % (D / 8) * 8;
-        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&room[row].at[c];
+    for (int i = lane; i < 16 * (D / VEC); i += 32) {
+        int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&scratch[row].at[c];
     }
 }
 
 template <int D>
 struct AttentionForwardShared {
-    AttentionRow<D> q[ATTENTION_ROWS], k[2][64], v[2][64];  // [stage]
+    AttentionRow<D> q[ATTENTION_ROWS], k[2][ATTENTION_COLUMNS], v[2][ATTENTION_COLUMNS];  // [stage]
 };
 
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
-// Block (64 queries, head, image). Device memory: q in and out out once, k and v once for each 64 queries.
+// Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
                                                               : 6)  // 6: T = 256 at B = 32 is one wave
-    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, int d, float scale) {
+    attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
+    constexpr int COLUMNS = ATTENTION_COLUMNS;
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
-    const bf16 *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<64, D>(s.q, q, 3 * C, t0, T, d);
-    attention_load<64, D>(s.k[0], k, 3 * C, 0, T, d);
-    attention_load<64, D>(s.v[0], v, 3 * C, 0, T, d);
+    const floatX *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+    attention_load<ATTENTION_ROWS, D>(s.q, q, 3 * C, t0, T, d);
+    attention_load<COLUMNS, D>(s.k[0], k, 3 * C, 0, T, d);
+    attention_load<COLUMNS, D>(s.v[0], v, 3 * C, 0, T, d);
     copy_commit();
-    // A lane holds columns of two rows, lane / 4 and 8 below it. e^x is 2^(x / ln 2): one instruction.
-    float sum[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, unit = scale * 1.44269504f;
-    for (int j = 0; j * 64 < T; j++) {
+    // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
+    AttentionSum sum[D / 8][4] = {}, total[2] = {};
+    float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
+    for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
-        if ((j + 1) * 64 < T) {
-            attention_load<64, D>(s.k[!stage], k, 3 * C, (j + 1) * 64, T, d);
-            attention_load<64, D>(s.v[!stage], v, 3 * C, (j + 1) * 64, T, d);
+        if ((j + 1) * COLUMNS < T) {
+            attention_load<COLUMNS, D>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS, D>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
         }
         copy_commit();
         copy_wait<1>();
         __syncthreads();
-        float p[8][4];
-        attention_scores<D, 64>(p, s.q, s.k[stage]);
+        float p[COLUMNS / 8][4];
+        attention_scores<D, COLUMNS>(p, s.q, s.k[stage]);
+        attention_mask<COLUMNS>(p, T - j * COLUMNS);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float highest = top[half], part = 0;  // of the scores, unscaled
 #pragma unroll
-            for (int n = 0; n < 8; n++)
-                for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    if ((j + 1) * 64 > T && j * 64 + n * 8 + lane % 4 * 2 + i % 2 >= T) p[n][i] = -INFINITY;
-                    highest = fmaxf(highest, p[n][i]);
-                }
+            for (int n = 0; n < COLUMNS / 8; n++)
+                for (int i = 2 * half; i < 2 * half + 2; i++) highest = fmaxf(highest, p[n][i]);
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
             float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
 #pragma unroll
-            for (int n = 0; n < 8; n++)
+            for (int n = 0; n < COLUMNS / 8; n++)
                 for (int i = 2 * half; i < 2 * half + 2; i++)
                     part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
-            total[half] = total[half] * keep + part, top[half] = highest;
+            total[half] *= keep, total[half] += part, top[half] = highest;
 #pragma unroll
             for (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
         }
-        attention_weigh<D, 64>(sum, p, s.v[stage]);
+        attention_weigh<D, COLUMNS>(sum, p, s.v[stage]);
         __syncthreads();  // the stage is free
     }
     for (int half = 0; half < 2; half++) {
-        total[half] += __shfl_xor_sync(~0u, total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        total[half] += __shfl_xor_sync(~0u, (float)total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, (float)total[half], 2);
         int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
@@ -6536,12 +6453,12 @@ template <int ROWS, int D>
 __device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
                                       const AttentionRow<D>* out, const float* lse, int t0, int T) {
     const int lanes = ATTENTION_THREADS / ROWS;  // threads a row
-    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * 8;
+    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
-    for (int c = c0; c < D; c += lanes * 8) {
-        float a[8], b[8];
+    for (int c = c0; c < D; c += lanes * VEC) {
+        float a[VEC], b[VEC];
         unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
-        for (int i = 0; i < 8; i++) sum += a[i] * b[i];
+        for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
     }
     for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (c0) return;
@@ -6550,24 +6467,26 @@ __device__ static void attention_dots(float* dots, float* normalisers, const Att
 
 template <int D, int COLUMNS>
 struct AttentionBackwardShared {
-    AttentionRow<D> row1[64], row2[64];                        // q, dout of the queries; or k, v of the keys
-    AttentionRow<D> column1[2][COLUMNS], column2[2][COLUMNS];  // [stage] the other two
+    // q, dout of the queries or k, v of the keys; and [stage] of the other side
+    AttentionRow<D> row1[ATTENTION_ROWS], row2[ATTENTION_ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
     AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
-    float dots[64], normalisers[64];
+    float dots[ATTENTION_ROWS], normalisers[ATTENTION_ROWS];
+    static_assert(2 * COLUMNS >= ATTENTION_ROWS && COLUMNS <= ATTENTION_ROWS,
+                  "what out, dots and normalisers hold");
 };
 
-// A block's 64 queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
+// A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, int COLUMNS, bool KEYS>
-__device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* out,
-                                               const float* lse, const bf16* qkv, int t0, int T, int C, int d,
-                                               float scale) {
+__device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout, const floatX* out,
+                                               const float* lse, const floatX* qkv, int t0, int T, int C,
+                                               int d, float scale) {
     extern __shared__ uint4 attention_shared[];
     AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
-    const bf16 *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
+    const floatX *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
     int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<64, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<64, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<64, D>(s.out, out, C, t0, T, d);
+    attention_load<ATTENTION_ROWS, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<ATTENTION_ROWS, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<ATTENTION_ROWS, D>(s.out, out, C, t0, T, d);
     auto load = [&](int j) {
         int stage = j % 2;
         if (j < tiles) {
@@ -6579,7 +6498,7 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
         copy_commit();
     };
     load(0);
-    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
+    AttentionSum sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
     for (int j = 0; j < tiles; j++) {
         int stage = j % 2;
         load(j + 1);
@@ -6589,10 +6508,11 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
             attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
                                        j * COLUMNS, T);
         else if (j == 0)
-            attention_dots<64, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+            attention_dots<ATTENTION_ROWS, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
         attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
+        if (!KEYS) attention_mask<COLUMNS>(p, T - j * COLUMNS);
         attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
@@ -6611,15 +6531,15 @@ __device__ static void attention_backward_rows(bf16* dqkv, const bf16* dout, con
     if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
 }
 
-// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks (64
-// queries or 64 keys, head, image): the first half of the grid's x makes dq, the other dk and dv; both make
-// P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
+// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
+// (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
+// make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D, int COLUMNS>
 __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                      : D > 32 ? 3
                                                               : ATTENTION_BLOCKS)
-    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                              const bf16* qkv, int T, int C, int d, float scale) {
+    attention_backward_kernel(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                              const floatX* qkv, int T, int C, int d, float scale) {
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
     lse += ((size_t)b * gridDim.y + head) * T;
@@ -6632,159 +6552,19 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
 }
 
 template <int D>
-static void attention_forward_launch(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int heads) {
+static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv, int B, int T, int C,
+                                     int heads) {
     launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
            sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
 }
 template <int D>
-static void attention_backward_launch(bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                                      const bf16* qkv, int B, int T, int C, int heads) {
-    const int COLUMNS = D > 64 ? 32 : D > 32 ? 64 : ATTENTION_COLUMNS;  // what the registers hold
+static void attention_backward_launch(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
+                                      const floatX* qkv, int B, int T, int C, int heads) {
+    const int COLUMNS = D > 64 ? ATTENTION_COLUMNS / 2 : ATTENTION_COLUMNS;  // what the registers hold
     launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B),
            ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
            C / heads, 1 / sqrtf((float)(C / heads)));
 }
-
-#else  // fp32: a thread a row, its sums in registers; the other side's tile is read by all threads at once
-
-// Sums over more than ATTENTION_SPAN rows of the other side are formed span by span in registers and added up
-// in device memory: one fp32 sum of all 262,144 loses 3e-5.
-enum { ATTENTION_TILE = 16, ATTENTION_SPAN = 4096 };
-
-template <int D>
-__device__ static void attention_load(float (*tile)[D], const float* source, size_t stride, int t0, int T,
-                                      int d) {
-    for (int i = threadIdx.x; i < ATTENTION_TILE * D; i += ATTENTION_ROWS) {
-        int row = i / D, c = i % D;
-        tile[row][c] = t0 + row < T && c < d ? source[(t0 + row) * stride + c] : 0.0f;
-    }
-}
-template <int D>
-__device__ static void attention_load_row(float row[D], const float* source, bool inside, int d) {
-#pragma unroll
-    for (int c = 0; c < D; c++) row[c] = inside && c < d ? source[c] : 0.0f;
-}
-template <int D>
-__device__ static float attention_dot(const float a[D], const float* b) {
-    float sum[4] = {};
-#pragma unroll
-    for (int c = 0; c < D; c++) sum[c % 4] += a[c] * b[c];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-// Block (64 queries, head, image); maths and traffic as in bf16.
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_ROWS)
-    attention_forward_kernel(float* out, float* lse, const float* qkv, int T, int C, int d, float scale) {
-    __shared__ float k_tile[ATTENTION_TILE][D], v_tile[ATTENTION_TILE][D];
-    int head = blockIdx.y, b = blockIdx.z, t = blockIdx.x * ATTENTION_ROWS + threadIdx.x;
-    const float *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    float row[D], sum[D] = {}, top = -INFINITY, total = 0, all = 0, top_before = -INFINITY;
-    float* target = out + ((size_t)b * T + t) * C + head * d;
-    attention_load_row<D>(row, q + (size_t)t * 3 * C, t < T, d);
-    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
-        __syncthreads();
-        attention_load<D>(k_tile, k, 3 * C, j0, T, d);
-        attention_load<D>(v_tile, v, 3 * C, j0, T, d);
-        __syncthreads();
-        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
-            float score = scale * attention_dot<D>(row, k_tile[j]), highest = fmaxf(top, score);
-            float keep = expf(top - highest), p = expf(score - highest);
-            total = total * keep + p, top = highest;
-#pragma unroll
-            for (int c = 0; c < D; c++) sum[c] = sum[c] * keep + p * v_tile[j][c];
-        }
-        int done = j0 + ATTENTION_TILE;
-        if (done % ATTENTION_SPAN && done < T) continue;
-        float keep = expf(top_before - top);  // of the spans before; the first: 0
-        all = all * keep + total, total = 0, top_before = top;
-#pragma unroll
-        for (int c = 0; c < D; c++) {
-            if (t < T && c < d)
-                target[c] = ((done > ATTENTION_SPAN ? target[c] * keep : 0) + sum[c]) / (done < T ? 1 : all);
-            sum[c] = 0;
-        }
-    }
-    if (t < T) lse[((size_t)b * gridDim.y + head) * T + t] = top + logf(all);
-}
-
-// A thread's query (KEYS false: dq) or key (dk, dv).
-template <int D, bool KEYS>
-__device__ static void attention_backward_row(float* dqkv, const float* dout, const float* out,
-                                              const float* lse, const float* qkv, int t, int T, int C, int d,
-                                              float scale) {
-    __shared__ float tile1[ATTENTION_TILE][D], tile2[ATTENTION_TILE][D], tile_dots[ATTENTION_TILE];
-    const float *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
-    float row1[D], row2[D], sum1[D] = {}, sum2[D] = {}, own_dot = 0;
-    attention_load_row<D>(row1, (KEYS ? k : q) + (size_t)t * 3 * C, t < T, d);
-    attention_load_row<D>(row2, KEYS ? v + (size_t)t * 3 * C : dout + (size_t)t * C, t < T, d);
-    if (!KEYS && t < T)
-        for (int c = 0; c < d; c++) own_dot += dout[(size_t)t * C + c] * out[(size_t)t * C + c];
-    float* target = dqkv + (size_t)t * 3 * C;
-    for (int j0 = 0; j0 < T; j0 += ATTENTION_TILE) {
-        __syncthreads();
-        attention_load<D>(tile1, KEYS ? q : k, 3 * C, j0, T, d);
-        attention_load<D>(tile2, KEYS ? dout : v, KEYS ? C : 3 * C, j0, T, d);
-        __syncthreads();
-        if (KEYS) {
-            int j = threadIdx.x;
-            float dot = 0;
-            if (j < ATTENTION_TILE && j0 + j < T)
-                for (int c = 0; c < d; c++) dot += tile2[j][c] * out[(size_t)(j0 + j) * C + c];
-            if (j < ATTENTION_TILE) tile_dots[j] = dot;
-            __syncthreads();
-        }
-        for (int j = 0; j < min((int)ATTENTION_TILE, T - j0); j++) {
-            float normaliser = KEYS ? lse[j0 + j] : t < T ? lse[t] : INFINITY;
-            float p = expf(scale * attention_dot<D>(row1, tile1[j]) - normaliser);
-            float ds = scale * p * (attention_dot<D>(row2, tile2[j]) - (KEYS ? tile_dots[j] : own_dot));
-#pragma unroll
-            for (int c = 0; c < D; c++) {
-                sum1[c] += ds * tile1[j][c];
-                if (KEYS) sum2[c] += p * tile2[j][c];
-            }
-        }
-        int done = j0 + ATTENTION_TILE;
-        if (done % ATTENTION_SPAN && done < T) continue;
-#pragma unroll
-        for (int c = 0; c < D; c++) {
-            float &first = target[(KEYS ? C : 0) + c], &second = target[2 * C + c];
-            if (t < T && c < d) {
-                first = (done > ATTENTION_SPAN ? first : 0) + sum1[c];
-                if (KEYS) second = (done > ATTENTION_SPAN ? second : 0) + sum2[c];
-            }
-            sum1[c] = sum2[c] = 0;
-        }
-    }
-}
-template <int D>
-__global__ void __launch_bounds__(ATTENTION_ROWS)
-    attention_backward_kernel(float* dqkv, const float* dout, const float* out, const float* lse,
-                              const float* qkv, int T, int C, int d, float scale) {
-    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2;
-    int t = blockIdx.x % tiles * ATTENTION_ROWS + threadIdx.x;
-    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
-    lse += ((size_t)b * gridDim.y + head) * T;
-    if (blockIdx.x < tiles)
-        attention_backward_row<D, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
-    else
-        attention_backward_row<D, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t, T, C, d, scale);
-}
-
-template <int D>
-static void attention_forward_launch(float* out, float* lse, const float* qkv, int B, int T, int C,
-                                     int heads) {
-    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0, out,
-           lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-template <int D>
-static void attention_backward_launch(float* dqkv, const float* dout, const float* out, const float* lse,
-                                      const float* qkv, int B, int T, int C, int heads) {
-    launch(attention_backward_kernel<D>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_ROWS, 0,
-           dqkv, dout, out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-
-#endif
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
@@ -7971,7 +7751,7 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
 #ifdef HOPPER
 namespace gpu {
 
-// ---- Hopper: tensor copies and warpgroup products
+// ---- tensor copies and warpgroup products
 
 // A barrier in shared memory. A phase of it is over when so many threads have arrived and all bytes that were
 // expected have come.
@@ -8133,7 +7913,7 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box b
     return map;
 }
 
-// ---- Hopper: forward and input gradient
+// ---- forward and input gradient
 
 // One tensor, or two side by side: from column `columns` on, the second.
 struct JoinedMaps {
@@ -8552,7 +8332,7 @@ static bool launch_hopper(Gemm* g) {
     return true;
 }
 
-// ---- Hopper: weight gradient
+// ---- weight gradient
 
 struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;

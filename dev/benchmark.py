@@ -122,6 +122,7 @@ def benchmark_cpu():
 
 RESULTS = ROOT / "build/bench_gpu.jsonl"
 PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32"}
+PROFILES = {"bf16": "dev/profile", "fp32": "build/profile_fp32"}
 EVERYTHING = ("--ema_rate 0.999,0.9999 --grad_clip 1 --skip_outliers 6 --weight_decay 0.01"
               " --lr_schedule linear --warmup_steps 100 --final_lr_fraction 0.1 --predict v"
               " --zero_terminal_snr 1 --min_snr_gamma 5 --offset_noise 0.1 --flip 1")
@@ -145,19 +146,20 @@ def launched(command, first_line, **environment):
 
 
 def measure_program(precision, batch_size):
-    """A dict of measurements of ./train_unet, without EMA: its --profile, and a short training run; and the
-    time of a step with the default flags, which have one EMA, and with EVERYTHING."""
-    command = [PROGRAMS[precision], "--batch_size", str(batch_size), "--ema_rate", "0"]
+    """A dict of measurements of ./train_unet, without EMA: what profile.cu prints, and a short training run; and
+    the time of a step with the default flags, which have one EMA, and with EVERYTHING."""
+    batch, no_ema = ["--batch_size", str(batch_size)], ["--ema_rate", "0"]
     with tempfile.TemporaryDirectory() as folder:
-        first, _ = launched([*command, "--out_dir", folder, "--steps", "60", "--log_every", "20",
-                             "--num_samples", "1", "--sample_steps", "1"], r"step 1/60 \| loss")
+        first, _ = launched([PROGRAMS[precision], *batch, *no_ema, "--out_dir", folder, "--steps", "60",
+                             "--log_every", "20", "--num_samples", "1", "--sample_steps", "1"],
+                            r"step 1/60 \| loss")
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
             loop = json.loads(metrics.readlines()[-1])["ms"]
-    profile = launched([*command, "--profile"], "train_unet on ")[1]
+    profile = launched([PROFILES[precision], *batch, *no_ema], "train_unet on ")[1]
     found = {name: float(re.search(rf"^{line}: +([\d.]+) ", profile, re.M)[1]) for name, line in
              dict(step_ms="one training step", call_ms="one network call", memory_mib="memory").items()}
     for name, flags in dict(default_ms="", everything_ms=EVERYTHING).items():
-        output = launched([*command[:3], "--profile", *flags.split()], "train_unet on ")[1]
+        output = launched([PROFILES[precision], *batch, *flags.split()], "train_unet on ")[1]
         found[name] = float(re.search(r"^one training step: +([\d.]+) ", output, re.M)[1])
     return dict(of="train_unet", first_s=first, loop_ms=loop, **found, profile=profile,
                 gpu=re.match("train_unet on (.+?): ", profile)[1])

@@ -11,10 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-import train_unet
 import unet_io
 from harness import (
     QUICK, RESUMED, ROOT, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
@@ -128,39 +125,6 @@ def test_time_of_a_dry_run():
     assert "middle_block.1" in result.stdout and "GB in all" in result.stdout
     sentence = r"error: this run needs \S+ GB of memory and \S+ GB are free; .*would fit.*\n"
     assert re.fullmatch(sentence, result.stderr)
-
-
-def profile_tables(text):
-    """The tables of ./train_unet --profile: a list of {name: (launches, ms, share)}, each with its sum."""
-    tables = []
-    for line in text.splitlines():
-        row = re.fullmatch(r"(\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +[\d.]+ +[\d.]+ +(?:-|\d+%)", line)
-        if line.split()[:2] == ["launches", "ms"]:
-            tables.append({})
-        elif row:
-            tables[-1][row[1]] = int(row[2]), float(row[3]), float(row[4])
-    return tables
-
-
-def test_profile():
-    """Both tables add up and agree; the operations of a step are those that PyTorch counts."""
-    result = run(TRAIN, "--profile", "--batch_size", 1)
-    assert re.match(r"train_unet on .+, batch 1\n", result.stdout) and "no line counts" not in result.stdout
-    kinds, blocks = profile_tables(result.stdout)
-    assert kinds["sum of the parts"] == blocks["sum of the parts"]
-    for table in (kinds, blocks):
-        launches, ms, share = table.pop("sum of the parts")
-        assert sum(row[0] for row in table.values()) == launches and share == 100
-        assert abs(sum(row[1] for row in table.values()) - ms) < 1e-3 * len(table)
-        assert abs(sum(row[2] for row in table.values()) - 100) < 0.05 * len(table) + 1e-6
-    assert {f"{size} {what}" for size in ("3x3", "1x1") for what in ("forward", "dX", "dW")} < kinds.keys()
-    plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
-    assert [name for name in blocks if name != "step"] == plan and len(plan) > 40
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model, t = train_unet.UNet(Config()), torch.zeros(1, dtype=torch.long)
-        model(torch.empty(1, 3, 64, 64), t).sum().backward()
-    ours = float(re.search(r"^operations: +([\d.]+) GFLOP an image", result.stdout, re.M)[1])
-    assert abs(ours / (counter.get_total_flops() / 1e9) - 1) < 3e-4 and 38 < ours < 39
 
 
 def test_data_files(tmp_path, images8):

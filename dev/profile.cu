@@ -1,0 +1,201 @@
+// What a training step's time goes to: by kind of kernel, and by block of the network.
+//
+//   make profile                            in the folder above: builds and runs this
+//   make profile FLAGS="--batch_size 1"     with flags of the program
+//
+// It is the program with hooks in its launchers. Each opens a scope at its head, PROFILE("3x3 dW", {operations,
+// bytes}), that lasts until it returns; a scope within another is a part of it. PROFILE(name) says of which
+// block of the network the scopes within are. On a GPU events in the step's graph take the times.
+#define PROFILING
+#define PROFILE(...) auto profile_scope = open_scope(__VA_ARGS__)
+#define LAUNCH_CHECK() (count_launch(), CUDA_CHECK(cudaGetLastError()))
+
+#include <cstddef>
+
+struct Work;
+struct LauncherScope {
+    ~LauncherScope();
+};
+struct BlockScope {
+    ~BlockScope();
+};
+static LauncherScope open_scope(const char* kind, const Work& work);
+static BlockScope open_scope(const char* name);
+static void count_launch();
+static double adamw_bytes(int emas, size_t n);
+static int run_program(int argc, char** argv);
+
+#include "work.h"
+
+// ---- what the hooks note ----------------------------------------------------------------------------------
+
+// A point in the work given to the device. Where that is recorded, the stamp becomes a node of the graph, and
+// each replay takes its time anew; its event was made when the sequence was run before.
+#ifdef __CUDACC__
+typedef cudaEvent_t Stamp;
+static void take_stamp(Stamp* stamp) {
+    cudaStreamCaptureStatus capturing;
+    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
+    if (!*stamp) CUDA_CHECK(cudaEventCreate(stamp));
+    CUDA_CHECK(cudaEventRecordWithFlags(
+        *stamp, main_lane.stream,
+        capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
+}
+static float milliseconds_between(Stamp begin, Stamp end) {
+    float ms = 0;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+    return ms;
+}
+#else
+typedef double Stamp;
+static void take_stamp(Stamp* stamp) { *stamp = seconds_now(); }
+static float milliseconds_between(Stamp begin, Stamp end) { return (float)(1e3 * (end - begin)); }
+#endif
+
+struct Entry {
+    std::string kind, block;
+    Work work;
+    int launches;
+    Stamp begin, end;
+    std::vector<float> ms;  // of each repetition
+};
+static std::vector<Entry> entries;    // in the order of the step
+static bool measuring = false;        // false: the hooks do nothing
+static const char* block = "step";    // of the network, under way
+static size_t opened = 0;             // scopes of the step that were opened
+static int depth = 0, uncounted = 0;  // scopes open; launches outside of any
+
+static LauncherScope open_scope(const char* kind, const Work& work) {
+    if (measuring && depth++ == 0) {
+        if (opened == entries.size()) entries.push_back({kind, block, work, 0, {}, {}, {}});
+        Entry* entry = &entries[opened++];
+        entry->launches = 0;
+        take_stamp(&entry->begin);
+    }
+    return {};
+}
+LauncherScope::~LauncherScope() {
+    if (measuring && --depth == 0) take_stamp(&entries[opened - 1].end);
+}
+static BlockScope open_scope(const char* name) {
+    block = name;
+    return {};
+}
+BlockScope::~BlockScope() { block = "step"; }
+
+static void count_launch() {
+    if (measuring) depth ? entries[opened - 1].launches++ : uncounted++;
+}
+
+// Bytes that an update moves.
+static double adamw_bytes(int emas, size_t n) {
+    return (7.0 * sizeof(float) + 8.0 * emas + (sizeof(floatX) == 2 ? 2 : 0)) * n;
+}
+
+// ---- what is measured and printed -------------------------------------------------------------------------
+
+// Fills `entries`, of a training step whose launches run one after another.
+static void measure_entries(Trainer* t) {
+#ifdef __CUDACC__
+    side_lane.stream = main_lane.stream;
+#endif
+    const int WARMUP = STEPS_IN_FLIGHT, RUNS = 20;  // on the GPU the second is recorded
+    Recording recording;
+    double start = seconds_now();
+    for (int n = 0; n < WARMUP + RUNS && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
+        backend_replay(&recording, [&] {
+            measuring = true, opened = 0, uncounted = 0;
+            enqueue_step(t);
+            measuring = false;
+        });
+        backend_mark(0);
+        backend_await(0);
+        if (n < WARMUP) continue;
+        for (Entry& entry : entries) entry.ms.push_back(milliseconds_between(entry.begin, entry.end));
+    }
+    backend_forget(&recording);
+}
+
+// A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
+static void print_table(std::string Entry::*name, bool sorted, double peak, double bandwidth) {
+    struct Row {
+        std::string name;
+        double launches, ms, floor_ms, operations, bytes;
+    };
+    std::vector<Row> rows;
+    Row sum = {"sum of the parts", 0, 0, 0, 0, 0};
+    for (const Entry& e : entries) {
+        auto row = std::find_if(rows.begin(), rows.end(), [&](Row& r) { return r.name == e.*name; });
+        if (row == rows.end()) row = rows.insert(row, {e.*name, 0, 0, 0, 0, 0});
+        for (Row* r : {&*row, &sum}) {
+            r->launches += std::max(1, e.launches), r->ms += median(e.ms);  // a memset, the CPU: one
+            r->operations += e.work.operations, r->bytes += e.work.bytes;
+            if (peak) r->floor_ms += std::max(e.work.operations / peak / 1e9, e.work.bytes / bandwidth / 1e6);
+        }
+    }
+    if (sorted) std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.ms > b.ms; });
+    printf("\n%-22s %8s %10s %7s %9s %9s %7s\n", "", "launches", "ms", "share", "TFLOP/s", "GB/s", "floor");
+    rows.push_back(sum);
+    for (const Row& r : rows)
+        printf("%-22s %8.0f %10.3f %6.1f%% %9.2f %9.1f %7s\n", r.name.c_str(), r.launches, r.ms,
+               100 * r.ms / sum.ms, r.operations / r.ms / 1e9, r.bytes / r.ms / 1e6,
+               peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
+}
+
+// Times a training step on random images and one call of the network as it is made to draw, then the parts of
+// the step.
+static int run_program(int argc, char** argv) {
+    Config config = given_config(parse_command_line(argc, argv));
+    if (config.help) {
+        print_help();
+        return 0;
+    }
+    backend_init();
+#ifdef OPENBLAS
+    openblas_set_num_threads(1);  // the layers' own loops keep every core busy
+#endif
+    printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
+    check_config(config);
+    std::string source = "not known";
+    double peak = backend_peak(&source), bandwidth = copy_bandwidth();
+    int B = config.batch_size, H = config.image_size, drawn = microbatch_of(config);
+    double step_ms = time_step(config, B, 10, 3);
+
+    Model m;
+    Config drawing = config;
+    drawing.optimiser.ema_rate[0] = 0;  // one set of weights is enough
+    build_model(&m, drawing, drawn, false);
+    initialise_weights(&m, config.seed);
+    auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
+    backend_upload(m.begins, begins.data(), drawn * sizeof(PictureNoise));
+    run(StartPictures<floatX>{
+        .x = m.target, .input = m.input, .begins = m.begins, .B = drawn, .pixels = H * H});
+    run(FillTimesteps{.timesteps = m.timesteps, .n = drawn, .value = config.diffusion_steps / 2});
+    double call_ms = time_replays([&] { unet_forward(&m, drawn); });
+    size_t bytes_to_draw = m.bytes + workspace_bytes();
+    free_model(&m);
+
+    Trainer t;
+    prepare_trial_run(&t, config);
+    measure_entries(&t);
+    const Plan& plan = t.model.plan;
+    size_t bytes_to_train = t.model.bytes + workspace_bytes(),
+           ema = ema_count(config) * plan.num_floats * sizeof(float);
+    printf(
+        "floor: the longer of the time of the operations at the peak (%s: %.3g TFLOP/s)\n"
+        "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",
+        source.c_str(), peak, bandwidth);
+    print_table(&Entry::kind, true, peak, bandwidth);
+    print_table(&Entry::block, false, peak, bandwidth);
+    if (uncounted) printf("launches that no line counts: %d\n", uncounted);
+    printf("\n%-22s %.3f ms, %.1f images/s (without the profile; on a GPU a replay of its graph)\n",
+           "one training step:", step_ms, 1e3 * B / step_ms);
+    printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms,
+           1e3 * drawn / call_ms);
+    printf("%-22s %.2f GFLOP an image and training step\n", "operations:", training_flops(plan) / 1e9);
+    printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n",
+           "memory:", bytes_to_train / 0x1p20, ema / 0x1p20, bytes_to_draw / 0x1p20);
+    finish_steps(&t);
+    free_model(&t.model);
+    return 0;
+}

@@ -1,0 +1,41 @@
+"""The contents list at the head of train_unet.cu: each room with its sections, from their banners.
+
+    make toc                        writes it
+    python dev/toc.py --check       fails where the list is not what would be written; `make test` runs this
+"""
+import pathlib
+import re
+import sys
+import textwrap
+
+PATH = pathlib.Path(__file__).resolve().parent.parent / "train_unet.cu"
+LIST = re.compile(r"(?<=\n// Contents\n//\n)(//  [ \d]\d  .*\n|//      .*\n)*")
+
+
+def contents(code):
+    """The lines of the list, each with its end."""
+    rooms = []
+    for room, section in re.findall(r"^// =+\n// +(\d+  .+)\n// =+$|^// ---- (.+?)(?: -+)?$", code, re.M):
+        if room:
+            rooms.append((*room.split("  "), []))
+        else:
+            rooms[-1][2].append(re.split("[:;]", section)[0])
+    text = ""
+    for number, name, sections in rooms:
+        line = f"{name}: {'; '.join(sections)}" if sections else name
+        text += textwrap.fill(line, width=110, initial_indent=f"//  {number:>2}  ",
+                              subsequent_indent="//        ", break_on_hyphens=False) + "\n"
+    return text
+
+
+def main():
+    code = PATH.read_text()
+    new = LIST.sub(lambda _: contents(code), code, count=1)
+    if "--check" not in sys.argv:
+        PATH.write_text(new)
+    elif new != code:
+        sys.exit(f"the contents list of {PATH.name} is not that of its banners: run `make toc`")
+
+
+if __name__ == "__main__":
+    main()
