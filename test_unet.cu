@@ -252,8 +252,10 @@ struct Pair : AnyBuffer {
         return values;
     }
     size_t bytes() const { return host.size() * sizeof(T); }
+    // Both sides start from the same numbers.
     void upload() override {
         std::vector<T> values(host.begin(), host.end());
+        for (size_t i = 0; i < host.size(); i++) host[i] = (Host)values[i];
         backend_upload(device, values.data(), bytes());
     }
     void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_lane.stream)); }
