@@ -395,11 +395,11 @@ struct float2 {  // as CUDA's
 enum { STEPS_IN_FLIGHT = 1 };
 #endif
 
-// Before a loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
+// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
 #ifdef __CUDA_ARCH__
-#define UNROLL _Pragma("unroll")
+#define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 #else
-#define UNROLL
+#define UNROLLED_FOR(...) for (__VA_ARGS__)
 #endif
 
 HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
@@ -558,7 +558,7 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
-    UNROLL for (int pair = 0; pair < 4; pair += 2) {
+    UNROLLED_FOR (int pair = 0; pair < 4; pair += 2) {
 #ifdef __CUDA_ARCH__
         float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
         float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
@@ -580,9 +580,9 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     float quads[8];
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLLED_FOR (int i = 0; i < 4; i++) {
         normal[i] = quads[i];
-        UNROLL for (uint32_t shift = 1; shift < 4; shift++) {
+        UNROLLED_FOR (uint32_t shift = 1; shift < 4; shift++) {
             if (e % 4 == shift) normal[i] = quads[i + shift];
         }
     }
@@ -1721,10 +1721,10 @@ struct AddNoise {
         uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
         float alpha = signal[timesteps[four.b]], sigma = noise[timesteps[four.b]], shift[4] = {};
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
-        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4];
             random_normals_at(normal, seed, stream, four.element(c), sample, s);
-            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
                 size_t at = four.at(i, c);
@@ -1862,12 +1862,12 @@ struct StartPictures {
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, pixels);
         PictureNoise from = begins[four.b];
-        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4], other[4] = {};
             random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
             if (from.other_weight != 0)
                 random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
-            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 x[at] = from.weight * normal[i] + from.other_weight * other[i];
                 set_padded(input, at, x[at]);
@@ -1891,11 +1891,11 @@ struct UpdatePictures {
     Items items() const { return {FourPixels::count(B, pixels)}; }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, pixels);
-        UNROLL for (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4] = {};
             if (step.sigma > 0)
                 random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0, call);
-            UNROLL for (int i = 0; i < 4 && i < four.n; i++) {
+            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
                 float old = x[at];
@@ -5716,7 +5716,6 @@ enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 
 
 __device__ static inline void unpack(float value[VEC], uint4 bits) {
     const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
     for (int i = 0; i < 4; i++) {
 #ifdef PRECISION_FP32
         value[i] = __uint_as_float(word[i]);
@@ -5732,7 +5731,6 @@ __device__ static inline uint32_t pack_bf16(float low, float high) {
 }
 __device__ static inline uint4 pack(const float value[VEC]) {
     uint32_t word[4];
-#pragma unroll
     for (int i = 0; i < 4; i++) {
 #ifdef PRECISION_FP32
         word[i] = __float_as_uint(value[i]);
@@ -5873,7 +5871,6 @@ enum {
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
 
 __device__ static inline void norm_parameters(float (&value)[VEC], const float* from) {
-#pragma unroll
     for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
 }
 
@@ -5882,7 +5879,6 @@ template <typename Put>
 __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
     __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
     for (int i = 0; i < VEC; i++) {
         for (int step = 8; step < 32; step *= 2)
             a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
@@ -5898,7 +5894,6 @@ __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], P
 // A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
 __device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
     int r = threadIdx.x / 8;
-#pragma unroll
     for (int i = 0; i < NORM_PART_DEPTH; i++)
         if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
 }
@@ -5917,11 +5912,9 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_part_load(in, first + r * C + c, C, n);
         float pivot[VEC], d[VEC];
         unpack(pivot, *(const uint4*)(first + c));
-#pragma unroll
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
             unpack(d, in[i]);
-#pragma unroll
             for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
         }
     }
@@ -5958,7 +5951,6 @@ static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
 template <typename Each>
 __device__ static inline void norm_each_channel(int c, int group, Each each) {
     int g = c / group, within = c - g * group;
-#pragma unroll
     for (int i = 0; i < VEC; i++) {
         each(i, g);
         if (++within == group) within = 0, g++;
@@ -6030,7 +6022,6 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
     auto load_first = [&] {
-#pragma unroll
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     };
@@ -6067,16 +6058,13 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
     for (int t = p.t; t < T; t += NORM_DEPTH * p.stride)
-#pragma unroll
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * p.stride >= T) break;
             float y[VEC];
             unpack(y, in[i]);
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
-#pragma unroll
             for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
             if (norm.silu)
-#pragma unroll
                 for (int e = 0; e < VEC; e++) y[e] *= sigmoid(y[e]);
             *(uint4*)target = pack(y), target += p.step_joined;
         }
@@ -6116,15 +6104,12 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_each_channel(c, group, [&](int i, int g) {
             middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
         });
-#pragma unroll
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
             float value[VEC], d[VEC];
             unpack(value, in[i]), unpack(d, upstream[i]);
             if (norm.silu)
-#pragma unroll
                 for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
-#pragma unroll
             for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
             if (norm.silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
         }
@@ -6211,11 +6196,9 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     for (int t = p.t; t < T; t += p.stride) {
         float value[VEC], d[VEC], more[VEC];
         unpack(value, in), unpack(d, upstream);
-#pragma unroll
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - (value[e] * alpha[e] + beta[e]);
         auto add = [&](uint4 bits) {
             unpack(more, bits);
-#pragma unroll
             for (int e = 0; e < VEC; e++) d[e] += more[e];
         };
         if (RESIDUAL) add(residual);
@@ -6289,27 +6272,22 @@ template <int D, int COLUMNS>
 __device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
                                         const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++)
+    UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
 #ifdef PRECISION_FP32
     for (int k = 0; k < D; k += VEC)
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+        UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i++) {
                 float left[VEC], right[VEC];
                 unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
                 unpack(right, *(const uint4*)&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
                 for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
             }
 #else
-#pragma unroll
-    for (int k = 0; k < D; k += 16) {
+    UNROLLED_FOR (int k = 0; k < D; k += 16) {
         uint32_t left[4], right[4];
         load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
-#pragma unroll
-        for (int n = 0; n < COLUMNS; n += 16) {
+        UNROLLED_FOR (int n = 0; n < COLUMNS; n += 16) {
             load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
             mma(scores[n / 8], left, right[0], right[1]);
             mma(scores[n / 8 + 1], left, right[2], right[3]);
@@ -6321,8 +6299,7 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
 template <int COLUMNS>
 __device__ static void attention_mask(float scores[COLUMNS / 8][4], int columns) {
     if (columns >= COLUMNS) return;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++)
+    UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
         for (int i = 0; i < 4; i++)
             if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
 }
@@ -6331,18 +6308,14 @@ template <int D, int COLUMNS>
 __device__ static void attention_weigh(AttentionSum sum[D / 8][4], const float p[COLUMNS / 8][4],
                                        const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < COLUMNS; k += 16) {
+    UNROLLED_FOR (int k = 0; k < COLUMNS; k += 16) {
 #ifdef PRECISION_FP32
         float left[2][16];  // of the lane's two rows; four lanes hold a row
-#pragma unroll
-        for (int i = 0; i < 32; i++)
+        UNROLLED_FOR (int i = 0; i < 32; i++)
             left[i / 16][i % 16] =
                 __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+        UNROLLED_FOR (int n = 0; n < D / 8; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i++) {
                 float part = 0;
                 for (int c = 0; c < 16; c++)
                     part += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
@@ -6352,8 +6325,7 @@ __device__ static void attention_weigh(AttentionSum sum[D / 8][4], const float p
         const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
         uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
                             pack_bf16(p1[2], p1[3])};
-#pragma unroll
-        for (int n = 0; n < D; n += 16) {
+        UNROLLED_FOR (int n = 0; n < D; n += 16) {
             uint32_t right[4];
             load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
             mma(sum[n / 8], left, right[0], right[1]);
@@ -6369,8 +6341,7 @@ __device__ static void attention_store(floatX* target, size_t stride, int t0, in
                                        float factor0, float factor1) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
+    UNROLLED_FOR (int n = 0; n < D / 8; n++) {
         int c = n * 8 + lane % 4 * 2;
         store_pair(&scratch[row0 + lane / 4].at[c], sum[n][0] * factor0, sum[n][1] * factor0);
         store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factor1, sum[n][3] * factor1);
@@ -6418,22 +6389,18 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
         float p[COLUMNS / 8][4];
         attention_scores<D, COLUMNS>(p, s.q, s.k[stage]);
         attention_mask<COLUMNS>(p, T - j * COLUMNS);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        UNROLLED_FOR (int half = 0; half < 2; half++) {
             float highest = top[half], part = 0;  // of the scores, unscaled
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++)
+            UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
                 for (int i = 2 * half; i < 2 * half + 2; i++) highest = fmaxf(highest, p[n][i]);
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
             float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++)
+            UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
                 for (int i = 2 * half; i < 2 * half + 2; i++)
                     part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
             total[half] *= keep, total[half] += part, top[half] = highest;
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
+            UNROLLED_FOR (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
         }
         attention_weigh<D, COLUMNS>(sum, p, s.v[stage]);
         __syncthreads();  // the stage is free
@@ -6515,10 +6482,8 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
         attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
         if (!KEYS) attention_mask<COLUMNS>(p, T - j * COLUMNS);
         attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+        UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i++) {
                 int query =
                     KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
                 p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
@@ -6680,20 +6645,17 @@ __global__ void finish_step_kernel(StepState* state, BatchLoss batch, const floa
         int t = batch.timesteps[i / parts], quartile = quartile_of(t, batch.diffusion_steps);
         float part = batch.parts[i];
         sums[WEIGHTED] += batch.weights[t] * part;
-#pragma unroll
-        for (int q = 0; q < 4; q++)
+        UNROLLED_FOR (int q = 0; q < 4; q++)
             if (q == quartile) sums[QUARTILE + q] += part, sums[COUNT + q] += i % parts == 0;
     }
     for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) sums[SQUARED_NORM] += norm_parts[i];
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) {
+    UNROLLED_FOR (int i = 0; i < SUMS; i++) {
         sums[i] = block_sum(sums[i]);
         __syncthreads();
     }
     if (threadIdx.x == 0) {
         float loss = (float)((double)sums[WEIGHTED] / ((double)batch.batch * batch.elements));
-#pragma unroll
-        for (int q = 0; q < 4; q++)
+        UNROLLED_FOR (int q = 0; q < 4; q++)
             state->quartile_sums[q] = sums[QUARTILE + q] / batch.elements,
             state->quartile_counts[q] = (int)sums[COUNT + q];
         conclude_step(state, loss, sqrtf(sums[SQUARED_NORM]), hyper);
@@ -6741,7 +6703,6 @@ __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y,
 __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     float x[VEC];
     unpack(x, *(const uint4*)p);
-#pragma unroll
     for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
 #ifdef PRECISION_FP32
@@ -6861,16 +6822,14 @@ struct WarpProduct {
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-#pragma unroll
-        for (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
+        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
     }
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
         // Tiles are 128-byte aligned, so stepping through a row's vectors, swizzled or not, is flipping
         // address bits.
         uint32_t a_line[MI], b_line;
-#pragma unroll
-        for (int i = 0; i < MI; i++) {
+        UNROLLED_FOR (int i = 0; i < MI; i++) {
             int r = row[i] + shift;
             a_line[i] = a_tile + swizzled(r, lane / 16);
         }
@@ -6878,28 +6837,22 @@ struct WarpProduct {
             b_line = b_tile + swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2);
         else
             b_line = b_tile + swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-#pragma unroll
-        for (int k = 0; k < BK / 16; k++) {
+        UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
             uint32_t a[MI][4], b[NI / 2][4];
-#pragma unroll
-            for (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
-#pragma unroll
-            for (int j = 0; j < NI / 2; j++)
+            UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
+            UNROLLED_FOR (int j = 0; j < NI / 2; j++)
                 if (Tile::TRANSPOSED)
                     load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
                 else
                     load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
-#pragma unroll
-            for (int i = 0; i < MI; i++)
-#pragma unroll
-                for (int j = 0; j < NI; j++) mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int j = 0; j < NI; j++)
+                    mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
     }
     __device__ void store(float* staging) {
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
+        UNROLLED_FOR (int i = 0; i < MI; i++)
+            UNROLLED_FOR (int j = 0; j < NI; j++) {
                 float* p =
                     staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + n0 + j * 8 + lane % 4 * 2;
                 *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
@@ -6919,39 +6872,32 @@ struct WarpProduct {
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-#pragma unroll
-        for (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
     }
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < 8; k++) {
             float4 a[MI];
-#pragma unroll
-            for (int i = 0; i < MI; i++) {
+            UNROLLED_FOR (int i = 0; i < MI; i++) {
                 int r = row[i] + shift;
                 a[i] = load_shared4(a_tile + swizzled(r, k));
             }
             if (Tile::TRANSPOSED) {
-#pragma unroll
-                for (int q = 0; q < 4; q++)
-#pragma unroll
-                    for (int j = 0; j < NI / 4; j++) {
+                UNROLLED_FOR (int q = 0; q < 4; q++)
+                    UNROLLED_FOR (int j = 0; j < NI / 4; j++) {
                         int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
                         float4 b = load_shared4(b_tile + swizzled(r, v, Tile::BN * 4));
-#pragma unroll
-                        for (int i = 0; i < MI; i++) {
+                        UNROLLED_FOR (int i = 0; i < MI; i++) {
                             float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
                             c[i][j * 4 + 0] += s * b.x, c[i][j * 4 + 1] += s * b.y;
                             c[i][j * 4 + 2] += s * b.z, c[i][j * 4 + 3] += s * b.w;
                         }
                     }
             } else {
-#pragma unroll
-                for (int j = 0; j < NI; j++) {
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
                     int r = n0 + j * 4 + lane % 4;
                     float4 b = load_shared4(b_tile + swizzled(r, k));
-#pragma unroll
-                    for (int i = 0; i < MI; i++) {
+                    UNROLLED_FOR (int i = 0; i < MI; i++) {
                         c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
                         c[i][j] += a[i].z * b.z, c[i][j] += a[i].w * b.w;
                     }
@@ -6960,10 +6906,8 @@ struct WarpProduct {
         }
     }
     __device__ void store(float* staging) {
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
+        UNROLLED_FOR (int i = 0; i < MI; i++)
+            UNROLLED_FOR (int j = 0; j < NI; j++) {
                 int n = Tile::TRANSPOSED ? j / 4 * 16 + lane % 4 * 4 + j % 4 : j * 4 + lane % 4;
                 staging[(m0 + i * 8 + lane / 4) * Tile::STAGING_PITCH + n0 + n] = c[i][j];
             }
@@ -6986,14 +6930,12 @@ struct OutputColumns {
         out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
         if (residual) residual += column;
         emb = g.emb ? g.emb + n : nullptr;
-#pragma unroll
         for (int e = 0; e < VEC; e++) bias[e] = 0;
         if (g.bias) add_vector(bias, g.bias + n);
     }
     // To the sums: the bias and the embedding of an image.
     __device__ void add(float (&value)[VEC], int image) const {
         if (emb) add_vector(value, emb + (size_t)image * emb_pitch);
-#pragma unroll
         for (int e = 0; e < VEC; e++) value[e] += bias[e];
     }
     __device__ uint4 load(int m) const { return *(const uint4*)(residual + (size_t)m * width); }
@@ -7001,7 +6943,6 @@ struct OutputColumns {
         if (residual) {
             float x[VEC];
             unpack(x, added);
-#pragma unroll
             for (int e = 0; e < VEC; e++) value[e] += x[e];
         }
         *(uint4*)(out + (size_t)m * width) = pack(value);
@@ -7035,7 +6976,6 @@ struct GemmWeights {
             rows = c0 + vector * VEC < channels ? g.N - n0 - row : 0;
             from += tap * g.C + (second ? g.C : 0) + c0;
         }
-#pragma unroll
         for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
             if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
             bool valid = i * ROWS < rows;
@@ -7069,29 +7009,24 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
         float added[VEC] = {0};
         if (finishes && TAPS > 1)
             columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
-#pragma unroll
         for (int i = 0; i < BATCH; i++) {
             int p = p0 + i * PASS;
             m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (m[i] >= g.M) m[i] = -1;
             if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
         }
-#pragma unroll
         for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
             if (m[i] < 0) continue;
             float value[VEC];
-#pragma unroll
             for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
             if (finishes) {
                 if (TAPS > 1)
-#pragma unroll
                     for (int e = 0; e < VEC; e++) value[e] += added[e];
                 else
                     columns.add(value, g.emb ? m[i] / g.T : 0);
                 columns.store(value, residual[i], m[i]);
             } else {
                 float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
-#pragma unroll
                 for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
             }
         }
@@ -7130,7 +7065,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         const floatX* x = second ? g.x2 : g.x;
         int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
         uint32_t to = a_ring + buffer * a_bytes;
-#pragma unroll
         for (int i = begin; i < end; i++) {
             int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
             if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
@@ -7156,7 +7090,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
             constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
             int begin = tap * PART;
-#pragma unroll
             for (int i = 0; i < PART; i++)
                 if (begin + i < Tile::A_VECTORS)
                     load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
@@ -7192,7 +7125,6 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     float value[VEC] = {0};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++)
-#pragma unroll
         for (int e = 0; e < VEC; e += 4) {
             float4 part = *(const float4*)(g.partial + s * n + i + e);
             value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
@@ -7323,16 +7255,13 @@ struct BiasSums {
     int set;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __device__ void clear() {
-#pragma unroll
         for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] = make_float4(0, 0, 0, 0);
     }
     // Called by the whole block.
     __device__ void flush(const WeightGradient& g, int o0) {
         float4 sum[VEC / 4];
-#pragma unroll
         for (int e = 0; e < VEC / 4; e++) {
             sum[e] = sums[e][threadIdx.x];
-#pragma unroll
             for (int step = Tile::ROW; step < 32; step *= 2)
                 sum[e] +=
                     make_float4(__shfl_xor_sync(~0u, sum[e].x, step), __shfl_xor_sync(~0u, sum[e].y, step),
@@ -7341,7 +7270,6 @@ struct BiasSums {
         __syncthreads();
         float* of_warp = (float*)sums;  // (warps, 64)
         if (lane < Tile::ROW)
-#pragma unroll
             for (int e = 0; e < VEC / 4; e++) *(float4*)(of_warp + warp * 64 + lane * VEC + 4 * e) = sum[e];
         __syncthreads();
         int warps = Tile::WARPS / g.set_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
@@ -7354,12 +7282,10 @@ struct BiasSums {
     }
     __device__ void add(const unsigned char* dout) {
         float sum[VEC] = {0};
-#pragma unroll
         for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
             int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
             add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
         }
-#pragma unroll
         for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] += *(float4*)(sum + 4 * e);
     }
 };
@@ -7383,31 +7309,24 @@ struct WeightProduct {
         for (int k = 0; k < Tile::PIXELS; k += 32) {
             uint32_t a[2][MI][4];
             uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int i = 0; i < MI; i++)
+            UNROLLED_FOR (int h = 0; h < 2; h++)
+                UNROLLED_FOR (int i = 0; i < MI; i++)
                     load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
             int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
+            UNROLLED_FOR (int j = 0; j < NI; j++) {
                 uint32_t b[4];
                 int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
                 load_matrices_transposed(b, x_tile + swizzled(r, v));
-#pragma unroll
-                for (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
-#pragma unroll
-                for (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+                UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
+                UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
             }
         }
     }
     // put(o, tap, c, two sums of neighbouring c)
     template <class Put>
     __device__ void store(Put put) {
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int j = 0; j < NI; j++) {
+        UNROLLED_FOR (int i = 0; i < MI; i++)
+            UNROLLED_FOR (int j = 0; j < NI; j++) {
                 int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
                     tap = Tile::TAPS > 1 ? j : 0;
                 put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
@@ -7434,21 +7353,16 @@ struct WeightProduct {
             for (int k = 0; k < Tile::PIXELS; k += 8) {
                 int row = row_of_pixel[k];
                 float2 x[3][3];
-#pragma unroll
-                for (int t = 0; t < 9; t++)
+                UNROLLED_FOR (int t = 0; t < 9; t++)
                     if (t % 3 < 2) x[t / 3][t % 3] = load_shared2(at(x_tile, row + patch.tap(t), c0));
-#pragma unroll
-                for (int p = 0; p < 8; p++) {
-#pragma unroll
-                    for (int y = 0; y < 3; y++)
+                UNROLLED_FOR (int p = 0; p < 8; p++) {
+                    UNROLLED_FOR (int y = 0; y < 3; y++)
                         x[y][(p + 2) % 3] = load_shared2(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
                     float4 d[2] = {load_shared4(at(d_tile, k + p, o0)),
                                    load_shared4(at(d_tile, k + p, o0 + 4))};
                     const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-#pragma unroll
-                    for (int o = 0; o < 8; o++)
-#pragma unroll
-                        for (int t = 0; t < 9; t++) {
+                    UNROLLED_FOR (int o = 0; o < 8; o++)
+                        UNROLLED_FOR (int t = 0; t < 9; t++) {
                             c[o][t][0] += dout[o] * x[t / 3][(p + t) % 3].x;
                             c[o][t][1] += dout[o] * x[t / 3][(p + t) % 3].y;
                         }
@@ -7460,8 +7374,7 @@ struct WeightProduct {
                 float4 x = load_shared4(at(x_tile, k, c0));
                 float4 d[2] = {load_shared4(at(d_tile, k, o0)), load_shared4(at(d_tile, k, o0 + 4))};
                 const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-#pragma unroll
-                for (int o = 0; o < 8; o++) {
+                UNROLLED_FOR (int o = 0; o < 8; o++) {
                     c[o][0][0] += dout[o] * x.x, c[o][0][1] += dout[o] * x.y;
                     c[o][0][2] += dout[o] * x.z, c[o][0][3] += dout[o] * x.w;
                 }
@@ -7470,12 +7383,9 @@ struct WeightProduct {
     }
     template <class Put>
     __device__ void store(Put put) {
-#pragma unroll
-        for (int o = 0; o < 8; o++)
-#pragma unroll
-            for (int t = 0; t < Tile::TAPS; t++)
-#pragma unroll
-                for (int e = 0; e < NC; e += 2)
+        UNROLLED_FOR (int o = 0; o < 8; o++)
+            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
+                UNROLLED_FOR (int e = 0; e < NC; e += 2)
                     put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
     }
 };
@@ -7513,7 +7423,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
         Pixel origin = {0, 0, 0};
         if (TAPS > 1) origin = g.patch.origin(tile);
-#pragma unroll
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
             int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
             int m = tile * PIXELS + p;
@@ -7523,7 +7432,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES),
                        valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
         }
-#pragma unroll
         for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
             int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
             if (TAPS > 1 && r >= g.patch.rows()) break;
@@ -7610,12 +7518,10 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
     for (int first = part; i < n && first < g.partials; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
-#pragma unroll
         for (int k = 0; k < 8; k++) {
             int s = first + k * REDUCERS;
             if (s < g.partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
-#pragma unroll
         for (int k = 0; k < 8; k++) sum += loaded[k];
     }
     sums[part][lane] = sum;
@@ -8045,8 +7951,7 @@ struct HopperGemmBlock {
 
     // c = a warpgroup's sums over this block's chunks: rows are channels, columns pixels.
     __device__ __forceinline__ void multiply(float (&c)[64], Ring<PATCHES>& patch, Ring<STAGES>& stage) {
-#pragma unroll
-        for (float& sum : c) sum = 0;
+        UNROLLED_FOR (float& sum : c) sum = 0;
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             shared.patch.full[patch.slot].wait(patch.parity);
@@ -8056,8 +7961,7 @@ struct HopperGemmBlock {
                 uint32_t w = shared_address(shared.w[stage.slot]),
                          shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
                 wgmma_begin();
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
+                UNROLLED_FOR (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
                     uint32_t from = shifted + warpgroup * Tile::WARPGROUP_ROWS * 128 + k * 32;
                     uint64_t b = shared_matrix(from, Tile::PITCH * 128);
@@ -8088,15 +7992,13 @@ struct HopperGemmBlock {
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
             barrier_threads(BARRIER_WARPGROUP, 128);  // the patches have been read
-#pragma unroll
-            for (int e = 0; e < 64; e += 4)
+            UNROLLED_FOR (int e = 0; e < 64; e += 4)
                 sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
         }
         cluster_barrier();
         if (rank == 0)
             for (int r = 1; r < splits; r++)
-#pragma unroll
-                for (int e = 0; e < 64; e += 4) {
+                UNROLLED_FOR (int e = 0; e < 64; e += 4) {
                     float4 part = load_cluster(shared_address(sums + e / 4 * 128), r);
                     c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
                 }
@@ -8120,10 +8022,8 @@ struct HopperEpilogue {
     float sum[IMAGES][2] = {}, product[IMAGES][2] = {};
 
     __device__ __forceinline__ void load() {
-#pragma unroll
-        for (int i = 0; i < IMAGES; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+        UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+            UNROLLED_FOR (int h = 0; h < 2; h++) {
                 int n = min(row + 8 * h, g.N - 1), b = min(image + (images == 1 ? 0 : i), g.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
                 if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
@@ -8138,13 +8038,11 @@ struct HopperEpilogue {
     __device__ __forceinline__ void finish(float (&c)[64], uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
-#pragma unroll
-        for (int j = 0; j < 16; j += 2) {
+        UNROLLED_FOR (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
             uint32_t r[4];
             if (g.has_extra) load_matrices_transposed(r, rows + j * 1024);
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
+            UNROLLED_FOR (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
                 float extra = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
@@ -8156,8 +8054,7 @@ struct HopperEpilogue {
                     value += extra;
                 }
             }
-#pragma unroll
-            for (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+            UNROLLED_FOR (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
             store_matrices_transposed(rows + j * 1024, r);
         }
     }
@@ -8170,32 +8067,24 @@ struct HopperEpilogue {
             return x + __shfl_xor_sync(~0u, x, 2);
         };
         if (!Tile::TRANSPOSED)
-#pragma unroll
-            for (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
+            UNROLLED_FOR (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
+        UNROLLED_FOR (int h = 0; h < 2; h++) {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
             if (IMAGES == 2 && images == 1) sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
         }
         if (!Tile::TRANSPOSED) {
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
-#pragma unroll
-            for (int e = 0; e < 64; e++) {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+            UNROLLED_FOR (int e = 0; e < 64; e++) {
                 float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
                 product[e * IMAGES / 64][e / 2 % 2] += d * d;
             }
         }
         int pixel = Tile::TAPS == 1 ? at.x : image * g.T;  // the first, or as many as come before its part
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.patch.W / 8) + at.x / 8) * 128;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
+        UNROLLED_FOR (int h = 0; h < 2; h++) {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
             if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
-#pragma unroll
-            for (int i = 0; i < IMAGES; i++) {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
                 int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
                 if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
                 if (gradient)
@@ -8441,7 +8330,6 @@ struct HopperWeightBlock {
                          x = shared_address(shared.stages[stage.slot].x) + warpgroup * PITCH * 128;
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
-#pragma unroll
                 for (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(d + k * 2048, 1024);
                     uint32_t lines = x + k * 2 * PITCH * 128;
@@ -8456,7 +8344,6 @@ struct HopperWeightBlock {
             wgmma_wait<0>();
             release();
             if (BIAS)
-#pragma unroll
                 for (int e = 0; e < 4; e++) {
                     int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
                     if (o < g.O && image >= first_image && image <= (end - 1) / g.set_tiles)
@@ -8468,7 +8355,6 @@ struct HopperWeightBlock {
     // The sums go where the ring was.
     __device__ __forceinline__ void store(const float (&c)[96]) {
         barrier_threads(BARRIER_READERS, Tile::READERS);  // the ring has been read
-#pragma unroll
         for (int v = 0; v < 24; v++) {
             int at = (warpgroup * 3 + v / 8) * 64 + row, column = v % 8 * 8 + lane % 4 * 2;
             *(float2*)&shared.sums[at][column] = make_float2(c[4 * v], c[4 * v + 1]);
@@ -8489,11 +8375,9 @@ struct HopperWeightBlock {
                 sum = *(float4*)own;
             } else {
                 float4 parts[8];
-#pragma unroll
                 for (int r = 0; r < 8; r++)
                     if (r < g.cluster) parts[r] = load_cluster(shared_address(own), r);
                 sum = parts[0];
-#pragma unroll
                 for (int r = 1; r < 8; r++)
                     if (r < g.cluster) sum += parts[r];
             }
