@@ -1764,10 +1764,10 @@ static void test_matmul() {
 #ifdef OPENBLAS
             std::vector<float> library = c;
             own_matmul = false;
-            matmul(library.data(), a.data(), b.data(), M, N, K, ldc, lda, ldb, ta, tb, accumulate);
+            matmul({M, N, K}, library.data(), ldc, {a.data(), lda, ta}, {b.data(), ldb, tb}, accumulate);
             own_matmul = true;
 #endif
-            matmul(c.data(), a.data(), b.data(), M, N, K, ldc, lda, ldb, ta, tb, accumulate);
+            matmul({M, N, K}, c.data(), ldc, {a.data(), lda, ta}, {b.data(), ldb, tb}, accumulate);
             std::vector<double> expected(before.begin(), before.end());
             for (int m = 0; m < M; m++)
                 for (int n = 0; n < N; n++) {

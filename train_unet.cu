@@ -4911,33 +4911,45 @@ static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows
 static bool own_matmul = false;  // tests set it to compare our loop with the library
 #endif
 
-// c (M, N) = [c +] op(a) (M, K) times op(b) (K, N), row-major with the given leading dimensions. Runs on the
-// calling thread; layers call it from their parallel loops. The order of a sum depends on K alone.
-static void matmul(float* c, const float* a, const float* b, int M, int N, int K, int ldc, int lda, int ldb,
-                   bool transpose_a, bool transpose_b, bool accumulate) {
+// An operand of a product: a row-major matrix, or with `transposed` the transpose of what lies there; ld: from
+// one row in memory to the next.
+struct Matrix {
+    const float* data;
+    int ld;
+    bool transposed = false;
+};
+static Matrix transposed(const float* data, int ld) { return {data, ld, true}; }
+struct ProductSize {
+    int M, N, K;
+};
+
+// c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from their
+// parallel loops. The order of a sum depends on K alone.
+static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
+    auto [M, N, K] = size;
 #ifdef OPENBLAS
     if (!own_matmul) {
-        cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans,
-                    transpose_b ? CblasTrans : CblasNoTrans, M, N, K, 1.0f, a, lda, b, ldb,
+        cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
+                    b.transposed ? CblasTrans : CblasNoTrans, M, N, K, 1.0f, a.data, a.ld, b.data, b.ld,
                     accumulate ? 1.0f : 0.0f, c, ldc);
         return;
     }
 #endif
-    size_t a_rows = transpose_a ? 1 : lda, a_columns = transpose_a ? lda : 1;
-    size_t b_rows = transpose_b ? 1 : ldb, b_columns = transpose_b ? ldb : 1;
+    size_t a_rows = a.transposed ? 1 : a.ld, a_columns = a.transposed ? a.ld : 1;
+    size_t b_rows = b.transposed ? 1 : b.ld, b_columns = b.transposed ? b.ld : 1;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
     float edge[ROW_BLOCK * TILE_COLUMNS];
     for (int n0 = 0; n0 < N; n0 += NC)
         for (int k0 = 0; k0 < K; k0 += KC) {
             int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
             bool add = accumulate || k0;
-            matmul_pack(panels, b + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
+            matmul_pack(panels, b.data + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
             for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
                 for (int n = 0; n < block_n; n += TILE_COLUMNS) {
                     int rows = std::min((int)ROW_BLOCK, M - m0),
                         width = std::min((int)TILE_COLUMNS, block_n - n);
                     const float* panel = panels + (size_t)n * block_k;
-                    const float* a_block = a + m0 * a_rows + k0 * a_columns;
+                    const float* a_block = a.data + m0 * a_rows + k0 * a_columns;
                     float* c_block = c + (size_t)m0 * ldc + n0 + n;
                     if (width == TILE_COLUMNS) {
                         matmul_rows(c_block, a_block, panel, rows, block_k, ldc, a_rows, a_columns, add);
@@ -4995,11 +5007,11 @@ static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) 
             int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j);
             float* target = out.data + (size_t)m0 * O + o0;
             const float *weight = layer.w + (size_t)o0 * K, *added = options.residual.data;
-            matmul(target, x.first.data + (size_t)m0 * C, weight, m1 - m0, o1 - o0, C, O, C, K, false, true,
-                   false);
+            matmul({m1 - m0, o1 - o0, C}, target, O, {x.first.data + (size_t)m0 * C, C},
+                   transposed(weight, K), false);
             if (C2)
-                matmul(target, x.second.data + (size_t)m0 * C2, weight + C, m1 - m0, o1 - o0, C2, O, C2, K,
-                       false, true, true);
+                matmul({m1 - m0, o1 - o0, C2}, target, O, {x.second.data + (size_t)m0 * C2, C2},
+                       transposed(weight + C, K), true);
             for (int m = m0; m < m1; m++)
 #pragma omp simd
                 for (int o = o0; o < o1; o++)
@@ -5021,9 +5033,9 @@ static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Back
             for (int i = 0; i < rows.count; i++)
                 for (int j = 0; j < columns.count; j++) {
                     int m0 = rows.begin(i), c0 = columns.begin(j);
-                    matmul(target.data + (size_t)m0 * width + c0, dout.data + (size_t)m0 * O,
-                           layer.w + first + c0, rows.end(i) - m0, columns.end(j) - c0, O, width, O, K, false,
-                           false, options.accumulate);
+                    matmul({rows.end(i) - m0, columns.end(j) - c0, O}, target.data + (size_t)m0 * width + c0,
+                           width, {dout.data + (size_t)m0 * O, O}, {layer.w + first + c0, K},
+                           options.accumulate);
                 }
         }
         PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
@@ -5031,8 +5043,8 @@ static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Back
         for (int i = 0; i < outputs.count; i++)
             for (int j = 0; j < columns.count; j++) {
                 int o0 = outputs.begin(i), c0 = columns.begin(j);
-                matmul(layer.dw + (size_t)o0 * K + first + c0, dout.data + o0, source.data + c0,
-                       outputs.end(i) - o0, columns.end(j) - c0, M, K, O, width, true, false, true);
+                matmul({outputs.end(i) - o0, columns.end(j) - c0, M}, layer.dw + (size_t)o0 * K + first + c0,
+                       K, transposed(dout.data + o0, O), {source.data + c0, width}, true);
             }
     }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
@@ -5080,8 +5092,8 @@ static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
             int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
             float* columns = thread_floats();  // (p1 - p0, 9, C)
             im2col(columns, x.data, p0, p1, 0, 9 * C, H, W, C);
-            matmul(out.data + (size_t)p0 * O + o0, columns, layer.w + (size_t)o0 * 9 * C, p1 - p0, o1 - o0,
-                   9 * C, O, 9 * C, 9 * C, false, true, in_place);
+            matmul({p1 - p0, o1 - o0, 9 * C}, out.data + (size_t)p0 * O + o0, O, {columns, 9 * C},
+                   transposed(layer.w + (size_t)o0 * 9 * C, 9 * C), in_place);
             for (int p = p0; p < p1; p++) {
                 size_t b = p / (H * W);
                 const float* emb = options.emb.data ? options.emb.data + b * options.emb.pitch : nullptr;
@@ -5107,8 +5119,8 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
                 float* columns = thread_floats();  // (p1 - p0, 9, O)
                 im2col(columns, dout.data, p0, p1, 0, 9 * O, H, W, O);
                 for (int tap = 0; tap < 9; tap++)
-                    matmul(dx.data + (size_t)p0 * C + c0, columns + tap * O, layer.w + (8 - tap) * C + c0,
-                           p1 - p0, c1 - c0, O, C, 9 * O, 9 * C, false, false, tap > 0);
+                    matmul({p1 - p0, c1 - c0, O}, dx.data + (size_t)p0 * C + c0, C,
+                           {columns + tap * O, 9 * O}, {layer.w + (8 - tap) * C + c0, 9 * C}, tap > 0);
             }
     }
     {
@@ -5122,8 +5134,8 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
             for (int p0 = 0; p0 < pixels; p0 += 2 * KC) {
                 int p1 = std::min(p0 + 2 * KC, pixels);
                 im2col(columns, x.data, p0, p1, j0, j0 + n, H, W, C);
-                matmul(layer.dw + j0, dout.data + (size_t)p0 * O, columns, O, n, p1 - p0, 9 * C, O, n, true,
-                       false, true);
+                matmul({O, n, p1 - p0}, layer.dw + j0, 9 * C, transposed(dout.data + (size_t)p0 * O, O),
+                       {columns, n}, true);
             }
         }
     }
@@ -5345,7 +5357,7 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
             float* scores = thread_floats();  // (rows, T)
             for (int t0 = 0; t0 < T; t0 += R) {
                 int rows = std::min(R, T - t0);
-                matmul(scores, q + (size_t)t0 * 3 * C, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
+                matmul({rows, T, d}, scores, T, {q + (size_t)t0 * 3 * C, 3 * C}, transposed(k, 3 * C), false);
                 for (int i = 0; i < rows; i++) {
                     float* s = scores + (size_t)i * T;
                     float top = -FLT_MAX, sum = 0;
@@ -5357,8 +5369,8 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
                     for (int j = 0; j < T; j++) s[j] *= inverse;
                     lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
                 }
-                matmul(out.data + ((size_t)b * T + t0) * C + head * d, scores, v, rows, d, T, C, T, 3 * C,
-                       false, false, false);
+                matmul({rows, d, T}, out.data + ((size_t)b * T + t0) * C + head * d, C, {scores, T},
+                       {v, 3 * C}, false);
             }
         }
 }
@@ -5380,8 +5392,8 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                 const float *q_rows = q + (size_t)t0 * 3 * C,
                             *dout_rows = dout.data + ((size_t)b * T + t0) * C + head * d;
                 const float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
-                matmul(p, q_rows, k, rows, T, d, T, 3 * C, 3 * C, false, true, false);
-                matmul(ds, dout_rows, v, rows, T, d, T, C, 3 * C, false, true, false);
+                matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
+                matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
                 for (int i = 0; i < rows; i++) {
                     float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
                     for (int j = 0; j < d; j++)
@@ -5393,9 +5405,9 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                         ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
                     }
                 }
-                matmul(dq + (size_t)t0 * 3 * C, ds, k, rows, d, T, 3 * C, T, 3 * C, false, false, false);
-                matmul(dk, ds, q_rows, T, d, rows, 3 * C, T, 3 * C, true, false, t0 > 0);
-                matmul(dv, p, dout_rows, T, d, rows, 3 * C, T, C, true, false, t0 > 0);
+                matmul({rows, d, T}, dq + (size_t)t0 * 3 * C, 3 * C, {ds, T}, {k, 3 * C}, false);
+                matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
+                matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
             }
         }
 }
