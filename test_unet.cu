@@ -294,7 +294,8 @@ typedef Pair<float> Floats;
     static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums; \
     static constexpr auto groupnorm_backward = side::groupnorm_backward;           \
     static constexpr auto attention_forward = side::attention_forward;             \
-    static constexpr auto attention_backward = side::attention_backward;
+    static constexpr auto attention_backward = side::attention_backward;           \
+    static constexpr auto mean_squared_error = side::mean_squared_error;
 
 struct OnDevice {
     LAYERS_OF(gpu)
@@ -852,7 +853,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
             SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
-                  cpu::sampler_limits, [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, H, W); });
+                  cpu::sampler_limits,
+                  [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, elements); });
             limits.upload();
             check("update pictures", shape,
                   {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
@@ -872,9 +874,16 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
-        check("mean squared error", shape, outputs, mse, cpu::mse, [&](auto f, auto on) {
-            f(on(losses), on(dout, training), on(out), on(target), on(t, training), on(weights, training), B,
-              elements, 3 * n);
+        check("mean squared error", shape, outputs, [&](auto on) {
+            on.mean_squared_error({.losses = on(losses),
+                                   .dout = on(dout, training),
+                                   .out = on(out),
+                                   .target = on(target),
+                                   .timesteps = on(t, training),
+                                   .weights = on(weights, training),
+                                   .B = B,
+                                   .n = elements,
+                                   .total = 3 * n});
         });
     }
 }
@@ -1486,8 +1495,13 @@ static void random_batch(Model* m, int B, uint32_t seed) {
 static double forward_loss(Model* m, int B) {
     int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
     unet_forward(m, B);
-    mse(m->losses, m->plan.training ? unet_output_gradient(m) : nullptr, unet_output(m), m->target, nullptr,
-        nullptr, B, n, (size_t)B * n);
+    mean_squared_error({.losses = m->losses,
+                        .dout = m->plan.training ? unet_output_gradient(m) : nullptr,
+                        .out = unet_output(m),
+                        .target = m->target,
+                        .B = B,
+                        .n = n,
+                        .total = (size_t)B * n});
     return loss_of(m, B);
 }
 
@@ -3285,7 +3299,15 @@ static void pointwise_case(const Case& c, Verdict* v) {
         std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n)),
                            weights = c.floats("weights"), no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
-        cpu::mse(losses.data(), dx.data(), x.data(), target.data(), t.data(), weights.data(), B, n, x.size());
+        cpu::mean_squared_error({.losses = losses.data(),
+                                 .dout = dx.data(),
+                                 .out = x.data(),
+                                 .target = target.data(),
+                                 .timesteps = t.data(),
+                                 .weights = weights.data(),
+                                 .B = B,
+                                 .n = n,
+                                 .total = x.size()});
         std::vector<StepState> state(1 + RESULT_SLOTS);
         cpu::finish_step(state.data(), {losses.data(), t.data(), weights.data(), B, n, T}, no_norm.data(), 1,
                          default_config().optimiser);
@@ -3295,7 +3317,12 @@ static void pointwise_case(const Case& c, Verdict* v) {
         for (int q = 0; q < 4; q++)
             v->note("samples of a quartile", state[0].quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
-        cpu::mse(only.data(), nullptr, x.data(), target.data(), nullptr, nullptr, B, n, x.size());
+        cpu::mean_squared_error({.losses = only.data(),
+                                 .out = x.data(),
+                                 .target = target.data(),
+                                 .B = B,
+                                 .n = n,
+                                 .total = x.size()});
         v->note("loss without gradient", only == losses ? 0 : INFINITY);
     }
     v->compare("dx", dx, c.at("dx"));
@@ -3462,7 +3489,7 @@ static void twin_case(const Case& c, Verdict* v) {
                                  : config.predict == PREDICT_V ? a * eps - b * x0
                                                                : x0);
             }
-            cpu::sampler_limits(limits.data(), x.data(), out.data(), s, B, H, H);
+            cpu::sampler_limits(limits.data(), x.data(), out.data(), s, B, image);
             cpu::run(UpdatePictures<float>{.x = x.data(),
                                            .saved = saved.data(),
                                            .input = input.data(),

@@ -753,20 +753,40 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads);
 
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient: target (B, n); out
-// (B, n, padded); dout (B, n, padded, or null) = 2 w_b (out - target) / total, where the whole batch has total
-// elements and w_b = weights[t_b] is what the sample's timestep counts for (weights null: 1). losses (B,
-// loss_parts(n)): the sum of squares of each chunk of each sample, not weighted. With weights of 1 their sum
-// over total is F.mse_loss(out, target).
-static void mse(float* losses, floatX* dout, const floatX* out, const float* target, const int* timesteps,
-                const float* weights, int B, int n, size_t total);
-
 }  // namespace DEVICE
 using namespace DEVICE;
 
 static const float NORM_EPS = 1e-5f;
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
+
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient. With weights of 1 the
+// sum of `losses` over total is F.mse_loss(out, target).
+template <typename T>
+struct MeanSquaredError {
+    float* losses;                   // (B, loss_parts(n)): sums of squares of each chunk, not weighted
+    T* dout = nullptr;               // (B, n, padded): 2 w_b (out - target) / total; null: not wanted
+    const T* out;                    // (B, n, padded)
+    const float* target;             // (B, n)
+    const int* timesteps = nullptr;  // (B)
+    const float* weights = nullptr;  // (diffusion_steps): w_b = weights[t_b]; null: 1
+    int B, n;
+    size_t total;  // elements of the whole batch
+
+    HOST_DEVICE float scale(int b) const {
+        return (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
+    }
+    // Of element i, whose gradient is written.
+    HOST_DEVICE float difference(size_t i, float scale) const {
+        float difference = (float)out[padded_at(i)] - target[i];
+        if (dout) set_padded(dout, i, scale * difference);
+        return difference;
+    }
+    double bytes() const { return (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(T)) * B * n; }
+};
+namespace DEVICE {
+static void mean_squared_error(const MeanSquaredError<floatX>& e);
+}
 
 // ---- layers written once for both builds ------------------------------------------------------------------
 
@@ -1919,8 +1939,8 @@ struct FillTimesteps {
 
 // limits (B): of dynamic thresholding, for the call s.
 namespace DEVICE {
-static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
-                           int W);
+static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B,
+                           int elements);
 }
 
 // ===========================================================================================================
@@ -2506,8 +2526,15 @@ static void enqueue_step(Trainer* t) {
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
         add_noise(m, B, m->timesteps + first, c.offset_noise, STREAM_NOISE, first, &m->state->step);
         unet_forward(m, B, first);
-        mse(m->losses + (size_t)first * loss_parts(elements), unet_output_gradient(m), unet_output(m),
-            m->target, m->timesteps + first, m->loss_weights, B, elements, (size_t)batch * elements);
+        mean_squared_error({.losses = m->losses + (size_t)first * loss_parts(elements),
+                            .dout = unet_output_gradient(m),
+                            .out = unet_output(m),
+                            .target = m->target,
+                            .timesteps = m->timesteps + first,
+                            .weights = m->loss_weights,
+                            .B = B,
+                            .n = elements,
+                            .total = (size_t)batch * elements});
         unet_backward(m, B);
     }
     squared_norm(m->norm_parts, m->gradients, P);
@@ -2605,7 +2632,12 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         add_noise(m, B, m->timesteps, 0, STREAM_VAL_NOISE, first, nullptr);
         unet_forward(m, B);
-        mse(m->losses, nullptr, unet_output(m), m->target, nullptr, nullptr, B, (int)elements, B * elements);
+        mean_squared_error({.losses = m->losses,
+                            .out = unet_output(m),
+                            .target = m->target,
+                            .B = B,
+                            .n = (int)elements,
+                            .total = B * elements});
         sum += loss_of(m, B) * B;
     }
     use_weights(m, m->master);
@@ -2685,7 +2717,8 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             const SamplerStep& s = calls[i];
             run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
             backend_replay(&network, [&] { unet_forward(m, B); });
-            if (s.threshold == THRESHOLD_DYNAMIC) sampler_limits(m->limits, x, unet_output(m), s, B, H, H);
+            if (s.threshold == THRESHOLD_DYNAMIC)
+                sampler_limits(m->limits, x, unet_output(m), s, B, elements);
             run(UpdatePictures<floatX>{.x = x,
                                        .saved = saved,
                                        .input = m->input,
@@ -5055,7 +5088,8 @@ static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Back
 // Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
 // p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
 // floats.
-static void im2col(float* columns, const float* x, int p0, int p1, int j0, int j1, int H, int W, int C) {
+static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
+    int H = x.H, W = x.W, C = x.C;
     for (int p = p0; p < p1; p++) {
         int column = p % W, row = p / W % H;
         for (int dy = 0; dy < 3; dy++) {
@@ -5067,7 +5101,7 @@ static void im2col(float* columns, const float* x, int p0, int p1, int j0, int j
             inside1 = std::max(std::min(inside1, last), inside0);
             if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
             memset(columns, 0, (inside0 - first) * sizeof(float));
-            const float* source = x + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
+            const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
             memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
             memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
             columns += last - first;
@@ -5091,7 +5125,7 @@ static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
         for (int j = 0; j < outputs.count; j++) {
             int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
             float* columns = thread_floats();  // (p1 - p0, 9, C)
-            im2col(columns, x.data, p0, p1, 0, 9 * C, H, W, C);
+            im2col(columns, x, p0, p1, 0, 9 * C);
             matmul({p1 - p0, o1 - o0, 9 * C}, out.data + (size_t)p0 * O + o0, O, {columns, 9 * C},
                    transposed(layer.w + (size_t)o0 * 9 * C, 9 * C), in_place);
             for (int p = p0; p < p1; p++) {
@@ -5117,7 +5151,7 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
             for (int j = 0; j < inputs.count; j++) {
                 int p0 = bands.begin(i), p1 = bands.end(i), c0 = inputs.begin(j), c1 = inputs.end(j);
                 float* columns = thread_floats();  // (p1 - p0, 9, O)
-                im2col(columns, dout.data, p0, p1, 0, 9 * O, H, W, O);
+                im2col(columns, dout, p0, p1, 0, 9 * O);
                 for (int tap = 0; tap < 9; tap++)
                     matmul({p1 - p0, c1 - c0, O}, dx.data + (size_t)p0 * C + c0, C,
                            {columns + tap * O, 9 * O}, {layer.w + (8 - tap) * C + c0, 9 * C}, tap > 0);
@@ -5133,7 +5167,7 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
             float* columns = thread_floats();  // (p1 - p0, n)
             for (int p0 = 0; p0 < pixels; p0 += 2 * KC) {
                 int p1 = std::min(p0 + 2 * KC, pixels);
-                im2col(columns, x.data, p0, p1, j0, j0 + n, H, W, C);
+                im2col(columns, x, p0, p1, j0, j0 + n);
                 matmul({O, n, p1 - p0}, layer.dw + j0, 9 * C, transposed(dout.data + (size_t)p0 * O, O),
                        {columns, n}, true);
             }
@@ -5414,30 +5448,27 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 
 // ---- loss -------------------------------------------------------------------------------------------------
 
-static void mse(float* losses, float* dout, const float* out, const float* target, const int* timesteps,
-                const float* weights, int B, int n, size_t total) {
-    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
-    int parts = loss_parts(n);
+static void mean_squared_error(const MeanSquaredError<float>& e) {
+    PROFILE("loss", {0, e.bytes()});
+    int parts = loss_parts(e.n);
 #pragma omp parallel for collapse(2)
-    for (int b = 0; b < B; b++)
+    for (int b = 0; b < e.B; b++)
         for (int part = 0; part < parts; part++) {
-            float scale = (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
-            size_t first = (size_t)b * n, end = first + std::min((part + 1) * LOSS_CHUNK, n);
+            size_t first = (size_t)b * e.n, end = first + std::min((part + 1) * LOSS_CHUNK, e.n);
+            float scale = e.scale(b);
             double sum = 0;
             for (size_t i = first + part * LOSS_CHUNK; i < end; i++) {
-                float difference = out[padded_at(i)] - target[i];
-                sum += (double)difference * difference;
-                if (dout) set_padded(dout, i, scale * difference);
+                double difference = e.difference(i, scale);
+                sum += difference * difference;
             }
-            losses[b * parts + part] = (float)sum;
+            e.losses[b * parts + part] = (float)sum;
         }
 }
 
 // ---- samplers: the limit of dynamic thresholding ----------------------------------------------------------
 
-static void sampler_limits(float* limits, const float* x, const float* out, SamplerStep s, int B, int H,
-                           int W) {
-    int elements = IMAGE_CHANNELS * H * W;
+static void sampler_limits(float* limits, const float* x, const float* out, SamplerStep s, int B,
+                           int elements) {
 #pragma omp parallel for
     for (int b = 0; b < B; b++) {
         uint32_t found = 0;
@@ -6566,27 +6597,22 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 
 // ---- loss -------------------------------------------------------------------------------------------------
 
-// losses (B, parts) the sums of squares, dout (B, n, or null) = scale w_b (out - target). A block a part.
-__global__ void mse_kernel(float* losses, floatX* dout, const floatX* out, const float* target,
-                           const int* timesteps, const float* weights, int n, int parts, float scale) {
-    int b = blockIdx.x / parts, part = blockIdx.x % parts;
-    size_t first = (size_t)b * n, end = first + min((part + 1) * LOSS_CHUNK, n);
-    if (weights) scale *= weights[timesteps[b]];
-    float sum = 0;
+// A block a part.
+__global__ void mean_squared_error_kernel(const MeanSquaredError<floatX> e) {
+    int parts = loss_parts(e.n), b = blockIdx.x / parts, part = blockIdx.x % parts;
+    size_t first = (size_t)b * e.n, end = first + min((part + 1) * LOSS_CHUNK, e.n);
+    float scale = e.scale(b), sum = 0;
 #pragma unroll 4
     for (size_t i = first + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x) {
-        float difference = (float)out[padded_at(i)] - target[i];
+        float difference = e.difference(i, scale);
         sum += difference * difference;
-        if (dout) set_padded(dout, i, scale * difference);
     }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) losses[blockIdx.x] = sum;
+    if (threadIdx.x == 0) e.losses[blockIdx.x] = sum;
 }
-static void mse(float* losses, floatX* dout, const floatX* out, const float* target, const int* timesteps,
-                const float* weights, int B, int n, size_t total) {
-    PROFILE("loss", {0, (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(floatX)) * B * n});
-    launch(mse_kernel, B * loss_parts(n), 1024, 0, losses, dout, out, target, timesteps, weights, n,
-           loss_parts(n), (float)(2.0 / (double)total));
+static void mean_squared_error(const MeanSquaredError<floatX>& e) {
+    PROFILE("loss", {0, e.bytes()});
+    launch(mean_squared_error_kernel, e.B * loss_parts(e.n), 1024, 0, e);
 }
 
 // ---- samplers: the limit of dynamic thresholding ----------------------------------------------------------
@@ -6617,9 +6643,8 @@ __global__ void sampler_limits_kernel(float* limits, const float* x, const float
     }
     if (digit == 0) limits[blockIdx.x] = limit_of_bits(found);
 }
-static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B, int H,
-                           int W) {
-    int elements = IMAGE_CHANNELS * H * W;
+static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B,
+                           int elements) {
     launch(sampler_limits_kernel, B, 1024, 0, limits, x, out, s, elements, percentile_rank(elements));
 }
 

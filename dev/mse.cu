@@ -18,10 +18,21 @@
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
-static void mse_step0(Problem& p) {
+template <typename Real>
+static MeanSquaredError<Real> mse_of(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
-    cpu::mse(p.out<float>("losses"), p.out<float>("dx"), p.in<float>("x"), p.in<float>("target"),
-            p.in<int>("t"), p.in<float>("weights"), B, n, (size_t)B * n);
+    return {.losses = p.out<float>("losses"),
+            .dout = p.out<Real>("dx"),
+            .out = p.in<Real>("x"),
+            .target = p.in<float>("target"),
+            .timesteps = p.in<int>("t"),
+            .weights = p.in<float>("weights"),
+            .B = B,
+            .n = n,
+            .total = (size_t)B * n};
+}
+static void mse_step0(Problem& p) {
+    cpu::mean_squared_error(mse_of<float>(p));
 }
 
 #ifdef __CUDACC__
@@ -77,9 +88,7 @@ static void mse_step2(Problem& p) {
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void mse_step3(Problem& p) {
-    int B = p.dim("B"), n = p.dim("n");
-    mse(p.out<float>("losses"), p.out<floatX>("dx"), p.in<floatX>("x"), p.in<float>("target"), p.in<int>("t"),
-        p.in<float>("weights"), B, n, (size_t)B * n);
+    mean_squared_error(mse_of<floatX>(p));
 }
 #endif
 
