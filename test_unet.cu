@@ -1906,7 +1906,6 @@ static void test_finite_differences() {
     report(worst_element < 1e-2, "finite differences, elements",
            "2 of each tensor, worst error %.2g of its largest gradient (%s)", worst_element,
            where_element.c_str());
-    free_model(&m);
     set_threads(TEST_THREADS);
 }
 
@@ -2047,7 +2046,7 @@ static void test_configurations() {
         if (output[0] != output[1] || gradient[0] != gradient[1])
             bad = described + ": poisoned memory or a larger plan changes the result";
         if (output[0] != output[2]) bad = described + ": an inference plan changes the output";
-        for (Model* m : models) free_model(m);
+        for (Model* m : models) *m = Model();
         runs++;
     }
     report(bad.empty(), "configurations", "%d run forward and backward in poisoned memory%s", runs,
@@ -2235,8 +2234,6 @@ static void test_threads() {
         weights.push_back(downloaded(t.model.master, t.model.plan.num_parameters));
         std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_parameters);
         weights.back().insert(weights.back().end(), ema.begin(), ema.end());
-        finish_steps(&t);
-        free_model(&t.model);
     }
     set_threads(TEST_THREADS);
     bool same = std::isfinite(losses[0]);
@@ -2283,7 +2280,6 @@ static void test_batches() {
                  same_bits(&other[3 * image], &whole[3 * image], 2 * image * sizeof(float)) &&
                  !same_bits(&other[2 * image], &whole[2 * image], image * sizeof(float));
     report(apart, "images of a batch", "changing one leaves the others' outputs as they were, to the bit");
-    free_model(&m);
 }
 
 // Images drawn alone and in batches are the same, whatever their number.
@@ -2311,7 +2307,6 @@ static void test_sampling() {
                 same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
                         !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
-            free_model(&m);
         }
         double error = error_of(drawn[0], drawn[1]);
         if (worsens(error, worst)) worst = error;
@@ -2475,7 +2470,6 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
             m.adam_m[i] = (float)i, m.adam_v[i] = 2 * (float)i;
         if (kind == WEIGHTS) m.ema[0] = m.ema[1] = nullptr;
         write_checkpoint(v.path, m, 40, 0.25f, some_history());
-        free_model(&m);
         std::string written = file_text(v.path);
         content.assign(written.begin(), written.end());
     }
@@ -2616,7 +2610,6 @@ static void test_valid_files(std::vector<Victim>* victims) {
                 !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file &&
                 same_bits(&file.history, &history, sizeof history);
     write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f, history);
-    free_model(&m);
     report(same && differing.empty(), "checkpoint, written and read", "weights, moments and every flag%s",
            differing.c_str());
 
@@ -3055,7 +3048,6 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
             std::swap(parameters[1234], value);
             if (!is_sentence(message) || message.find(path) == std::string::npos) bad += "; " + message;
         }
-    free_model(&m);
     report(bad.empty() && file_text(path) == before && files_in(test_folder) == files,
            "weights that are no numbers", "are never written%s", bad.c_str());
 }
@@ -3410,7 +3402,6 @@ static void test_model(const char* weights, const char* state) {
     gradient.line("gradients, one by one");
     report(stored == m.plan.num_parameters, "every parameter", "%zu of %zu have a reference", stored,
            m.plan.num_parameters);
-    free_model(&m);
 }
 
 static void twin_case(const Case& c, Verdict* v) {
@@ -3691,7 +3682,7 @@ static void test_microbatch(double limit) {
             t.images.bytes[i] = (uint8_t)random_word(2, STREAM_PERTURB, (uint32_t)i, 0, 0);
         prepare_steps(&t);
         for (int step = 0; step < 3; step++) train_step(&t);
-        StepState last = t.results[2];
+        StepState last = t.results.as<StepState>()[2];
         backend_download(values.data(), m->gradients, values.size() * sizeof(float));
         if (!microbatch) {
             whole = last, bytes = m->bytes;
@@ -3707,8 +3698,6 @@ static void test_microbatch(double limit) {
             for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->bytes < bytes, bytes = m->bytes;
         }
-        finish_steps(&t);
-        free_model(m);
     }
     report(less && losses < limit && gradients < limit && quartiles < limit && whole.step == 3,
            "micro-batches of a step", "losses %.2g apart, quartiles %.2g, gradients %.2g", losses, quartiles,

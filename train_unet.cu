@@ -412,6 +412,26 @@ static void* backend_allocate(size_t bytes);
 static void backend_free(void* memory);
 static void* backend_allocate_host(size_t bytes);
 static void backend_free_host(void* memory);
+// Such a piece of memory, freed when its owner goes.
+struct Memory {
+    void* data = nullptr;
+    bool on_host = false;
+    Memory() {}
+    Memory(size_t bytes, bool on_host)
+        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes)), on_host(on_host) {}
+    Memory(Memory&& other) { *this = std::move(other); }
+    Memory& operator=(Memory&& other) {
+        std::swap(data, other.data), std::swap(on_host, other.on_host);
+        return *this;
+    }
+    template <typename T>
+    T* as() const {
+        return (T*)data;
+    }
+    ~Memory() {
+        if (data) on_host ? backend_free_host(data) : backend_free(data);
+    }
+};
 // Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
 static size_t backend_memory_available();
 static size_t host_memory_available();
@@ -441,10 +461,12 @@ static void backend_join(int call = INT_MAX);
 struct Recording {
     void* graph = nullptr;  // cudaGraphExec_t; on the CPU nothing is recorded
     int runs = 0;
+    ~Recording();
 };
 template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches);
 static void backend_forget(Recording* recording);
+inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32, and how that was computed; 0: not known.
 static double backend_peak(std::string* source);
 
@@ -1060,7 +1082,7 @@ struct Model {
     PictureNoise* begins;   // (B): of the pictures being drawn
     float* limits;          // (B): theirs, for dynamic thresholding
     float* loss_weights;    // (diffusion_steps): what the loss of a timestep counts for
-    char* memory;
+    Memory memory;
     size_t bytes;
 };
 
@@ -2171,8 +2193,10 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 // so many pictures, which are held as floats and as bytes with gaps between them, that memory or one PNG can't.
 static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
     if (m.plan.num_parameters > INT32_MAX)
-        fail("this model has %zu parameters and %d are the most; use fewer --num_channels",
-             m.plan.num_parameters, INT32_MAX);
+        fail(
+            "this model has %zu parameters and %d are the most; use fewer --num_channels or a smaller "
+            "--channel_mult",
+            m.plan.num_parameters, INT32_MAX);
     size_t available = backend_memory_available();
     auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
     int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
@@ -2198,12 +2222,12 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
 }
 
 static void allocate_model(Model* m) {
-    m->memory = (char*)backend_allocate(m->bytes);
-    if (!m->memory || !allocate_workspace())
+    m->memory = Memory(m->bytes, false);
+    if (!m->memory.data || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
              human_bytes(memory_of(*m)).c_str());
-    backend_zero(m->memory, m->bytes);
-    lay_out_model(m, m->memory);
+    backend_zero(m->memory.data, m->bytes);
+    lay_out_model(m, m->memory.as<char>());
     if (!m->plan.training) return;
     std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
     for (const Parameter& t : m->plan.tensors) {
@@ -2218,11 +2242,6 @@ static void build_model(Model* m, const Config& config, int batch, bool training
     *m = plan_model(config, batch, training);
     check_memory(*m);
     allocate_model(m);
-}
-
-static void free_model(Model* m) {
-    backend_free(m->memory);
-    *m = Model();
 }
 
 // to = from, (n), rounded to the layers' precision.
@@ -2399,11 +2418,10 @@ struct Trainer {
     Model model = Model();
     Dataset images, validation;
     BatchSource source;
-    void* pixels = nullptr;       // the images where the device reads them, if that is a copy
-    bool pixels_on_host = false;  // which lies in the host's memory, for want of room on the device
-    int *order, *host_order;      // (slots, count): the device's and the host's, which is ahead of it
-    long epochs;                  // whose orders were sent
-    StepState* results;           // (RESULT_SLOTS), the host's
+    Memory pixels;             // the images where the device reads them, if that is a copy
+    Memory order, host_order;  // int (slots, count): the device's and the host's, which is ahead of it
+    Memory results;            // StepState (RESULT_SLOTS), the host's
+    long epochs;               // whose orders were sent
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
@@ -2444,26 +2462,24 @@ static void prepare_steps(Trainer* t) {
     const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
 #ifdef __CUDACC__
     size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
-    t->pixels_on_host = bytes > backend_memory_available() / 10 * 9;
-    t->pixels = t->pixels_on_host ? backend_allocate_host(bytes) : backend_allocate(bytes);
-    if (!t->pixels) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
-    if (t->pixels_on_host)
-        memcpy(t->pixels, pixels, bytes);
+    t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
+    if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
+    if (t->pixels.on_host)
+        memcpy(t->pixels.data, pixels, bytes);
     else
-        backend_upload(t->pixels, pixels, bytes);
-    pixels = t->pixels;
+        backend_upload(t->pixels.data, pixels, bytes);
+    pixels = t->pixels.data;
 #endif
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     size_t order_bytes = (size_t)slots * data.count * sizeof(int);
-    t->order = (int*)backend_allocate(order_bytes);
-    t->host_order = (int*)backend_allocate_host(order_bytes);
-    t->results = (StepState*)backend_allocate_host(RESULT_SLOTS * sizeof(StepState));
-    if (!t->order || !t->host_order || !t->results)
+    t->order = Memory(order_bytes, false), t->host_order = Memory(order_bytes, true);
+    t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
+    if (!t->order.data || !t->host_order.data || !t->results.data)
         fail("could not allocate %s for the order of the images",
              human_bytes(2.0 * (double)order_bytes).c_str());
     t->source = {floats ? nullptr : (const uint8_t*)pixels,
                  floats ? (const float*)pixels : nullptr,
-                 t->order,
+                 t->order.as<int>(),
                  data.count,
                  slots,
                  c.batch_size,
@@ -2475,18 +2491,6 @@ static void prepare_steps(Trainer* t) {
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
     t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
-}
-
-static void finish_steps(Trainer* t) {
-    if (t->folder >= 0) close(t->folder);
-    backend_forget(&t->recording);
-    if (t->pixels_on_host)
-        backend_free_host(t->pixels);
-    else if (t->pixels)
-        backend_free(t->pixels);
-    backend_free(t->order);
-    backend_free_host(t->host_order);
-    backend_free_host(t->results);
 }
 
 // Noises the model's B images: samples `first` and following of `stream` at this step (null: 0).
@@ -2555,8 +2559,8 @@ static void send_orders(Trainer* t, long last_epoch) {
     int count = t->images.count;
     for (; t->epochs <= last_epoch; t->epochs++) {
         size_t at = (size_t)(t->epochs % t->source.slots) * count;
-        random_permutation(t->host_order + at, count, t->source.seed, (uint32_t)t->epochs);
-        backend_upload_async(t->order + at, t->host_order + at, count * sizeof(int));
+        random_permutation(t->host_order.as<int>() + at, count, t->source.seed, (uint32_t)t->epochs);
+        backend_upload_async(t->order.as<int>() + at, t->host_order.as<int>() + at, count * sizeof(int));
     }
 }
 
@@ -2565,7 +2569,7 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_download_async(t->results + slot, t->model.state + 1 + slot, sizeof(StepState));
+    backend_download_async(t->results.as<StepState>() + slot, t->model.state + 1 + slot, sizeof(StepState));
     backend_mark(slot);
     t->begun++;
 }
@@ -2579,7 +2583,7 @@ struct StepResult {
 static StepResult await_step(Trainer* t) {
     int slot = (int)(t->step % RESULT_SLOTS);
     backend_await(slot);
-    const StepState& result = t->results[slot];
+    const StepState& result = t->results.as<StepState>()[slot];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
@@ -2739,7 +2743,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         }
         backend_download(pictures->data() + (size_t)first * elements, x, pixels * sizeof(float));
     }
-    backend_forget(&network);
     use_weights(m, m->master);
     return !stop_requested;
 }
@@ -4287,7 +4290,6 @@ static double time_replays(Launches launches, double seconds = 10, int least = 3
         backend_await(1);
         if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1));
     }
-    backend_forget(&recording);
     return median(ms);
 }
 
@@ -4310,8 +4312,6 @@ static double time_step(Config config, int batch, double seconds, int least) {
     config.batch_size = batch;
     prepare_trial_run(&t, config);
     double ms = time_replays([&] { enqueue_step(&t); }, seconds, least);
-    finish_steps(&t);
-    free_model(&t.model);
     return ms;
 }
 
@@ -4544,7 +4544,6 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         return 130;
     }
     write_pictures(config, begins, pictures, strip, seconds_now() - start);
-    free_model(&m);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -4706,8 +4705,6 @@ static int run_training(const std::vector<GivenFlag>& given) {
     note_disk(trainer);
     fflush(stdout);
     train(&trainer);
-    finish_steps(&trainer);
-    free_model(&trainer.model);
     return 0;
 }
 
@@ -5624,13 +5621,13 @@ static void* backend_allocate(size_t bytes) {
     cudaGetLastError();  // not to be found by the next check
     return nullptr;
 }
-static void backend_free(void* memory) { CUDA_CHECK(cudaFree(memory)); }
+static void backend_free(void* memory) { cudaFree(memory); }  // the next check reports an error
 static void* backend_allocate_host(size_t bytes) {
     void* memory = nullptr;
     CUDA_CHECK(cudaMallocHost(&memory, bytes));
     return memory;
 }
-static void backend_free_host(void* memory) { CUDA_CHECK(cudaFreeHost(memory)); }
+static void backend_free_host(void* memory) { cudaFreeHost(memory); }
 static void backend_zero(void* memory, size_t bytes) {
     PROFILE("zeroing", {0, (double)bytes});
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
@@ -5687,8 +5684,8 @@ static void backend_replay(Recording* recording, Launches launches) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph, main_lane.stream));
 }
 static void backend_forget(Recording* recording) {
-    if (recording->graph) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)recording->graph));
-    *recording = Recording();
+    if (recording->graph) cudaGraphExecDestroy((cudaGraphExec_t)recording->graph);
+    recording->graph = nullptr, recording->runs = 0;
 }
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }

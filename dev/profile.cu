@@ -113,7 +113,6 @@ static void measure_entries(Trainer* t) {
         if (n < WARMUP) continue;
         for (Entry& entry : entries) entry.ms.push_back(milliseconds_between(entry.begin, entry.end));
     }
-    backend_forget(&recording);
 }
 
 // A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
@@ -173,7 +172,6 @@ static int run_program(int argc, char** argv) {
     run(FillTimesteps{.timesteps = m.timesteps, .n = drawn, .value = config.diffusion_steps / 2});
     double call_ms = time_replays([&] { unet_forward(&m, drawn); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
-    free_model(&m);
 
     Trainer t;
     prepare_trial_run(&t, config);
@@ -195,7 +193,5 @@ static int run_program(int argc, char** argv) {
     printf("%-22s %.2f GFLOP an image and training step\n", "operations:", training_flops(plan) / 1e9);
     printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n",
            "memory:", bytes_to_train / 0x1p20, ema / 0x1p20, bytes_to_draw / 0x1p20);
-    finish_steps(&t);
-    free_model(&t.model);
     return 0;
 }
