@@ -438,13 +438,15 @@ static size_t host_memory_available();
 static size_t workspace_bytes();  // what the layers need besides the model's memory
 static bool allocate_workspace();
 
-// Everything below is done in the order of the calls. An _async one may return before it is done.
+// Everything below is done in the order of the calls, and may not be done yet when it returns.
 static void backend_zero(void* memory, size_t bytes);
-static void backend_copy(void* to, const void* from, size_t bytes);
-static void backend_upload(void* to, const void* from, size_t bytes);
-static void backend_upload_async(void* to, const void* from, size_t bytes);
-static void backend_download(void* to, const void* from, size_t bytes);
-static void backend_download_async(void* to, const void* from, size_t bytes);
+static void backend_copy(void* to, const void* from, size_t bytes);  // either may be the host's
+static void backend_wait();                                          // until all is done
+// Copies from and to the host's own memory, done when they return.
+static void backend_upload(void* to, const void* from, size_t bytes) {
+    backend_copy(to, from, bytes), backend_wait();
+}
+static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
 // A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there;
 // milliseconds between two marks, where the device has been.
 static void backend_mark(int slot);
@@ -2560,7 +2562,7 @@ static void send_orders(Trainer* t, long last_epoch) {
     for (; t->epochs <= last_epoch; t->epochs++) {
         size_t at = (size_t)(t->epochs % t->source.slots) * count;
         random_permutation(t->host_order.as<int>() + at, count, t->source.seed, (uint32_t)t->epochs);
-        backend_upload_async(t->order.as<int>() + at, t->host_order.as<int>() + at, count * sizeof(int));
+        backend_copy(t->order.as<int>() + at, t->host_order.as<int>() + at, count * sizeof(int));
     }
 }
 
@@ -2569,7 +2571,7 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_download_async(t->results.as<StepState>() + slot, t->model.state + 1 + slot, sizeof(StepState));
+    backend_copy(t->results.as<StepState>() + slot, t->model.state + 1 + slot, sizeof(StepState));
     backend_mark(slot);
     t->begun++;
 }
@@ -4802,10 +4804,7 @@ static void backend_zero(void* memory, size_t bytes) {
     memset(memory, 0, bytes);
 }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_upload_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_download(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_download_async(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_wait() {}
 
 template <typename Launches>
 static int on_side_lane(Launches launches) {
@@ -5633,22 +5632,9 @@ static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, main_lane.stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_lane.stream));
 }
-static void backend_upload_async(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, main_lane.stream));
-}
-static void backend_upload(void* to, const void* from, size_t bytes) {
-    backend_upload_async(to, from, bytes);
-    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
-}
-static void backend_download_async(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, main_lane.stream));
-}
-static void backend_download(void* to, const void* from, size_t bytes) {
-    backend_download_async(to, from, bytes);
-    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
-}
+static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
 template <typename Launches>
 static int on_side_lane(Launches launches) {
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
@@ -6557,39 +6543,39 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
                                                    d, scale);
 }
 
-template <int D>
-static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv, int B, int T, int C,
-                                     int heads) {
-    launch(attention_forward_kernel<D>, dim3(ceil_div(T, ATTENTION_ROWS), heads, B), ATTENTION_THREADS,
-           sizeof(AttentionForwardShared<D>), out, lse, qkv, T, C, C / heads, 1 / sqrtf((float)(C / heads)));
-}
-template <int D>
-static void attention_backward_launch(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
-                                      const floatX* qkv, int B, int T, int C, int heads) {
-    const int COLUMNS = D > 64 ? ATTENTION_COLUMNS / 2 : ATTENTION_COLUMNS;  // what the registers hold
-    launch(attention_backward_kernel<D, COLUMNS>, dim3(2 * ceil_div(T, ATTENTION_ROWS), heads, B),
-           ATTENTION_THREADS, sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv, dout, out, lse, qkv, T, C,
-           C / heads, 1 / sqrtf((float)(C / heads)));
+// launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
+template <typename Launch>
+static void with_padded_head(int d, Launch launch) {
+    ASSERT(d % 16 == 0 && d <= 128);
+    if (d <= 32)
+        launch(std::integral_constant<int, 32>());
+    else if (d <= 64)
+        launch(std::integral_constant<int, 64>());
+    else
+        launch(std::integral_constant<int, 128>());
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
     PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
-    auto pass = d <= 32   ? attention_forward_launch<32>
-                : d <= 64 ? attention_forward_launch<64>
-                          : attention_forward_launch<128>;
-    pass(out.data, lse, qkv.data, B, T, C, heads);
+    dim3 grid(ceil_div(T, ATTENTION_ROWS), heads, B);
+    with_padded_head(d, [&](auto D) {
+        launch(attention_forward_kernel<D>, grid, ATTENTION_THREADS, sizeof(AttentionForwardShared<D>),
+               out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d));
+    });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
     int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    ASSERT(d % 16 == 0 && d <= 128 && d * heads == C);
-    auto pass = d <= 32   ? attention_backward_launch<32>
-                : d <= 64 ? attention_backward_launch<64>
-                          : attention_backward_launch<128>;
-    pass(dqkv.data, dout.data, out.data, lse, qkv.data, B, T, C, heads);
+    dim3 grid(2 * ceil_div(T, ATTENTION_ROWS), heads, B);
+    with_padded_head(d, [&](auto D) {
+        constexpr int COLUMNS =
+            D > 64 ? ATTENTION_COLUMNS / 2 : ATTENTION_COLUMNS;  // what the registers hold
+        launch(attention_backward_kernel<D, COLUMNS>, grid, ATTENTION_THREADS,
+               sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv.data, dout.data, out.data, lse, qkv.data, T,
+               C, d, 1 / sqrtf((float)d));
+    });
 }
 
 // ---- loss -------------------------------------------------------------------------------------------------
