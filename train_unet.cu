@@ -28,9 +28,10 @@
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 // Layers       Declared once, in room 3. namespace cpu holds the specification of each; namespace gpu, in the
-//              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, sizes. Launchers
-//              own their geometry, never synchronise, always check. Elementwise layers are written once, for
-//              both: structs that run() is called with.
+//              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
+//              options by name; tensors and parameters are values that know their sizes. Launchers own their
+//              geometry, never synchronise, always check. Elementwise layers are written once, for both:
+//              structs that run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
