@@ -1504,9 +1504,9 @@ static void size_buffers(Plan* plan) {
         size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
-        bool normed =
-            KEEPS_MOMENTS && b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads its output
-        b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * normed * sizeof(float2)), i, i};
+        bool normed = KEEPS_MOMENTS && b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
+        size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
+        b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
         b.inner = {0, inner, i, kept};
         b.stats = {0, aligned(stats * sizeof(float)), i, kept};
         b.scratch_forward = {0, forward, i, i};
