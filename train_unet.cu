@@ -1092,11 +1092,15 @@ struct Model {
 // ---- what a block reads and writes ------------------------------------------------------------------------
 
 static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
-    return {(floatX*)(m->arena + b.offset), B, H, H, C};
+    Tensor tensor = {(floatX*)(m->arena + b.offset), B, H, H, C};
+    ASSERT(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
+    return tensor;
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
-    if (block.moments.bytes) out.moments = (float2*)(m->arena + block.moments.offset);
+    if (!block.moments.bytes) return out;
+    out.moments = (float2*)(m->arena + block.moments.offset);
+    ASSERT((size_t)B * norm_parts(out.H * out.W) * out.C * sizeof(float2) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
