@@ -1224,8 +1224,8 @@ struct ResBlock {
     Norm norm1, norm2;
     Conv conv1, conv2;
     bool widens;
-    Linear skip;     // where it widens
-    Rows emb, demb;  // of the embedding's projections, the block's channels
+    Linear skip;  // where it widens
+    Rows emb;     // of the embedding's projections, the block's channels
 };
 static ResBlock res_block(const Model* m, const Block& block, int B) {
     const Block& embedding = m->plan.blocks[0];
@@ -1237,7 +1237,6 @@ static ResBlock res_block(const Model* m, const Block& block, int B) {
     r.widens = r.x.C() != block.O;
     if (r.widens) r.skip = layer_of(m, block, RES_SKIP);
     r.emb = {output_of(m, embedding, B).data + block.emb, embedding.O};
-    r.demb = {output_gradient_of(m, embedding, B).data + block.emb, embedding.O};
     return r;
 }
 
@@ -1261,6 +1260,7 @@ static void res_backward(Model* m, const Block& block, int B) {
     ResBlock r = res_block(m, block, B);
     Joined dx = input_gradient_of(m, block, B);
     Tensor dout = output_gradient_of(m, block, B), dh = r.h;
+    Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
     int wide = std::max(r.x.C(), block.O);
     r.norm1.sums = r.norm2.sums = take_sums(m, B, block.H, wide);
     Tensor normed = take_tensor(m, B, block.H, wide), dnormed = take_tensor(m, B, block.H, wide);
@@ -1274,7 +1274,7 @@ static void res_backward(Model* m, const Block& block, int B) {
     backend_join(normed_ready);
     groupnorm_backward(dh, dnormed2, r.norm2);
     on_side_lane([&] { groupnorm_apply(normed1, r.norm1); });
-    conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = r.demb, .norm = &r.norm1});
+    conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = demb, .norm = &r.norm1});
     groupnorm_backward(dx, dnormed1, r.norm1,
                        {.residual = r.widens ? Tensor() : dout, .accumulate = r.widens || block.accumulate});
 }
