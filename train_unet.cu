@@ -5235,27 +5235,28 @@ static void norm_affine(float* scale, float* shift, const Norm& norm, const Norm
     }
 }
 
+static void apply_item(Tensor out, const Norm& norm, const NormItem& item) {
+    int T = out.H * out.W, channels = item.c1 - item.c0;
+    float *scale = thread_floats(), *shift = scale + channels;
+    norm_affine(scale, shift, norm, item);
+    each_run(norm.x, item, [&](int c, int n, const float* row, int stride) {
+        const float *s = scale + c - item.c0, *h = shift + c - item.c0;
+        float* target = out.data + (size_t)item.b * T * out.C + c;
+        for (int t = 0; t < T; t++, row += stride, target += out.C)
+            if (norm.silu)
+#pragma omp simd
+                for (int k = 0; k < n; k++) {
+                    float y = row[k] * s[k] + h[k];
+                    target[k] = y * sigmoid(y);
+                }
+            else
+#pragma omp simd
+                for (int k = 0; k < n; k++) target[k] = row[k] * s[k] + h[k];
+    });
+}
 static void groupnorm_apply(Tensor out, const Norm& norm) {
     PROFILE("group norm apply", {0, 2.0 * sizeof(float) * out.count()});
-    int T = out.H * out.W;
-    each_item(norm, [&](NormItem item) {
-        float *scale = thread_floats() - item.c0, *shift = scale + item.c1 - item.c0;  // by channel
-        norm_affine(scale + item.c0, shift + item.c0, norm, item);
-        each_run(norm.x, item, [&](int c, int n, const float* row, int stride) {
-            const float *s = scale + c, *h = shift + c;
-            float* target = out.data + (size_t)item.b * T * out.C + c;
-            for (int t = 0; t < T; t++, row += stride, target += out.C)
-                if (norm.silu)
-#pragma omp simd
-                    for (int k = 0; k < n; k++) {
-                        float y = row[k] * s[k] + h[k];
-                        target[k] = y * sigmoid(y);
-                    }
-                else
-#pragma omp simd
-                    for (int k = 0; k < n; k++) target[k] = row[k] * s[k] + h[k];
-        });
-    });
+    each_item(norm, [&](NormItem item) { apply_item(out, norm, item); });
 }
 
 static void groupnorm_forward(Tensor out, const Norm& norm) {
@@ -5288,8 +5289,8 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         for (int c = item.c0; c < item.c1; c += item.width)
             norm.rstd[item.b * norm.groups + c / item.width] =
                 (float)(1.0 / sqrt(group_sum(c) / n + NORM_EPS));
+        apply_item(out, norm, item);
     });
-    groupnorm_apply(out, norm);
 }
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
