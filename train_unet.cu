@@ -301,6 +301,13 @@ static int ema_count(const Config& c) {
     return n;
 }
 
+// Whether --attention_resolutions names a level's size.
+static bool attends(const Config& c, int size) {
+    for (int i = 0; i < list_length(c.attention_resolutions); i++)
+        if (c.attention_resolutions[i] == size) return true;
+    return false;
+}
+
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
     int levels = list_length(c.channel_mult);
@@ -318,18 +325,16 @@ static void check_config(const Config& c) {
         if (width / c.norm_groups < 2)
             fail("--norm_groups %d leaves one channel a group, without time embedding; use --norm_groups %d",
                  c.norm_groups, width / 4);
-        bool attends = i == levels - 1;  // the middle block always does
-        for (int j = 0; j < list_length(c.attention_resolutions); j++)
-            attends |= c.attention_resolutions[j] == size;
-        if (attends && size > MAX_ATTENTION_SIZE)
+        bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
+        if (attention && size > MAX_ATTENTION_SIZE)
             fail("attention at %dx%d does not fit; use more levels or other --attention_resolutions", size,
                  size);
 #ifdef __CUDACC__
-        if (attends && (c.num_head_channels % 16 || c.num_head_channels > 128))
+        if (attention && (c.num_head_channels % 16 || c.num_head_channels > 128))
             fail("--num_head_channels %d: a GPU's attention takes multiples of 16 up to 128",
                  c.num_head_channels);
 #endif
-        if (attends && width % c.num_head_channels)
+        if (attention && width % c.num_head_channels)
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
     }
@@ -821,7 +826,7 @@ static void mean_squared_error(const MeanSquaredError<floatX>& e);
 // where the tests of a CUDA build also run the layer on the CPU, it is float there.
 struct Items {
     size_t count;
-    const char* kind = "other";  // what --profile counts the layer among, and the bytes that must move
+    const char* kind = "other";  // what `make profile` counts the layer among, and the bytes that must move
     double bytes = 0;
 };
 
@@ -953,6 +958,7 @@ struct SiluBackward {
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), and its backward
 // are the same the other way round, with a factor of 1/4. An item is 16 bytes of a pixel of the smaller tensor,
 // of which C is a multiple.
+
 // Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
 struct Pixels2x2 {
     size_t at[4];
@@ -1060,7 +1066,7 @@ struct Plan {
 struct StepState;     // of the step under way: see OPTIMISER
 struct PictureNoise;  // where a picture begins: see DIFFUSION
 
-// Section 5 and up own the memory; a block sees it through these.
+// TRAINING owns the memory; a block sees it through these.
 struct Model {
     Config config;
     Plan plan;
@@ -1120,13 +1126,15 @@ static Joined input_gradient_of(const Model* m, const Block& block, int B) {
             block.skip < 0 ? Tensor() : output_gradient_of(m, blocks[block.skip], B)};
 }
 
-// Layer `n` of a block: a weight, and behind it its bias.
-static Conv layer_of(const Model* m, const Block& block, int n) {
-    size_t w = m->plan.tensors[block.param + 2 * n].offset,
-           bias = m->plan.tensors[block.param + 2 * n + 1].offset;
+static Conv layer_at(const Model* m, size_t w, size_t bias) {
     Conv layer = {.w = m->weights + w, .bias = m->weights + bias};
     if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
     return layer;
+}
+// Layer `n` of a block: a weight, and behind it its bias.
+static Conv layer_of(const Model* m, const Block& block, int n) {
+    const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
+    return layer_at(m, tensors[0].offset, tensors[1].offset);
 }
 // Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
@@ -1167,8 +1175,7 @@ static EmbedBlock embed_block(const Model* m, const Block& block, int B) {
     e.hidden = e.linear2 = e.embedding = tensor_at(m, block.hidden, B, 1, E);
     e.linear2.data = e.hidden.data + (size_t)B * E, e.embedding.data = e.linear2.data + (size_t)B * E;
     e.linear1_layer = layer_of(m, block, EMBED_LINEAR1), e.linear2_layer = layer_of(m, block, EMBED_LINEAR2);
-    e.projections = {.w = m->weights, .bias = m->weights + (size_t)E * O};
-    if (m->gradients) e.projections.dw = m->gradients, e.projections.dbias = m->gradients + (size_t)E * O;
+    e.projections = layer_at(m, 0, (size_t)E * O);  // where join_projections puts them
     return e;
 }
 
@@ -1371,7 +1378,8 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // ---- plan -------------------------------------------------------------------------------------------------
 
-// Declares a layer's weight and bias, under the names that PyTorch's named_parameters() has for them.
+// Declares a layer's weight and bias, under the names that PyTorch's named_parameters() has for them; `name`
+// is empty or ends in a dot.
 static void add_layer(Plan* plan, Block* block, const std::string& name, std::vector<int> shape, Init init) {
     if (!block->num_params) block->param = (int)plan->tensors.size();
     int fan_in = 1;
@@ -1549,12 +1557,6 @@ static void place_buffers(Plan* plan) {
         placed.insert(std::upper_bound(placed.begin(), placed.end(), b, lower), b);
         plan->arena_bytes = std::max(plan->arena_bytes, b->offset + b->bytes);
     }
-}
-
-static bool attends(const Config& c, int size) {
-    for (int i = 0; i < list_length(c.attention_resolutions); i++)
-        if (c.attention_resolutions[i] == size) return true;
-    return false;
 }
 
 static Plan make_plan(const Config& c, int batch, bool training) {
@@ -2363,7 +2365,8 @@ struct LoadImages {
     }
 };
 
-// The parts of a whole batch's losses, as mse leaves them, and what tells each sample's weight and quartile.
+// The parts of a whole batch's losses, as mean_squared_error leaves them, and what tells each sample's weight
+// and quartile.
 struct BatchLoss {
     const float* parts;    // (batch, loss_parts(elements))
     const int* timesteps;  // (batch)
@@ -4318,8 +4321,7 @@ static double time_step(Config config, int batch, double seconds, int least) {
     Trainer t;
     config.batch_size = batch;
     prepare_trial_run(&t, config);
-    double ms = time_replays([&] { enqueue_step(&t); }, seconds, least);
-    return ms;
+    return time_replays([&] { enqueue_step(&t); }, seconds, least);
 }
 
 // Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
@@ -5377,7 +5379,7 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 // ---- attention --------------------------------------------------------------------------------------------
 
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
-              "two rows of scores fit a thread's room");
+              "two rows of scores fit a thread's scratch");
 
 // Rows of the score matrix that a thread holds at a time.
 static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
@@ -7610,7 +7612,7 @@ static void launch_weight_gradient(WeightGradient g) {
     }
 }
 
-// ---- launchers; maths and shapes stand above the CPU functions of the same names
+// ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
 // A product's fields but the output's, its input being x; T: pixels of an image.
 static Gemm gemm_of(Joined x, const floatX* w, Forward options = {}) {
