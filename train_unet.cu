@@ -653,7 +653,7 @@ struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
     // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm reads
-    // the tensor next, whatever writes the tensor leaves them behind. Null on the CPU, whose norm measures.
+    // the tensor next, whatever writes the tensor leaves them behind; null where none does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
     int rows() const { return B * H * W; }
@@ -731,14 +731,13 @@ struct NormOptionsOf {
 
 namespace cpu {
 LAYER_TYPES(float)
-// A norm's sums and moments go by parts of an image; here an image is one part, and nobody keeps moments.
-enum { KEEPS_MOMENTS = false };
+// A norm's sums and moments go by parts of an image; here an image is one part.
 static inline int norm_parts(int) { return 1; }
 }  // namespace cpu
 #ifdef __CUDACC__
 namespace gpu {
 LAYER_TYPES(floatX)
-enum { KEEPS_MOMENTS = true, NORM_PART = 128 };  // pixels; the last part of an image may have fewer
+enum { NORM_PART = 128 };  // pixels; the last part of an image may have fewer
 static __host__ __device__ inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
 }  // namespace gpu
 #endif
@@ -1251,7 +1250,7 @@ static void res_forward(Model* m, const Block& block, int B) {
     ResBlock r = res_block(m, block, B);
     Tensor normed = take_tensor(m, B, block.H, std::max(r.x.C(), block.O)), residual = r.x.first;
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
-    if (KEEPS_MOMENTS) r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
+    r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
     if (r.widens) {
         residual = r.out.with_channels(block.O);  // whose moments are still to come
         on_side_lane([&] { linear_forward(residual, r.x, r.skip); });
@@ -1491,7 +1490,7 @@ static void size_buffers(Plan* plan) {
         size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
         size_t norm = 2 * B * plan->norm_groups, parts = norm_parts((int)T);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
-               moments = KEEPS_MOMENTS * aligned(B * parts * O * sizeof(float2));
+               moments = aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
                 hidden = bytes_of(3 * B * E), inner = bytes_of(B * C);
@@ -1516,7 +1515,7 @@ static void size_buffers(Plan* plan) {
         size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.hidden = {0, hidden, i, kept};
-        bool normed = KEEPS_MOMENTS && b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
+        bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
         size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
         b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
         b.inner = {0, inner, i, kept};
@@ -5003,27 +5002,34 @@ static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
 
-static void bias_backward(float* dbias, float* per_image, int pitch, const float* dout, int B, int T, int O) {
+// total (N) += the sums over T pixels, of which add(sum, t) adds pixel t's: short float sums, long double ones.
+template <size_t N, typename Add>
+static void sum_pixels(double (&total)[N], int T, Add add) {
+    for (int t0 = 0; t0 < T; t0 += 64) {
+        float sum[N] = {};
+        for (int t = t0; t < std::min(t0 + 64, T); t++) add(sum, t);
+        for (size_t i = 0; i < N; i++) total[i] += sum[i];
+    }
+}
+
+static void bias_backward(float* dbias, Rows per_image, const float* dout, int B, int T, int O) {
     PROFILE("bias gradient", {0, (double)sizeof(floatX) * B * T * O});
     Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
     for (int piece = 0; piece < channels.count; piece++) {
         int o0 = channels.begin(piece), n = channels.end(piece) - o0;
-        double total[16] = {0};
+        double total[16] = {};
         for (int b = 0; b < B; b++) {
-            double image[16] = {0};
-            for (int t0 = 0; t0 < T; t0 += 64) {  // short float sums, long double ones
-                float sum[16] = {0};
-                for (int t = t0; t < std::min(t0 + 64, T); t++) {
-                    const float* row = dout + ((size_t)b * T + t) * O + o0;
+            double image[16] = {};
+            sum_pixels(image, T, [&](float* sum, int t) {
+                const float* row = dout + ((size_t)b * T + t) * O + o0;
 #pragma omp simd
-                    for (int o = 0; o < n; o++) sum[o] += row[o];
-                }
-                for (int o = 0; o < n; o++) image[o] += sum[o];
+                for (int o = 0; o < n; o++) sum[o] += row[o];
+            });
+            for (int o = 0; o < n; o++) {
+                total[o] += image[o];
+                if (per_image.data) per_image.data[(size_t)b * per_image.pitch + o0 + o] = (float)image[o];
             }
-            for (int o = 0; o < n; o++) total[o] += image[o];
-            if (per_image)
-                for (int o = 0; o < n; o++) per_image[(size_t)b * pitch + o0 + o] = (float)image[o];
         }
         for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
     }
@@ -5031,6 +5037,7 @@ static void bias_backward(float* dbias, float* per_image, int pitch, const float
 
 // ---- linear and 1x1 convolution ---------------------------------------------------------------------------
 
+static void channel_moments(Tensor x);
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 
 static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
@@ -5053,11 +5060,12 @@ static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) 
                 for (int o = o0; o < o1; o++)
                     out.data[(size_t)m * O + o] += layer.bias[o] + (added ? added[(size_t)m * O + o] : 0.0f);
         }
+    if (out.moments) channel_moments(out);
 }
 
 static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
     int M = dout.rows(), O = dout.C, K = x.C();
-    bias_backward(layer.dbias, nullptr, 0, dout.data, 1, M, O);
+    bias_backward(layer.dbias, {}, dout.data, 1, M, O);
     for (bool second : {false, true}) {
         Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
         int width = source.C, first = second ? x.first.C : 0;
@@ -5141,11 +5149,12 @@ static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
                         layer.bias[o] + (emb ? emb[o] : 0.0f) + (added ? added[o] : 0.0f);
             }
         }
+    if (out.moments) channel_moments(out);
 }
 
 static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options) {
     int B = x.B, H = x.H, W = x.W, C = x.C, O = dout.C, pixels = x.rows();
-    bias_backward(layer.dbias, options.demb.data, options.demb.pitch, dout.data, B, H * W, O);
+    bias_backward(layer.dbias, options.demb, dout.data, B, H * W, O);
     if (dx) {
         PROFILE("3x3 dX", convolution_work(pixels, 9, C, O));
         Pieces bands = conv3x3_bands(pixels, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
@@ -5181,191 +5190,149 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
-// A work item: whole groups of image b, their channels being [c0, c1); so many that the channels are about
-// NORM_CHANNELS, which is also how many are summed at a time.
-struct NormItem {
-    int b, c0, c1, width;  // width: of a group
-};
-enum { NORM_CHANNELS = 64 };
-
+// work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the two
+// tensors: x(t) is where they lie at pixel t.
+enum { SLAB = 32 };
 template <typename Work>
-static void each_item(const Norm& norm, Work work) {
-    int B = norm.x.first.B, width = norm.x.C() / norm.groups;
-    Pieces groups = cut(norm.groups, std::max(1, NORM_CHANNELS / width));
+static void each_slab(const Joined& x, Work work) {
+    int T = x.first.H * x.first.W, slabs = ceil_div(x.first.C, SLAB),
+        all = slabs + ceil_div(x.second.C, SLAB);
 #pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int i = 0; i < groups.count; i++)
-            work(NormItem{b, groups.begin(i) * width, groups.end(i) * width, width});
-}
-
-// run(c, n, x, stride) for channels [c, c + n) that lie together in one tensor: x is the first pixel's, stride
-// from one pixel to the next.
-template <typename Run>
-static void each_run(const Joined& joined, const NormItem& item, Run run) {
-    for (int c = item.c0, n; c < item.c1; c += n) {
-        bool second = c >= joined.first.C;
-        const Tensor& x = second ? joined.second : joined.first;
-        int within = second ? c - joined.first.C : c;
-        n = std::min({(int)NORM_CHANNELS, item.c1 - c, x.C - within});
-        run(c, n, x.data + (size_t)item.b * x.H * x.W * x.C + within, x.C);
-    }
-}
-
-// Sums over the item's pixels: add(sum, t, c, n, row) adds pixel t's channels [c, c + n) to the SUMS rows of sum,
-// short float sums that are then added up in double. sums (SUMS, c1 - c0).
-template <int SUMS, typename Add>
-static void sum_pixels(double* sums, const Joined& x, const NormItem& item, Add add) {
-    int T = x.first.H * x.first.W, channels = item.c1 - item.c0;
-    each_run(x, item, [&](int c, int n, const float* row, int stride) {
-        double total[SUMS][NORM_CHANNELS] = {};
-        for (int t0 = 0; t0 < T; t0 += 64) {
-            float sum[SUMS][NORM_CHANNELS] = {};
-            for (int t = t0; t < std::min(t0 + 64, T); t++) add(sum, t, c, n, row + (size_t)t * stride);
-            for (int i = 0; i < SUMS; i++)
-                for (int k = 0; k < n; k++) total[i][k] += sum[i][k];
+    for (int b = 0; b < x.first.B; b++)
+        for (int i = 0; i < all; i++) {
+            const Tensor& of = i < slabs ? x.first : x.second;
+            int within = (i < slabs ? i : i - slabs) * SLAB;
+            float* first = of.data + (size_t)b * T * of.C + within;
+            work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
+                 [first, C = of.C](int t) { return first + (size_t)t * C; });
         }
-        for (int i = 0; i < SUMS; i++) std::copy(total[i], total[i] + n, sums + i * channels + c - item.c0);
+}
+
+static void channel_moments(Tensor x) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(float) * x.count()});
+    int T = x.H * x.W;
+    each_slab(x, [&](int b, int c, int n, auto row) {
+        double mean[SLAB] = {}, squares[SLAB] = {};
+        sum_pixels(mean, T, [&](float* sum, int t) {
+            const float* x_t = row(t);
+#pragma omp simd
+            for (int k = 0; k < n; k++) sum[k] += x_t[k];
+        });
+        for (double& m : mean) m = (float)(m / T);
+        sum_pixels(squares, T, [&](float* sum, int t) {
+            const float* x_t = row(t);
+#pragma omp simd
+            for (int k = 0; k < n; k++) {
+                float d = x_t[k] - (float)mean[k];
+                sum[k] += d * d;
+            }
+        });
+        for (int k = 0; k < n; k++) x.moments[(size_t)b * x.C + c + k] = {(float)mean[k], (float)squares[k]};
     });
 }
 
-// The affine map of each channel of the item, y = x scale + shift; channel c is number c - c0.
-static void norm_affine(float* scale, float* shift, const Norm& norm, const NormItem& item) {
-    for (int c = item.c0; c < item.c1; c++) {
-        int g = item.b * norm.groups + c / item.width;
-        scale[c - item.c0] = norm.rstd[g] * norm.w[c];
-        shift[c - item.c0] = norm.bias[c] - norm.mean[g] * scale[c - item.c0];
+// A slab's norm as a map of each channel: x^ = x slope + offset, and the norm is x scale + shift.
+struct NormMap {
+    float slope[SLAB], offset[SLAB], scale[SLAB], shift[SLAB];
+    NormMap(const Norm& norm, int b, int c, int n) {
+        for (int k = 0; k < n; k++, c++) {
+            int g = b * norm.groups + c / (norm.x.C() / norm.groups);
+            slope[k] = norm.rstd[g], offset[k] = -norm.mean[g] * norm.rstd[g];
+            scale[k] = slope[k] * norm.w[c], shift[k] = norm.bias[c] - norm.mean[g] * scale[k];
+        }
     }
-}
+};
 
-static void apply_item(Tensor out, const Norm& norm, const NormItem& item) {
-    int T = out.H * out.W, channels = item.c1 - item.c0;
-    float *scale = thread_floats(), *shift = scale + channels;
-    norm_affine(scale, shift, norm, item);
-    each_run(norm.x, item, [&](int c, int n, const float* row, int stride) {
-        const float *s = scale + c - item.c0, *h = shift + c - item.c0;
-        float* target = out.data + (size_t)item.b * T * out.C + c;
-        for (int t = 0; t < T; t++, row += stride, target += out.C)
-            if (norm.silu)
-#pragma omp simd
-                for (int k = 0; k < n; k++) {
-                    float y = row[k] * s[k] + h[k];
-                    target[k] = y * sigmoid(y);
-                }
-            else
-#pragma omp simd
-                for (int k = 0; k < n; k++) target[k] = row[k] * s[k] + h[k];
-    });
-}
 static void groupnorm_apply(Tensor out, const Norm& norm) {
     PROFILE("group norm apply", {0, 2.0 * sizeof(float) * out.count()});
-    each_item(norm, [&](NormItem item) { apply_item(out, norm, item); });
+    int T = out.H * out.W;
+    each_slab(norm.x, [&](int b, int c, int n, auto row) {
+        NormMap map(norm, b, c, n);
+        for (int t = 0; t < T; t++) {
+            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
+#pragma omp simd
+            for (int k = 0; k < n; k++) {
+                float y = x_t[k] * map.scale[k] + map.shift[k];
+                target[k] = norm.silu ? y * sigmoid(y) : y;
+            }
+        }
+    });
 }
 
+// The moments of a group's channels are joined as by Chan, Golub and LeVeque (1979).
 static void groupnorm_forward(Tensor out, const Norm& norm) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
-    double n = (double)out.H * out.W * (out.C / norm.groups);  // elements of a group
-    each_item(norm, [&](NormItem item) {
-        int channels = item.c1 - item.c0;
-        float* center = thread_floats();
-        double* sums = (double*)(center + channels + channels % 2);
-        auto group_sum = [&](int c0) {
-            double total = 0;
-            for (int c = c0; c < c0 + item.width; c++) total += sums[c - item.c0];
-            return total;
-        };
-        sum_pixels<1>(sums, norm.x, item, [](float sum[][NORM_CHANNELS], int, int, int n, const float* row) {
-#pragma omp simd
-            for (int k = 0; k < n; k++) sum[0][k] += row[k];
-        });
-        for (int c = item.c0; c < item.c1; c += item.width) {
-            float mean = norm.mean[item.b * norm.groups + c / item.width] = (float)(group_sum(c) / n);
-            std::fill_n(center + c - item.c0, item.width, mean);
+    int T = out.H * out.W, width = out.C / norm.groups, C = norm.x.first.C;
+    auto moments = [&](int b, int c) {
+        const Tensor& x = c < C ? norm.x.first : norm.x.second;
+        return x.moments[(size_t)b * x.C + (c < C ? c : c - C)];
+    };
+#pragma omp parallel for
+    for (int g = 0; g < out.B * norm.groups; g++) {
+        int b = g / norm.groups, c0 = g % norm.groups * width;
+        double mean = 0, squares = 0;
+        for (int c = c0; c < c0 + width; c++) mean += moments(b, c).x / width;
+        for (int c = c0; c < c0 + width; c++) {
+            float2 m = moments(b, c);
+            squares += m.y + T * (m.x - mean) * (m.x - mean);
         }
-        sum_pixels<1>(sums, norm.x, item,
-                      [&](float sum[][NORM_CHANNELS], int, int c, int n, const float* row) {
-                          const float* middle = center + c - item.c0;
-#pragma omp simd
-                          for (int k = 0; k < n; k++)
-                              sum[0][k] += (row[k] - middle[k]) * (row[k] - middle[k]);
-                      });
-        for (int c = item.c0; c < item.c1; c += item.width)
-            norm.rstd[item.b * norm.groups + c / item.width] =
-                (float)(1.0 / sqrt(group_sum(c) / n + NORM_EPS));
-        apply_item(out, norm, item);
-    });
+        norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / T / width + NORM_EPS));
+    }
+    groupnorm_apply(out, norm);
 }
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
     int T = dy.H * dy.W, C = dy.C;
-    each_item(norm, [&](NormItem item) {
-        int channels = item.c1 - item.c0;
-        float *scale = thread_floats(), *shift = scale + channels;
-        float *slope = shift + channels, *offset = slope + channels;  // x^ = x slope + offset
-        double* totals = (double*)(offset + channels);
-        norm_affine(scale, shift, norm, item);
-        for (int c = 0; c < channels; c++) {
-            int g = item.b * norm.groups + (item.c0 + c) / item.width;
-            slope[c] = norm.rstd[g], offset[c] = -norm.mean[g] * norm.rstd[g];
-        }
-        sum_pixels<2>(
-            totals, norm.x, item, [&](float sum[][NORM_CHANNELS], int t, int c, int n, const float* row) {
-                size_t at = ((size_t)item.b * T + t) * C + c;
-                const float *upstream = dout.data + at, *s = scale + c - item.c0, *h = shift + c - item.c0,
-                            *a = slope + c - item.c0, *o = offset + c - item.c0;
-                float d[NORM_CHANNELS], *target = dy.data + at;
-                if (norm.silu)
+    each_slab(norm.x, [&](int b, int c, int n, auto row) {
+        NormMap map(norm, b, c, n);
+        double total[2 * SLAB] = {};
+        sum_pixels(total, T, [&](float* sum, int t) {
+            size_t at = ((size_t)b * T + t) * C + c;
+            const float *x_t = row(t), *upstream = dout.data + at;
+            float d[SLAB];
+            std::copy(upstream, upstream + n, d);
+            if (norm.silu)
 #pragma omp simd
-                    for (int k = 0; k < n; k++) d[k] = upstream[k] * silu_gradient(row[k] * s[k] + h[k]);
-                else
-                    std::copy(upstream, upstream + n, d);
+                for (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
 #pragma omp simd
-                for (int k = 0; k < n; k++) sum[0][k] += d[k], sum[1][k] += d[k] * (row[k] * a[k] + o[k]);
-                std::copy(d, d + n, target);
-            });
-        for (int c = 0; c < channels; c++)
-            norm.sums[(size_t)item.b * C + item.c0 + c] = {(float)totals[c], (float)totals[channels + c]};
+            for (int k = 0; k < n; k++)
+                sum[k] += d[k], sum[SLAB + k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+            std::copy(d, d + n, dy.data + at);
+        });
+        for (int k = 0; k < n; k++)
+            norm.sums[(size_t)b * C + c + k] = {(float)total[k], (float)total[SLAB + k]};
     });
 }
 
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
     PROFILE("group norm backward",
             {0, (3.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
-    int T = dy.H * dy.W, C = dy.C, B = dy.B;
-    double n = (double)T * (C / norm.groups);  // elements of a group
-    each_item(norm, [&](NormItem item) {
-        int channels = item.c1 - item.c0;
-        float *scale = thread_floats(), *alpha = scale + channels, *beta = alpha + channels;
-        const float2* sum = norm.sums + (size_t)item.b * C;
-        // dx = scale dy - (x alpha + beta), from the group's two sums
-        norm_affine(scale, beta, norm, item);
-        for (int c0 = item.c0; c0 < item.c1; c0 += item.width) {
-            int g = item.b * norm.groups + c0 / item.width;
-            double a = 0, q = 0, r = norm.rstd[g], m = norm.mean[g];
-            for (int c = c0; c < c0 + item.width; c++)
-                a += (double)norm.w[c] * sum[c].x, q += (double)norm.w[c] * sum[c].y;
-            std::fill_n(alpha + c0 - item.c0, item.width, (float)(r * r * q / n));
-            std::fill_n(beta + c0 - item.c0, item.width, (float)(r * (a - r * m * q) / n));
-        }
-        each_run(norm.x, item, [&](int c, int n, const float* row, int stride) {
-            const Tensor& target = c >= dx.first.C ? dx.second : dx.first;
-            const float *s = scale + c - item.c0, *a = alpha + c - item.c0, *h = beta + c - item.c0;
-            size_t at = (size_t)item.b * T * stride + (c >= dx.first.C ? c - dx.first.C : c);
-            for (int t = 0; t < T; t++, row += stride, at += stride) {
-                const float* upstream = dy.data + ((size_t)item.b * T + t) * C + c;
-                float d[NORM_CHANNELS], *out = target.data + at;
-#pragma omp simd
-                for (int k = 0; k < n; k++) d[k] = s[k] * upstream[k] - (row[k] * a[k] + h[k]);
-                if (options.residual)
-#pragma omp simd
-                    for (int k = 0; k < n; k++) d[k] += options.residual.data[at + k];
-                if (options.accumulate)
-#pragma omp simd
-                    for (int k = 0; k < n; k++) out[k] += d[k];
-                else
-                    std::copy(d, d + n, out);
+    int T = dy.H * dy.W, C = dy.C, B = dy.B, width = C / norm.groups;
+    each_slab(norm.x, [&](int b, int c0, int n, auto row) {
+        NormMap map(norm, b, c0, n);
+        float mean_dy[SLAB], mean_dyx[SLAB];  // of w dy and of w dy x^, over a channel's group
+        for (int k = 0; k < n; k++) {
+            double a = 0, q = 0;
+            int first = (c0 + k) / width * width;
+            for (int c = first; c < first + width; c++) {
+                float2 sum = norm.sums[(size_t)b * C + c];
+                a += (double)norm.w[c] * sum.x, q += (double)norm.w[c] * sum.y;
             }
-        });
+            mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
+        }
+        const Tensor& target = c0 < dx.first.C ? dx.first : dx.second;
+        int within = c0 < dx.first.C ? c0 : c0 - dx.first.C;
+        for (int t = 0; t < T; t++) {
+            size_t pixel = (size_t)b * T + t, at = pixel * target.C + within;
+            const float *upstream = dy.data + pixel * C + c0, *x_t = row(t);
+#pragma omp simd
+            for (int k = 0; k < n; k++) {
+                float normed = x_t[k] * map.slope[k] + map.offset[k];
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean_dy[k] + normed * mean_dyx[k]);
+                if (options.residual) d += options.residual.data[at + k];
+                target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
+            }
+        }
     });
 #pragma omp parallel for
     for (int c = 0; c < C; c++) {
@@ -5528,10 +5495,6 @@ static void finish_step(StepState* state, BatchLoss batch, const float* norm_par
     conclude_step(state, (float)(loss / ((double)batch.batch * batch.elements)), (float)sqrt(norm), hyper);
     *result = *state;
 }
-
-#ifndef __CUDACC__
-static void channel_moments(Tensor) {}
-#endif
 
 }  // namespace cpu
 #endif  // CPU_LAYERS
