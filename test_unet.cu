@@ -3218,10 +3218,13 @@ static void norm_case(const Case& c, Verdict* v) {
                        out = blank((size_t)B * T * (C + C2)), again = out, dy = out,
                        dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2);
-    std::vector<float2> sums((size_t)B * (C + C2), float2{NAN, NAN});
+    std::vector<float2> sums((size_t)B * norm_parts(T) * (C + C2), float2{NAN, NAN}), moments = sums,
+                                                                                      moments2 = sums;
     Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};
+    norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
     norm.w = w.data(), norm.bias = b.data(), norm.dw = dw.data(), norm.dbias = db.data();
     norm.mean = mean.data(), norm.rstd = rstd.data(), norm.sums = sums.data();
+    channel_moments(norm.x.first), channel_moments(norm.x.second);
     groupnorm_forward(tensor_of(out, B, 1, T, C + C2), norm);
     groupnorm_apply(tensor_of(again, B, 1, T, C + C2), norm);
     groupnorm_backward_sums(tensor_of(dy, B, 1, T, C + C2), tensor_of(dout, B, 1, T, C + C2), norm);

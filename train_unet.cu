@@ -729,16 +729,16 @@ struct NormOptionsOf {
     typedef BackwardOptionsOf<Real> Backward; \
     typedef NormOptionsOf<Real> NormOptions;
 
+// A norm's sums and moments go by parts of an image, of so many pixels; the last may have fewer.
+enum { NORM_PART = 128 };
+HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
+
 namespace cpu {
 LAYER_TYPES(float)
-// A norm's sums and moments go by parts of an image; here an image is one part.
-static inline int norm_parts(int) { return 1; }
 }  // namespace cpu
 #ifdef __CUDACC__
 namespace gpu {
 LAYER_TYPES(floatX)
-enum { NORM_PART = 128 };  // pixels; the last part of an image may have fewer
-static __host__ __device__ inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
 }  // namespace gpu
 #endif
 
@@ -5002,12 +5002,13 @@ static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
 
-// total (N) += the sums over T pixels, of which add(sum, t) adds pixel t's: short float sums, long double ones.
+// total (N) += the sums over pixels [begin, end), of which add(sum, t) adds pixel t's: short float sums, long
+// double ones.
 template <size_t N, typename Add>
-static void sum_pixels(double (&total)[N], int T, Add add) {
-    for (int t0 = 0; t0 < T; t0 += 64) {
+static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
+    for (int t0 = begin; t0 < end; t0 += 64) {
         float sum[N] = {};
-        for (int t = t0; t < std::min(t0 + 64, T); t++) add(sum, t);
+        for (int t = t0; t < std::min(t0 + 64, end); t++) add(sum, t);
         for (size_t i = 0; i < N; i++) total[i] += sum[i];
     }
 }
@@ -5021,7 +5022,7 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
         double total[16] = {};
         for (int b = 0; b < B; b++) {
             double image[16] = {};
-            sum_pixels(image, T, [&](float* sum, int t) {
+            sum_pixels(image, 0, T, [&](float* sum, int t) {
                 const float* row = dout + ((size_t)b * T + t) * O + o0;
 #pragma omp simd
                 for (int o = 0; o < n; o++) sum[o] += row[o];
@@ -5210,24 +5211,28 @@ static void each_slab(const Joined& x, Work work) {
 
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(float) * x.count()});
-    int T = x.H * x.W;
+    int T = x.H * x.W, parts = norm_parts(T);
     each_slab(x, [&](int b, int c, int n, auto row) {
-        double mean[SLAB] = {}, squares[SLAB] = {};
-        sum_pixels(mean, T, [&](float* sum, int t) {
-            const float* x_t = row(t);
+        for (int part = 0; part < parts; part++) {
+            int t0 = part * NORM_PART, t1 = std::min(t0 + NORM_PART, T);
+            double mean[SLAB] = {}, squares[SLAB] = {};
+            sum_pixels(mean, t0, t1, [&](float* sum, int t) {
+                const float* x_t = row(t);
 #pragma omp simd
-            for (int k = 0; k < n; k++) sum[k] += x_t[k];
-        });
-        for (double& m : mean) m = (float)(m / T);
-        sum_pixels(squares, T, [&](float* sum, int t) {
-            const float* x_t = row(t);
+                for (int k = 0; k < n; k++) sum[k] += x_t[k];
+            });
+            for (double& m : mean) m = (float)(m / (t1 - t0));
+            sum_pixels(squares, t0, t1, [&](float* sum, int t) {
+                const float* x_t = row(t);
 #pragma omp simd
-            for (int k = 0; k < n; k++) {
-                float d = x_t[k] - (float)mean[k];
-                sum[k] += d * d;
-            }
-        });
-        for (int k = 0; k < n; k++) x.moments[(size_t)b * x.C + c + k] = {(float)mean[k], (float)squares[k]};
+                for (int k = 0; k < n; k++) {
+                    float d = x_t[k] - (float)mean[k];
+                    sum[k] += d * d;
+                }
+            });
+            float2* moments = x.moments + ((size_t)b * parts + part) * x.C + c;
+            for (int k = 0; k < n; k++) moments[k] = {(float)mean[k], (float)squares[k]};
+        }
     });
 }
 
@@ -5259,65 +5264,73 @@ static void groupnorm_apply(Tensor out, const Norm& norm) {
     });
 }
 
-// The moments of a group's channels are joined as by Chan, Golub and LeVeque (1979).
+// The moments of a group's channels and parts are joined as by Chan, Golub and LeVeque (1979).
 static void groupnorm_forward(Tensor out, const Norm& norm) {
-    int T = out.H * out.W, width = out.C / norm.groups, C = norm.x.first.C;
-    auto moments = [&](int b, int c) {
-        const Tensor& x = c < C ? norm.x.first : norm.x.second;
-        return x.moments[(size_t)b * x.C + (c < C ? c : c - C)];
-    };
+    int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups, C = norm.x.first.C;
 #pragma omp parallel for
     for (int g = 0; g < out.B * norm.groups; g++) {
         int b = g / norm.groups, c0 = g % norm.groups * width;
-        double mean = 0, squares = 0;
-        for (int c = c0; c < c0 + width; c++) mean += moments(b, c).x / width;
-        for (int c = c0; c < c0 + width; c++) {
-            float2 m = moments(b, c);
-            squares += m.y + T * (m.x - mean) * (m.x - mean);
-        }
-        norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / T / width + NORM_EPS));
+        double n = (double)T * width, mean = 0, squares = 0;
+        auto each_moment = [&](auto use) {
+            for (int part = 0; part < parts; part++)
+                for (int c = c0; c < c0 + width; c++) {
+                    const Tensor& x = c < C ? norm.x.first : norm.x.second;
+                    const float2* moments = x.moments + ((size_t)b * parts + part) * x.C;
+                    use(std::min((int)NORM_PART, T - part * NORM_PART), moments[c < C ? c : c - C]);
+                }
+        };
+        each_moment([&](int pixels, float2 m) { mean += pixels * m.x / n; });
+        each_moment([&](int pixels, float2 m) { squares += m.y + pixels * (m.x - mean) * (m.x - mean); });
+        norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / n + NORM_EPS));
     }
     groupnorm_apply(out, norm);
 }
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
-    int T = dy.H * dy.W, C = dy.C;
+    int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C;
     each_slab(norm.x, [&](int b, int c, int n, auto row) {
         NormMap map(norm, b, c, n);
-        double total[2 * SLAB] = {};
-        sum_pixels(total, T, [&](float* sum, int t) {
-            size_t at = ((size_t)b * T + t) * C + c;
-            const float *x_t = row(t), *upstream = dout.data + at;
-            float d[SLAB];
-            std::copy(upstream, upstream + n, d);
-            if (norm.silu)
+        for (int part = 0; part < parts; part++) {
+            double total[2 * SLAB] = {};
+            sum_pixels(total, part * NORM_PART, std::min((part + 1) * NORM_PART, T), [&](float* sum, int t) {
+                size_t at = ((size_t)b * T + t) * C + c;
+                const float *x_t = row(t), *upstream = dout.data + at;
+                float d[SLAB];
+                std::copy(upstream, upstream + n, d);
+                if (norm.silu)
 #pragma omp simd
-                for (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
+                    for (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
 #pragma omp simd
-            for (int k = 0; k < n; k++)
-                sum[k] += d[k], sum[SLAB + k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
-            std::copy(d, d + n, dy.data + at);
-        });
-        for (int k = 0; k < n; k++)
-            norm.sums[(size_t)b * C + c + k] = {(float)total[k], (float)total[SLAB + k]};
+                for (int k = 0; k < n; k++)
+                    sum[k] += d[k], sum[SLAB + k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+                std::copy(d, d + n, dy.data + at);
+            });
+            float2* sums = norm.sums + ((size_t)b * parts + part) * C + c;
+            for (int k = 0; k < n; k++) sums[k] = {(float)total[k], (float)total[SLAB + k]};
+        }
     });
 }
 
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
     PROFILE("group norm backward",
             {0, (3.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
-    int T = dy.H * dy.W, C = dy.C, B = dy.B, width = C / norm.groups;
+    int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C, width = C / norm.groups;
     each_slab(norm.x, [&](int b, int c0, int n, auto row) {
         NormMap map(norm, b, c0, n);
         float mean_dy[SLAB], mean_dyx[SLAB];  // of w dy and of w dy x^, over a channel's group
         for (int k = 0; k < n; k++) {
+            if (k && (c0 + k) % width) {
+                mean_dy[k] = mean_dy[k - 1], mean_dyx[k] = mean_dyx[k - 1];
+                continue;
+            }
             double a = 0, q = 0;
             int first = (c0 + k) / width * width;
-            for (int c = first; c < first + width; c++) {
-                float2 sum = norm.sums[(size_t)b * C + c];
-                a += (double)norm.w[c] * sum.x, q += (double)norm.w[c] * sum.y;
-            }
+            for (int part = 0; part < parts; part++)
+                for (int c = first; c < first + width; c++) {
+                    float2 sum = norm.sums[((size_t)b * parts + part) * C + c];
+                    a += (double)norm.w[c] * sum.x, q += (double)norm.w[c] * sum.y;
+                }
             mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
         }
         const Tensor& target = c0 < dx.first.C ? dx.first : dx.second;
@@ -5337,8 +5350,8 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 #pragma omp parallel for
     for (int c = 0; c < C; c++) {
         double dw = 0, dbias = 0;
-        for (int b = 0; b < B; b++)
-            dbias += norm.sums[(size_t)b * C + c].x, dw += norm.sums[(size_t)b * C + c].y;
+        for (int i = 0; i < dy.B * parts; i++)
+            dbias += norm.sums[(size_t)i * C + c].x, dw += norm.sums[(size_t)i * C + c].y;
         norm.dw[c] += (float)dw, norm.dbias[c] += (float)dbias;
     }
 }

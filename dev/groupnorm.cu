@@ -64,7 +64,10 @@ static NormOf<Real> groupnorm_trained(Problem& p) {
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void groupnorm_forward0(Problem& p) {
-    cpu::groupnorm_forward(p.tensor_out<float>("out"), groupnorm_to_measure<float>(p));
+    cpu::Norm norm = groupnorm_to_measure<float>(p);
+    norm.x.first.moments = p.scratch_sums("moments", norm.x.first);
+    cpu::channel_moments(norm.x.first);
+    cpu::groupnorm_forward(p.tensor_out<float>("out"), norm);
 }
 static void groupnorm_backward0(Problem& p) {
     cpu::Norm norm = groupnorm_trained<float>(p);
