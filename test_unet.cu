@@ -295,7 +295,6 @@ typedef Pair<float> Floats;
     static constexpr auto groupnorm_backward = side::groupnorm_backward;           \
     static constexpr auto attention_forward = side::attention_forward;             \
     static constexpr auto attention_backward = side::attention_backward;           \
-    static constexpr auto mean_squared_error = side::mean_squared_error;           \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
 struct OnDevice {
@@ -856,9 +855,14 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             x.upload();
-            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
-                  cpu::sampler_limits,
-                  [&](auto f, auto on) { f(on(limits), on(x), on(out), s, B, elements); });
+            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
+                on.run(ThresholdLimits<typename decltype(on)::T>{.limits = on(limits),
+                                                                 .x = on(x),
+                                                                 .out = on(out),
+                                                                 .step = s,
+                                                                 .B = B,
+                                                                 .elements = elements});
+            });
             limits.upload();
             check("update pictures", shape,
                   {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
@@ -879,15 +883,15 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
         check("mean squared error", shape, outputs, [&](auto on) {
-            on.mean_squared_error({.losses = on(losses),
-                                   .dout = on(dout, training),
-                                   .out = on(out),
-                                   .target = on(target),
-                                   .timesteps = on(t, training),
-                                   .weights = on(weights, training),
-                                   .B = B,
-                                   .n = elements,
-                                   .total = 3 * n});
+            on.run(MeanSquaredError<typename decltype(on)::T>{.losses = on(losses),
+                                                              .dout = on(dout, training),
+                                                              .out = on(out),
+                                                              .target = on(target),
+                                                              .timesteps = on(t, training),
+                                                              .weights = on(weights, training),
+                                                              .B = B,
+                                                              .n = elements,
+                                                              .total = 3 * n});
         });
     }
 }
@@ -1016,9 +1020,17 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     if (broken != 2) outputs.push_back({&state, KEPT, "norm", FLOAT_LIMIT, NORM, FIELDS});
     if (broken != 2) outputs.push_back({&state, KEPT, "clip", FLOAT_LIMIT, CLIP, FIELDS});
     outputs.push_back({&state, KEPT, "window", FLOAT_LIMIT, HISTORY + 1000 % WINDOW, FIELDS});
-    check("finish step", shape, outputs, finish_step, cpu::finish_step, [&](auto f, auto on) {
-        f(on(state), BatchLoss{on(losses), on(t), on(weights), batch, elements, 1000}, on(norms), parameters,
-          config.optimiser);
+    check("finish step", shape, outputs, [&](auto on) {
+        on.run(FinishStep{.state = on(state),
+                          .losses = on(losses),
+                          .timesteps = on(t),
+                          .weights = on(weights),
+                          .batch = batch,
+                          .elements = elements,
+                          .diffusion_steps = 1000,
+                          .norm_parts = on(norms),
+                          .parameters = parameters,
+                          .hyper = config.optimiser});
     });
     const StepState &after = state.host[0], &result = state.host[1 + before.step % RESULT_SLOTS];
     bool counts = broken != 1 && broken != 2, skipped = broken == 3 || broken == 4;
@@ -1070,8 +1082,8 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     bool same = true;
     for (size_t i = 0; accepted && i < n; i++) same &= (float)device_working[i] == rounded(device_w[i]);
     if (!same) fault("AdamW", shape + ": the working copy is not w, rounded");
-    check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}}, squared_norm, cpu::squared_norm,
-          [&](auto f, auto on) { f(on(parts), on(gradient), n); });
+    check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}},
+          [&](auto on) { on.run(SquaredNorm{.parts = on(parts), .x = on(gradient), .n = n}); });
 }
 
 // ---- what is checked --------------------------------------------------------------------------------------
@@ -1499,13 +1511,13 @@ static void random_batch(Model* m, int B, uint32_t seed) {
 static double forward_loss(Model* m, int B) {
     int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
     unet_forward(m, B);
-    mean_squared_error({.losses = m->losses,
-                        .dout = m->plan.training ? unet_output_gradient(m) : nullptr,
-                        .out = unet_output(m),
-                        .target = m->target,
-                        .B = B,
-                        .n = n,
-                        .total = (size_t)B * n});
+    run(MeanSquaredError<floatX>{.losses = m->losses,
+                                 .dout = m->plan.training ? unet_output_gradient(m) : nullptr,
+                                 .out = unet_output(m),
+                                 .target = m->target,
+                                 .B = B,
+                                 .n = n,
+                                 .total = (size_t)B * n});
     return loss_of(m, B);
 }
 
@@ -3298,30 +3310,38 @@ static void pointwise_case(const Case& c, Verdict* v) {
         std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n)),
                            weights = c.floats("weights"), no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
-        cpu::mean_squared_error({.losses = losses.data(),
-                                 .dout = dx.data(),
-                                 .out = x.data(),
-                                 .target = target.data(),
-                                 .timesteps = t.data(),
-                                 .weights = weights.data(),
-                                 .B = B,
-                                 .n = n,
-                                 .total = x.size()});
+        cpu::run(MeanSquaredError<float>{.losses = losses.data(),
+                                         .dout = dx.data(),
+                                         .out = x.data(),
+                                         .target = target.data(),
+                                         .timesteps = t.data(),
+                                         .weights = weights.data(),
+                                         .B = B,
+                                         .n = n,
+                                         .total = x.size()});
         std::vector<StepState> state(1 + RESULT_SLOTS);
-        cpu::finish_step(state.data(), {losses.data(), t.data(), weights.data(), B, n, T}, no_norm.data(), 1,
-                         default_config().optimiser);
+        cpu::run(FinishStep{.state = state.data(),
+                            .losses = losses.data(),
+                            .timesteps = t.data(),
+                            .weights = weights.data(),
+                            .batch = B,
+                            .elements = n,
+                            .diffusion_steps = T,
+                            .norm_parts = no_norm.data(),
+                            .parameters = 1,
+                            .hyper = default_config().optimiser});
         v->compare("loss", {state[0].loss}, c.at("loss"));
         const float* sums = state[0].quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
             v->note("samples of a quartile", state[0].quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
-        cpu::mean_squared_error({.losses = only.data(),
-                                 .out = x.data(),
-                                 .target = target.data(),
-                                 .B = B,
-                                 .n = n,
-                                 .total = x.size()});
+        cpu::run(MeanSquaredError<float>{.losses = only.data(),
+                                         .out = x.data(),
+                                         .target = target.data(),
+                                         .B = B,
+                                         .n = n,
+                                         .total = x.size()});
         v->note("loss without gradient", only == losses ? 0 : INFINITY);
     }
     v->compare("dx", dx, c.at("dx"));
@@ -3487,7 +3507,12 @@ static void twin_case(const Case& c, Verdict* v) {
                                  : config.predict == PREDICT_V ? a * eps - b * x0
                                                                : x0);
             }
-            cpu::sampler_limits(limits.data(), x.data(), out.data(), s, B, image);
+            cpu::run(ThresholdLimits<float>{.limits = limits.data(),
+                                            .x = x.data(),
+                                            .out = out.data(),
+                                            .step = s,
+                                            .B = B,
+                                            .elements = image});
             cpu::run(UpdatePictures<float>{.x = x.data(),
                                            .saved = saved.data(),
                                            .input = input.data(),

@@ -46,7 +46,7 @@
 //   4  BLOCKS: what a block reads and writes; embedding; first convolution; residual block; attention block;
 //        up- and down-sampling; last block
 //   5  PLAN AND WALK: plan; walk
-//   6  DIFFUSION AND SAMPLERS: schedules; noising; samplers
+//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
 //        the loop
@@ -54,11 +54,10 @@
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
 //        to a run
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
-//        linear and 1x1 convolution; 3x3 convolution; group norm + SiLU; attention; loss; samplers; the last
-//        launches of a step
+//        linear and 1x1 convolution; 3x3 convolution; group norm + SiLU; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
-//        attention; loss; samplers; the last launches of a step; linear layers, 1x1 and 3x3 convolutions;
-//        vectors and instructions; patches; forward and input gradient; weight gradient; launchers
+//        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
+//        input gradient; weight gradient; launchers
 //  13  HOPPER: tensor copies and warpgroup products; forward and input gradient; weight gradient
 
 #include <cerrno>
@@ -786,37 +785,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 using namespace DEVICE;
 
 static const float NORM_EPS = 1e-5f;
-enum { LOSS_CHUNK = 4096 };
-HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
-
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient. With weights of 1 the
-// sum of `losses` over total is F.mse_loss(out, target).
-template <typename T>
-struct MeanSquaredError {
-    float* losses;                   // (B, loss_parts(n)): sums of squares of each chunk, not weighted
-    T* dout = nullptr;               // (B, n, padded): 2 w_b (out - target) / total; null: not wanted
-    const T* out;                    // (B, n, padded)
-    const float* target;             // (B, n)
-    const int* timesteps = nullptr;  // (B)
-    const float* weights = nullptr;  // (diffusion_steps): w_b = weights[t_b]; null: 1
-    int B, n;
-    size_t total;  // elements of the whole batch
-
-    HOST_DEVICE float scale(int b) const {
-        return (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
-    }
-    // Of element i, whose gradient is written.
-    HOST_DEVICE float difference(size_t i, float scale) const {
-        float difference = (float)out[padded_at(i)] - target[i];
-        if (dout) set_padded(dout, i, scale * difference);
-        return difference;
-    }
-    double bytes() const { return (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(T)) * B * n; }
-};
-namespace DEVICE {
-static void mean_squared_error(const MeanSquaredError<floatX>& e);
-}
-
 // ---- layers written once for both builds ------------------------------------------------------------------
 
 // A layer whose items (elements, vectors of channels, pixels) don't depend on each other is a struct: its
@@ -833,6 +801,50 @@ namespace DEVICE {
 template <typename Layer>
 static void run(Layer layer);
 }
+
+// A layer that adds up is a struct as well, whose operator() is done by a team of threads: one on the CPU, a block
+// of Layer::THREADS on a GPU, where thread i does items i, i + threads, ... items() counts the teams.
+struct Team {
+    int index, thread, threads;
+};
+#ifdef __CUDA_ARCH__
+typedef float Sum;
+#define SHARED __shared__
+#else
+typedef double Sum;
+#define SHARED  // what a team's threads share
+#endif
+HOST_DEVICE static inline void team_wait() {
+#ifdef __CUDA_ARCH__
+    __syncthreads();
+#endif
+}
+// In thread 0 the sum of a team's values, in a fixed order. At most 1024 threads, whole warps.
+HOST_DEVICE static inline Sum team_sum(Sum value) {
+#ifdef __CUDA_ARCH__
+    __shared__ float parts[32];
+    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
+    if (threadIdx.x < 32)
+        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+#endif
+    return value;
+}
+// *counter += 1, by whichever threads: the order of integers does not matter.
+HOST_DEVICE static inline void team_count(int* counter) {
+#ifdef __CUDA_ARCH__
+    atomicAdd(counter, 1);
+#else
+    ++*counter;
+#endif
+}
+
+template <typename Layer>
+constexpr bool HAS_TEAMS = requires {
+    Layer::THREADS;
+};
 
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
 template <typename T, int N>
@@ -1787,6 +1799,44 @@ struct AddNoise {
     }
 };
 
+// ---- loss -------------------------------------------------------------------------------------------------
+
+enum { LOSS_CHUNK = 4096 };
+HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
+
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient. With weights of 1 the
+// sum of `losses` over total is F.mse_loss(out, target). A team does a chunk of a
+// sample.
+template <typename T>
+struct MeanSquaredError {
+    float* losses;                   // (B, loss_parts(n)): sums of squares of each chunk, not weighted
+    T* dout = nullptr;               // (B, n, padded): 2 w_b (out - target) / total; null: not wanted
+    const T* out;                    // (B, n, padded)
+    const float* target;             // (B, n)
+    const int* timesteps = nullptr;  // (B)
+    const float* weights = nullptr;  // (diffusion_steps): w_b = weights[t_b]; null: 1
+    int B, n;
+    size_t total;  // elements of the whole batch
+
+    enum { THREADS = 1024 };
+    Items items() const {
+        return {(size_t)B * loss_parts(n), "loss", (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(T)) * B * n};
+    }
+    HOST_DEVICE void operator()(Team team) const {
+        int parts = loss_parts(n), b = team.index / parts, part = team.index % parts;
+        size_t first = (size_t)b * n, end = first + (part + 1 < parts ? (part + 1) * LOSS_CHUNK : n);
+        float scale = (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
+        Sum sum = 0;
+        for (size_t i = first + part * LOSS_CHUNK + team.thread; i < end; i += team.threads) {
+            float difference = (float)out[padded_at(i)] - target[i];
+            if (dout) set_padded(dout, i, scale * difference);
+            sum += (Sum)difference * difference;
+        }
+        sum = team_sum(sum);
+        if (team.thread == 0) losses[team.index] = (float)sum;
+    }
+};
+
 // ---- samplers ---------------------------------------------------------------------------------------------
 
 // A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
@@ -1877,21 +1927,53 @@ HOST_DEVICE static inline float thresholded_x0(const SamplerStep& s, float x, fl
     return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
 }
 
-// Of dynamic thresholding: the 99.5th percentile of a picture's |x0|, at least 1 (Saharia et al.,
-// "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, number
-// percentile_rank of n in rising order. Floats above 0 are in the order of their bits, so that the value is
-// found exactly, eight bits at a time: count what agrees in the bits found so far by the next eight.
-static int percentile_rank(int n) { return (int)((995L * (n - 1) + 999) / 1000); }
-HOST_DEVICE static inline uint32_t magnitude_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits & 0x7FFFFFFF;
-}
-HOST_DEVICE static inline float limit_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value > 1 ? value : 1;
-}
+// limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et al.,
+// "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, the one numbered
+// rank in rising order. Floats above 0 are in the order of their bits, so that the value is found exactly, eight
+// bits at a time: count what agrees in the bits found so far by the next eight. A team does a picture.
+template <typename T>
+struct ThresholdLimits {
+    float* limits;   // (B)
+    const float* x;  // (B, elements)
+    const T* out;    // (B, elements, padded)
+    SamplerStep step;
+    int B, elements;
+
+    enum { THREADS = 1024 };
+    Items items() const { return {(size_t)B}; }
+    HOST_DEVICE void operator()(Team team) const {
+        SHARED int counts[256], rank;  // among what agrees with the bits found
+        SHARED uint32_t found;
+        size_t first = (size_t)team.index * elements;
+        if (team.thread == 0) found = 0, rank = (int)((995L * (elements - 1) + 999) / 1000);
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            for (int digit = team.thread; digit < 256; digit += team.threads) counts[digit] = 0;
+            team_wait();
+            for (size_t i = first + team.thread; i < first + elements; i += team.threads) {
+                uint32_t bits = magnitude_bits(predicted_x0(step, x[i], (float)out[padded_at(i)]));
+                if ((bits ^ found) >> shift < 256) team_count(counts + (bits >> shift & 255));
+            }
+            team_wait();
+            if (team.thread == 0) {
+                int digit = 0;
+                while (rank >= counts[digit]) rank -= counts[digit++];
+                found |= (uint32_t)digit << shift;
+            }
+            team_wait();
+        }
+        if (team.thread == 0) limits[team.index] = limit_of_bits(found);
+    }
+    HOST_DEVICE static uint32_t magnitude_bits(float value) {
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        return bits & 0x7FFFFFFF;
+    }
+    HOST_DEVICE static float limit_of_bits(uint32_t bits) {
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        return value > 1 ? value : 1;
+    }
+};
 
 // Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
 // a sampler adds later is the seed's.
@@ -1967,12 +2049,6 @@ struct FillTimesteps {
     HOST_DEVICE void operator()(size_t i) const { timesteps[i] = value; }
 };
 
-// limits (B): of dynamic thresholding, for the call s.
-namespace DEVICE {
-static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B,
-                           int elements);
-}
-
 // ===========================================================================================================
 //  7  OPTIMISER
 // ===========================================================================================================
@@ -2009,10 +2085,29 @@ enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
 
-// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, in order.
-namespace DEVICE {
-static void squared_norm(float* parts, const float* x, size_t n);
-}
+// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n), a team each. x is aligned to 16
+// bytes.
+struct SquaredNorm {
+    float* parts;
+    const float* x;
+    size_t n;
+
+    enum { THREADS = 512 };
+    Items items() const {
+        return {(n + NORM_CHUNK - 1) / NORM_CHUNK, "gradient norm", (double)sizeof(float) * n};
+    }
+    HOST_DEVICE void operator()(Team team) const {
+        size_t first = (size_t)team.index * NORM_CHUNK, end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
+        Sum sum = 0;
+        for (size_t i = first + 4 * team.thread; i + 4 <= end; i += 4 * team.threads) {
+            Vector<float, 4> v = load<4>(x + i);
+            sum += (v.of[0] * v.of[0] + v.of[1] * v.of[1]) + (v.of[2] * v.of[2] + v.of[3] * v.of[3]);
+        }
+        for (size_t i = end - (end - first) % 4 + team.thread; i < end; i += team.threads) sum += x[i] * x[i];
+        sum = team_sum(sum);
+        if (team.thread == 0) parts[team.index] = (float)sum;
+    }
+};
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n) and aligned to 16
@@ -2364,24 +2459,51 @@ struct LoadImages {
     }
 };
 
-// The parts of a whole batch's losses, as mean_squared_error leaves them, and what tells each sample's weight
-// and quartile.
-struct BatchLoss {
-    const float* parts;    // (batch, loss_parts(elements))
+// The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what they
+// decide; state[1 + slot] keeps what the host will read. One team
+// does it.
+struct FinishStep {
+    StepState* state;
+    const float*
+        losses;  // (batch, loss_parts(elements)): of the whole batch, as MeanSquaredError leaves them
     const int* timesteps;  // (batch)
     const float* weights;  // (diffusion_steps)
     int batch, elements, diffusion_steps;
-};
-HOST_DEVICE static inline int quartile_of(int timestep, int diffusion_steps) {
-    return 4 * timestep / diffusion_steps;
-}
+    const float* norm_parts;  // as SquaredNorm leaves them
+    size_t parameters;
+    Hyper hyper;
 
-// The end of a step: loss, by quartile too, and gradient norm from their parts, and what they decide; state[1 +
-// slot] keeps what the host will read.
-namespace DEVICE {
-static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
-                        Hyper hyper);
-}
+    enum { THREADS = 256 };
+    Items items() const { return {1, "begin, images, end"}; }
+    HOST_DEVICE void operator()(Team team) const {
+        StepState* result = state + 1 + state->step % RESULT_SLOTS;
+        enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
+        Sum sums[SUMS] = {};
+        int parts = loss_parts(elements);
+        for (int i = team.thread; i < batch * parts; i += team.threads) {
+            int t = timesteps[i / parts], quartile = 4 * t / diffusion_steps;
+            sums[WEIGHTED] += weights[t] * losses[i];
+            UNROLLED_FOR (int q = 0; q < 4; q++)
+                if (q == quartile) sums[QUARTILE + q] += losses[i], sums[COUNT + q] += i % parts == 0;
+        }
+        for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
+            sums[SQUARED_NORM] += norm_parts[i];
+        UNROLLED_FOR (int i = 0; i < SUMS; i++) {
+            sums[i] = team_sum(sums[i]);
+            team_wait();
+        }
+        if (team.thread == 0) {
+            float loss = (float)((double)sums[WEIGHTED] / ((double)batch * elements));
+            UNROLLED_FOR (int q = 0; q < 4; q++)
+                state->quartile_sums[q] = (float)(sums[QUARTILE + q] / elements),
+                state->quartile_counts[q] = (int)sums[COUNT + q];
+            conclude_step(state, loss, (float)sqrt(sums[SQUARED_NORM]), hyper);
+        }
+        team_wait();
+        for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
+            ((int*)result)[i] = ((const int*)state)[i];
+    }
+};
 
 // ---- a training step --------------------------------------------------------------------------------------
 
@@ -2539,20 +2661,28 @@ static void enqueue_step(Trainer* t) {
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
         add_noise(m, B, m->timesteps + first, c.offset_noise, STREAM_NOISE, first, &m->state->step);
         unet_forward(m, B, first);
-        mean_squared_error({.losses = m->losses + (size_t)first * loss_parts(elements),
-                            .dout = unet_output_gradient(m),
-                            .out = unet_output(m),
-                            .target = m->target,
-                            .timesteps = m->timesteps + first,
-                            .weights = m->loss_weights,
-                            .B = B,
-                            .n = elements,
-                            .total = (size_t)batch * elements});
+        run(MeanSquaredError<floatX>{.losses = m->losses + (size_t)first * loss_parts(elements),
+                                     .dout = unet_output_gradient(m),
+                                     .out = unet_output(m),
+                                     .target = m->target,
+                                     .timesteps = m->timesteps + first,
+                                     .weights = m->loss_weights,
+                                     .B = B,
+                                     .n = elements,
+                                     .total = (size_t)batch * elements});
         unet_backward(m, B);
     }
-    squared_norm(m->norm_parts, m->gradients, P);
-    finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
-                m->norm_parts, P, c.optimiser);
+    run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
+    run(FinishStep{.state = m->state,
+                   .losses = m->losses,
+                   .timesteps = m->timesteps,
+                   .weights = m->loss_weights,
+                   .batch = batch,
+                   .elements = elements,
+                   .diffusion_steps = c.diffusion_steps,
+                   .norm_parts = m->norm_parts,
+                   .parameters = P,
+                   .hyper = c.optimiser});
     run(UpdateWeights<floatX>{.w = m->master,
                               .ema = {m->ema[0], m->ema[1], m->ema[2], m->ema[3]},
                               .working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights,
@@ -2645,12 +2775,12 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         add_noise(m, B, m->timesteps, 0, STREAM_VAL_NOISE, first, nullptr);
         unet_forward(m, B);
-        mean_squared_error({.losses = m->losses,
-                            .out = unet_output(m),
-                            .target = m->target,
-                            .B = B,
-                            .n = (int)elements,
-                            .total = B * elements});
+        run(MeanSquaredError<floatX>{.losses = m->losses,
+                                     .out = unet_output(m),
+                                     .target = m->target,
+                                     .B = B,
+                                     .n = (int)elements,
+                                     .total = B * elements});
         sum += loss_of(m, B) * B;
     }
     use_weights(m, m->master);
@@ -2731,7 +2861,12 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
             backend_replay(&network, [&] { unet_forward(m, B); });
             if (s.threshold == THRESHOLD_DYNAMIC)
-                sampler_limits(m->limits, x, unet_output(m), s, B, elements);
+                run(ThresholdLimits<floatX>{.limits = m->limits,
+                                            .x = x,
+                                            .out = unet_output(m),
+                                            .step = s,
+                                            .B = B,
+                                            .elements = elements});
             run(UpdatePictures<floatX>{.x = x,
                                        .saved = saved,
                                        .input = m->input,
@@ -4872,8 +5007,13 @@ template <typename Layer>
 static void run(Layer layer) {
     Items items = layer.items();
     PROFILE(items.kind, {0, items.bytes});
+    if constexpr (HAS_TEAMS<Layer>) {
+#pragma omp parallel for
+        for (size_t i = 0; i < items.count; i++) layer(Team{(int)i, 0, 1});
+    } else {
 #pragma omp parallel for simd firstprivate(layer)
-    for (size_t i = 0; i < items.count; i++) layer(i);
+        for (size_t i = 0; i < items.count; i++) layer(i);
+    }
 }
 
 // ---- matrix product ---------------------------------------------------------------------------------------
@@ -5430,85 +5570,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         }
 }
 
-// ---- loss -------------------------------------------------------------------------------------------------
-
-static void mean_squared_error(const MeanSquaredError<float>& e) {
-    PROFILE("loss", {0, e.bytes()});
-    int parts = loss_parts(e.n);
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < e.B; b++)
-        for (int part = 0; part < parts; part++) {
-            size_t first = (size_t)b * e.n, end = first + std::min((part + 1) * LOSS_CHUNK, e.n);
-            float scale = e.scale(b);
-            double sum = 0;
-            for (size_t i = first + part * LOSS_CHUNK; i < end; i++) {
-                double difference = e.difference(i, scale);
-                sum += difference * difference;
-            }
-            e.losses[b * parts + part] = (float)sum;
-        }
-}
-
-// ---- samplers: the limit of dynamic thresholding ----------------------------------------------------------
-
-static void sampler_limits(float* limits, const float* x, const float* out, SamplerStep s, int B,
-                           int elements) {
-#pragma omp parallel for
-    for (int b = 0; b < B; b++) {
-        uint32_t found = 0;
-        int rank = percentile_rank(elements);  // among what agrees with the bits found
-        for (int shift = 24; shift >= 0; shift -= 8) {
-            int counts[256] = {}, digit = 0;
-            for (size_t i = (size_t)b * elements; i < (size_t)(b + 1) * elements; i++) {
-                uint32_t bits = magnitude_bits(predicted_x0(s, x[i], out[padded_at(i)]));
-                if ((bits ^ found) >> shift < 256) counts[bits >> shift & 255]++;
-            }
-            while (rank >= counts[digit]) rank -= counts[digit++];
-            found |= (uint32_t)digit << shift;
-        }
-        limits[b] = limit_of_bits(found);
-    }
-}
-
-// ---- the last launches of a step --------------------------------------------------------------------------
-
-static void squared_norm(float* parts, const float* x, size_t n) {
-    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
-    int chunks = (int)((n + NORM_CHUNK - 1) / NORM_CHUNK);
-#pragma omp parallel for
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        double sum = 0;
-        for (size_t i = (size_t)chunk * NORM_CHUNK; i < std::min((size_t)(chunk + 1) * NORM_CHUNK, n);) {
-            float part[16] = {0};
-            size_t end = std::min(std::min(i + 1024, (size_t)(chunk + 1) * NORM_CHUNK), n);
-            for (; i + 16 <= end; i += 16)
-                for (int lane = 0; lane < 16; lane++) part[lane] += x[i + lane] * x[i + lane];
-            for (; i < end; i++) part[0] += x[i] * x[i];
-            for (float p : part) sum += p;
-        }
-        parts[chunk] = (float)sum;
-    }
-}
-
-static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
-                        Hyper hyper) {
-    double loss = 0, norm = 0, quartiles[4] = {0};
-    int parts = loss_parts(batch.elements);
-    for (int& count : state->quartile_counts) count = 0;
-    for (int b = 0; b < batch.batch; b++) {
-        double sum = 0;
-        for (int part = 0; part < parts; part++) sum += batch.parts[b * parts + part];
-        int t = batch.timesteps[b], quartile = quartile_of(t, batch.diffusion_steps);
-        loss += batch.weights[t] * sum;
-        quartiles[quartile] += sum, state->quartile_counts[quartile]++;
-    }
-    for (int q = 0; q < 4; q++) state->quartile_sums[q] = (float)(quartiles[q] / batch.elements);
-    for (size_t i = 0; i < (parameters + NORM_CHUNK - 1) / NORM_CHUNK; i++) norm += norm_parts[i];
-    StepState* result = state + 1 + state->step % RESULT_SLOTS;
-    conclude_step(state, (float)(loss / ((double)batch.batch * batch.elements)), (float)sqrt(norm), hyper);
-    *result = *state;
-}
-
 }  // namespace cpu
 #endif  // CPU_LAYERS
 
@@ -5813,18 +5874,6 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
 
-// Sum of a block's values in a fixed order, in thread 0. At most 1024 threads, whole warps.
-__device__ static inline float block_sum(float value) {
-    __shared__ float parts[32];
-    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
-    if (threadIdx.x < 32)
-        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
-    return value;
-}
-
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
 
 template <typename Layer>
@@ -5832,13 +5881,21 @@ __global__ void layer_kernel(Layer layer, size_t count) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) layer(i);
 }
+template <typename Layer>
+__global__ void teams_kernel(Layer layer) {
+    layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
+}
 // Few items go in small blocks, so that every multiprocessor gets some.
 template <typename Layer>
 static void run(Layer layer) {
     Items items = layer.items();
     PROFILE(items.kind, {0, items.bytes});
-    int threads = items.count < (1 << 18) ? 64 : 256;
-    launch(layer_kernel<Layer>, ceil_div(items.count, threads), threads, 0, layer, items.count);
+    if constexpr (HAS_TEAMS<Layer>) {
+        launch(teams_kernel<Layer>, (int)items.count, Layer::THREADS, 0, layer);
+    } else {
+        int threads = items.count < (1 << 18) ? 64 : 256;
+        launch(layer_kernel<Layer>, ceil_div(items.count, threads), threads, 0, layer, items.count);
+    }
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
@@ -6560,119 +6617,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv.data, dout.data, out.data, lse, qkv.data, T,
                C, d, 1 / sqrtf((float)d));
     });
-}
-
-// ---- loss -------------------------------------------------------------------------------------------------
-
-// A block a part.
-__global__ void mean_squared_error_kernel(const MeanSquaredError<floatX> e) {
-    int parts = loss_parts(e.n), b = blockIdx.x / parts, part = blockIdx.x % parts;
-    size_t first = (size_t)b * e.n, end = first + min((part + 1) * LOSS_CHUNK, e.n);
-    float scale = e.scale(b), sum = 0;
-#pragma unroll 4
-    for (size_t i = first + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x) {
-        float difference = e.difference(i, scale);
-        sum += difference * difference;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) e.losses[blockIdx.x] = sum;
-}
-static void mean_squared_error(const MeanSquaredError<floatX>& e) {
-    PROFILE("loss", {0, e.bytes()});
-    launch(mean_squared_error_kernel, e.B * loss_parts(e.n), 1024, 0, e);
-}
-
-// ---- samplers: the limit of dynamic thresholding ----------------------------------------------------------
-
-// A block a picture: |x0|'s value number `rank` in rising order, eight bits a round. Its counts are integers,
-// so that it does not matter in which order they are added up.
-__global__ void sampler_limits_kernel(float* limits, const float* x, const floatX* out, SamplerStep s,
-                                      int elements, int rank) {
-    __shared__ int counts[256], rank_left;
-    __shared__ uint32_t found;
-    x += (size_t)blockIdx.x * elements, out += padded_at((size_t)blockIdx.x * elements);
-    int digit = threadIdx.x;
-    if (digit == 0) found = 0, rank_left = rank;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (digit < 256) counts[digit] = 0;
-        __syncthreads();
-        uint32_t prefix = found;
-        int wanted = rank_left, below = 0;
-        for (int i = threadIdx.x; i < elements; i += blockDim.x) {
-            uint32_t bits = magnitude_bits(predicted_x0(s, x[i], (float)out[padded_at(i)]));
-            if ((bits ^ prefix) >> shift < 256) atomicAdd(counts + (bits >> shift & 255), 1);
-        }
-        __syncthreads();
-        for (int i = 0; i < digit && digit < 256; i++) below += counts[i];
-        if (digit < 256 && below <= wanted && wanted < below + counts[digit])  // for one thread
-            found = prefix | (uint32_t)digit << shift, rank_left = wanted - below;
-        __syncthreads();
-    }
-    if (digit == 0) limits[blockIdx.x] = limit_of_bits(found);
-}
-static void sampler_limits(float* limits, const float* x, const floatX* out, SamplerStep s, int B,
-                           int elements) {
-    launch(sampler_limits_kernel, B, 1024, 0, limits, x, out, s, elements, percentile_rank(elements));
-}
-
-// ---- the last launches of a step --------------------------------------------------------------------------
-
-// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk, a block each. x 16-byte aligned.
-__global__ void squared_norm_kernel(float* parts, const float* x, size_t n) {
-    size_t first = (size_t)blockIdx.x * NORM_CHUNK, end = min(first + NORM_CHUNK, n);
-    float sum = 0;
-#pragma unroll 8
-    for (size_t i = first + 4 * threadIdx.x; i + 4 <= end; i += 4 * blockDim.x) {
-        float4 v = *(const float4*)(x + i);
-        sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
-    }
-    if (threadIdx.x < (end - first) % 4) {
-        float v = x[end - 1 - threadIdx.x];
-        sum += v * v;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
-}
-static void squared_norm(float* parts, const float* x, size_t n) {
-    PROFILE("gradient norm", {0, (double)sizeof(float) * n});
-    launch(squared_norm_kernel, ceil_div(n, NORM_CHUNK), 512, 0, parts, x, n);
-}
-
-// One block adds up the parts, in an order that their number decides, and copies the state.
-__global__ void finish_step_kernel(StepState* state, BatchLoss batch, const float* norm_parts,
-                                   int norm_parts_count, Hyper hyper) {
-    StepState* result = state + 1 + state->step % RESULT_SLOTS;
-    enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
-    float sums[SUMS] = {};
-    int parts = loss_parts(batch.elements);
-    for (int i = threadIdx.x; i < batch.batch * parts; i += blockDim.x) {
-        int t = batch.timesteps[i / parts], quartile = quartile_of(t, batch.diffusion_steps);
-        float part = batch.parts[i];
-        sums[WEIGHTED] += batch.weights[t] * part;
-        UNROLLED_FOR (int q = 0; q < 4; q++)
-            if (q == quartile) sums[QUARTILE + q] += part, sums[COUNT + q] += i % parts == 0;
-    }
-    for (int i = threadIdx.x; i < norm_parts_count; i += blockDim.x) sums[SQUARED_NORM] += norm_parts[i];
-    UNROLLED_FOR (int i = 0; i < SUMS; i++) {
-        sums[i] = block_sum(sums[i]);
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        float loss = (float)((double)sums[WEIGHTED] / ((double)batch.batch * batch.elements));
-        UNROLLED_FOR (int q = 0; q < 4; q++)
-            state->quartile_sums[q] = sums[QUARTILE + q] / batch.elements,
-            state->quartile_counts[q] = (int)sums[COUNT + q];
-        conclude_step(state, loss, sqrtf(sums[SQUARED_NORM]), hyper);
-    }
-    __syncthreads();
-    for (size_t i = threadIdx.x; i < sizeof *state / sizeof(int); i += blockDim.x)
-        ((int*)result)[i] = ((const int*)state)[i];
-}
-static void finish_step(StepState* state, BatchLoss batch, const float* norm_parts, size_t parameters,
-                        Hyper hyper) {
-    PROFILE("begin, images, end", {0, 0});
-    launch(finish_step_kernel, 1, 256, 0, state, batch, norm_parts, (int)ceil_div(parameters, NORM_CHUNK),
-           hyper);
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------

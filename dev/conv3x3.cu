@@ -763,7 +763,7 @@ __global__ void conv3x3_weight_gradient_thread_kernel1(float* dw, const float* d
     }
 #pragma unroll
     for (int tap = 0; tap < 9; tap++) {
-        float total = block_sum(sum[tap]);
+        float total = team_sum(sum[tap]);
         if (threadIdx.x == 0) dw[((size_t)o * s.C + c) * 9 + tap] += total;
         __syncthreads();
     }

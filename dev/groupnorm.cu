@@ -82,7 +82,7 @@ static void groupnorm_backward0(Problem& p) {
 // The sum of a block's values, in all its threads.
 __device__ static inline float block_total(float value) {
     __shared__ float total;
-    value = block_sum(value);
+    value = team_sum(value);
     if (threadIdx.x == 0) total = value;
     __syncthreads();
     value = total;

@@ -32,7 +32,7 @@ static MeanSquaredError<Real> mse_of(Problem& p) {
             .total = (size_t)B * n};
 }
 static void mse_step0(Problem& p) {
-    cpu::mean_squared_error(mse_of<float>(p));
+    cpu::run(mse_of<float>(p));
 }
 
 #ifdef __CUDACC__
@@ -75,7 +75,7 @@ __global__ void mse_losses_kernel2(float* losses, const floatX* x, const float* 
     size_t sample = (size_t)(blockIdx.x / parts) * n, end = sample + min((part + 1) * LOSS_CHUNK, n);
     for (size_t i = sample + part * LOSS_CHUNK + threadIdx.x; i < end; i += blockDim.x)
         sum += ((float)x[i] - target[i]) * ((float)x[i] - target[i]);
-    sum = block_sum(sum);
+    sum = team_sum(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
 static void mse_step2(Problem& p) {
@@ -88,7 +88,7 @@ static void mse_step2(Problem& p) {
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void mse_step3(Problem& p) {
-    mean_squared_error(mse_of<floatX>(p));
+    run(mse_of<floatX>(p));
 }
 #endif
 
