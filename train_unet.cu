@@ -5001,6 +5001,15 @@ static Pieces cut(int total, int most, int multiple = 1) {
     return {(total + size - 1) / size, size, total};
 }
 
+// work(m0, m1, n0, n1) for every tile of a product, dealt out to the threads.
+template <typename Work>
+static void each_tile(Pieces rows, Pieces columns, Work work) {
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int i = 0; i < rows.count; i++)
+        for (int j = 0; j < columns.count; j++)
+            work(rows.begin(i), rows.end(i), columns.begin(j), columns.end(j));
+}
+
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
 
 template <typename Layer>
@@ -5184,23 +5193,19 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
     int M = out.rows(), O = out.C, C = x.first.C, C2 = x.second.C, K = C + C2;
     PROFILE("1x1 forward", convolution_work(M, 1, K, O));
-    Pieces rows = cut(M, 252), columns = cut(O, 128, TILE_COLUMNS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int i = 0; i < rows.count; i++)
-        for (int j = 0; j < columns.count; j++) {
-            int m0 = rows.begin(i), m1 = rows.end(i), o0 = columns.begin(j), o1 = columns.end(j);
-            float* target = out.data + (size_t)m0 * O + o0;
-            const float *weight = layer.w + (size_t)o0 * K, *added = options.residual.data;
-            matmul({m1 - m0, o1 - o0, C}, target, O, {x.first.data + (size_t)m0 * C, C},
-                   transposed(weight, K), false);
-            if (C2)
-                matmul({m1 - m0, o1 - o0, C2}, target, O, {x.second.data + (size_t)m0 * C2, C2},
-                       transposed(weight + C, K), true);
-            for (int m = m0; m < m1; m++)
+    each_tile(cut(M, 252), cut(O, 128, TILE_COLUMNS), [&](int m0, int m1, int o0, int o1) {
+        float* target = out.data + (size_t)m0 * O + o0;
+        const float *weight = layer.w + (size_t)o0 * K, *added = options.residual.data;
+        matmul({m1 - m0, o1 - o0, C}, target, O, {x.first.data + (size_t)m0 * C, C}, transposed(weight, K),
+               false);
+        if (C2)
+            matmul({m1 - m0, o1 - o0, C2}, target, O, {x.second.data + (size_t)m0 * C2, C2},
+                   transposed(weight + C, K), true);
+        for (int m = m0; m < m1; m++)
 #pragma omp simd
-                for (int o = o0; o < o1; o++)
-                    out.data[(size_t)m * O + o] += layer.bias[o] + (added ? added[(size_t)m * O + o] : 0.0f);
-        }
+            for (int o = o0; o < o1; o++)
+                out.data[(size_t)m * O + o] += layer.bias[o] + (added ? added[(size_t)m * O + o] : 0.0f);
+    });
     if (out.moments) channel_moments(out);
 }
 
@@ -5211,26 +5216,19 @@ static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Back
         Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
         int width = source.C, first = second ? x.first.C : 0;
         if (!width) continue;
-        Pieces rows = cut(M, 252), columns = cut(width, 128, TILE_COLUMNS), outputs = cut(O, 120, TILE_ROWS);
+        Pieces columns = cut(width, 128, TILE_COLUMNS);
         if (target) {
             PROFILE("1x1 dX", convolution_work(M, 1, width, O));
-#pragma omp parallel for collapse(2) schedule(dynamic)
-            for (int i = 0; i < rows.count; i++)
-                for (int j = 0; j < columns.count; j++) {
-                    int m0 = rows.begin(i), c0 = columns.begin(j);
-                    matmul({rows.end(i) - m0, columns.end(j) - c0, O}, target.data + (size_t)m0 * width + c0,
-                           width, {dout.data + (size_t)m0 * O, O}, {layer.w + first + c0, K},
-                           options.accumulate);
-                }
+            each_tile(cut(M, 252), columns, [&](int m0, int m1, int c0, int c1) {
+                matmul({m1 - m0, c1 - c0, O}, target.data + (size_t)m0 * width + c0, width,
+                       {dout.data + (size_t)m0 * O, O}, {layer.w + first + c0, K}, options.accumulate);
+            });
         }
         PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
-#pragma omp parallel for collapse(2) schedule(dynamic)
-        for (int i = 0; i < outputs.count; i++)
-            for (int j = 0; j < columns.count; j++) {
-                int o0 = outputs.begin(i), c0 = columns.begin(j);
-                matmul({outputs.end(i) - o0, columns.end(j) - c0, M}, layer.dw + (size_t)o0 * K + first + c0,
-                       K, transposed(dout.data + o0, O), {source.data + c0, width}, true);
-            }
+        each_tile(cut(O, 120, TILE_ROWS), columns, [&](int o0, int o1, int c0, int c1) {
+            matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
+                   transposed(dout.data + o0, O), {source.data + c0, width}, true);
+        });
     }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
 }
@@ -5269,27 +5267,24 @@ static Pieces conv3x3_bands(int pixels, int columns) {
 static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
     int C = x.C, O = out.C, H = x.H, W = x.W;
     PROFILE("3x3 forward", convolution_work(x.rows(), 9, C, O));
-    Pieces bands = conv3x3_bands(x.rows(), 9 * C), outputs = cut(O, 128, TILE_COLUMNS);
     bool in_place = options.residual.data == out.data;
     const float* residual = in_place ? nullptr : options.residual.data;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int i = 0; i < bands.count; i++)
-        for (int j = 0; j < outputs.count; j++) {
-            int p0 = bands.begin(i), p1 = bands.end(i), o0 = outputs.begin(j), o1 = outputs.end(j);
-            float* columns = thread_floats();  // (p1 - p0, 9, C)
-            im2col(columns, x, p0, p1, 0, 9 * C);
-            matmul({p1 - p0, o1 - o0, 9 * C}, out.data + (size_t)p0 * O + o0, O, {columns, 9 * C},
-                   transposed(layer.w + (size_t)o0 * 9 * C, 9 * C), in_place);
-            for (int p = p0; p < p1; p++) {
-                size_t b = p / (H * W);
-                const float* emb = options.emb.data ? options.emb.data + b * options.emb.pitch : nullptr;
-                const float* added = residual ? residual + (size_t)p * O : nullptr;
+    Pieces bands = conv3x3_bands(x.rows(), 9 * C);
+    each_tile(bands, cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
+        float* columns = thread_floats();  // (p1 - p0, 9, C)
+        im2col(columns, x, p0, p1, 0, 9 * C);
+        matmul({p1 - p0, o1 - o0, 9 * C}, out.data + (size_t)p0 * O + o0, O, {columns, 9 * C},
+               transposed(layer.w + (size_t)o0 * 9 * C, 9 * C), in_place);
+        for (int p = p0; p < p1; p++) {
+            size_t b = p / (H * W);
+            const float* emb = options.emb.data ? options.emb.data + b * options.emb.pitch : nullptr;
+            const float* added = residual ? residual + (size_t)p * O : nullptr;
 #pragma omp simd
-                for (int o = o0; o < o1; o++)
-                    out.data[(size_t)p * O + o] +=
-                        layer.bias[o] + (emb ? emb[o] : 0.0f) + (added ? added[o] : 0.0f);
-            }
+            for (int o = o0; o < o1; o++)
+                out.data[(size_t)p * O + o] +=
+                    layer.bias[o] + (emb ? emb[o] : 0.0f) + (added ? added[o] : 0.0f);
         }
+    });
     if (out.moments) channel_moments(out);
 }
 
@@ -5298,33 +5293,27 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
     bias_backward(layer.dbias, options.demb, dout.data, B, H * W, O);
     if (dx) {
         PROFILE("3x3 dX", convolution_work(pixels, 9, C, O));
-        Pieces bands = conv3x3_bands(pixels, 9 * O), inputs = cut(C, 128, TILE_COLUMNS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-        for (int i = 0; i < bands.count; i++)
-            for (int j = 0; j < inputs.count; j++) {
-                int p0 = bands.begin(i), p1 = bands.end(i), c0 = inputs.begin(j), c1 = inputs.end(j);
-                float* columns = thread_floats();  // (p1 - p0, 9, O)
-                im2col(columns, dout, p0, p1, 0, 9 * O);
-                for (int tap = 0; tap < 9; tap++)
-                    matmul({p1 - p0, c1 - c0, O}, dx.data + (size_t)p0 * C + c0, C,
-                           {columns + tap * O, 9 * O}, {layer.w + (8 - tap) * C + c0, 9 * C}, tap > 0);
-            }
+        Pieces bands = conv3x3_bands(pixels, 9 * O);
+        each_tile(bands, cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+            float* columns = thread_floats();  // (p1 - p0, 9, O)
+            im2col(columns, dout, p0, p1, 0, 9 * O);
+            for (int tap = 0; tap < 9; tap++)
+                matmul({p1 - p0, c1 - c0, O}, dx.data + (size_t)p0 * C + c0, C, {columns + tap * O, 9 * O},
+                       {layer.w + (8 - tap) * C + c0, 9 * C}, tap > 0);
+        });
     }
     {
         PROFILE("3x3 dW", convolution_work(pixels, 9, C, O, sizeof(float)));
         // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
-        Pieces owned = cut(9 * C, 96);
-#pragma omp parallel for schedule(dynamic)
-        for (int i = 0; i < owned.count; i++) {
-            int j0 = owned.begin(i), n = owned.end(i) - j0;
-            float* columns = thread_floats();  // (p1 - p0, n)
+        each_tile(cut(O, O), cut(9 * C, 96), [&](int, int, int j0, int j1) {
+            float* columns = thread_floats();  // (p1 - p0, j1 - j0)
             for (int p0 = 0; p0 < pixels; p0 += 2 * KC) {
                 int p1 = std::min(p0 + 2 * KC, pixels);
-                im2col(columns, x, p0, p1, j0, j0 + n);
-                matmul({O, n, p1 - p0}, layer.dw + j0, 9 * C, transposed(dout.data + (size_t)p0 * O, O),
-                       {columns, n}, true);
+                im2col(columns, x, p0, p1, j0, j1);
+                matmul({O, j1 - j0, p1 - p0}, layer.dw + j0, 9 * C, transposed(dout.data + (size_t)p0 * O, O),
+                       {columns, j1 - j0}, true);
             }
-        }
+        });
     }
     if (options.norm) groupnorm_backward_sums(dx, dx, *options.norm);
 }
