@@ -49,6 +49,7 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <memory>
 #include <new>
 #include <string>
 #include <utility>

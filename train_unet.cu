@@ -76,6 +76,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <new>
 #include <set>
 #include <sstream>
@@ -289,23 +290,16 @@ static int microbatch_of(const Config& c) {
     return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
 }
 
-static int list_length(const int* list) {
-    int n = 0;
-    while (n < MAX_LEVELS && list[n]) n++;
-    return n;
+template <typename T, size_t N>
+static int list_length(const T (&list)[N]) {
+    return (int)(std::find(list, list + N, 0) - list);
 }
 
-static int ema_count(const Config& c) {
-    int n = 0;
-    while (n < MAX_EMAS && c.optimiser.ema_rate[n] > 0) n++;
-    return n;
-}
+static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) {
-    for (int i = 0; i < list_length(c.attention_resolutions); i++)
-        if (c.attention_resolutions[i] == size) return true;
-    return false;
+    return std::count(c.attention_resolutions, std::end(c.attention_resolutions), size) > 0;
 }
 
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
@@ -420,22 +414,16 @@ static void* backend_allocate_host(size_t bytes);
 static void backend_free_host(void* memory);
 // Such a piece of memory, freed when its owner goes.
 struct Memory {
-    void* data = nullptr;
+    std::unique_ptr<void, void (*)(void*)> data{nullptr, backend_free};
     bool on_host = false;
     Memory() {}
     Memory(size_t bytes, bool on_host)
-        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes)), on_host(on_host) {}
-    Memory(Memory&& other) { *this = std::move(other); }
-    Memory& operator=(Memory&& other) {
-        std::swap(data, other.data), std::swap(on_host, other.on_host);
-        return *this;
-    }
+        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes),
+               on_host ? backend_free_host : backend_free),
+          on_host(on_host) {}
     template <typename T>
     T* as() const {
-        return (T*)data;
-    }
-    ~Memory() {
-        if (data) on_host ? backend_free_host(data) : backend_free(data);
+        return (T*)data.get();
     }
 };
 // Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
@@ -2235,7 +2223,7 @@ static void allocate_model(Model* m) {
     if (!m->memory.data || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
              human_bytes(memory_of(*m)).c_str());
-    backend_zero(m->memory.data, m->bytes);
+    backend_zero(m->memory.as<char>(), m->bytes);
     lay_out_model(m, m->memory.as<char>());
     if (!m->plan.training) return;
     std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
@@ -2475,10 +2463,10 @@ static void prepare_steps(Trainer* t) {
     t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
     if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
     if (t->pixels.on_host)
-        memcpy(t->pixels.data, pixels, bytes);
+        memcpy(t->pixels.as<char>(), pixels, bytes);
     else
-        backend_upload(t->pixels.data, pixels, bytes);
-    pixels = t->pixels.data;
+        backend_upload(t->pixels.as<char>(), pixels, bytes);
+    pixels = t->pixels.as<char>();
 #endif
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     size_t order_bytes = (size_t)slots * data.count * sizeof(int);
