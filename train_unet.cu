@@ -3464,6 +3464,7 @@ struct Writer {
         check(fwrite(data, 1, bytes, file) == bytes);
         crc = crc32(data, bytes, crc);
     }
+    void write(const std::string& contents) { write(contents.data(), contents.size()); }
     void rewind_to_header(const void* header, size_t bytes) {
         check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
     }
@@ -3480,7 +3481,7 @@ struct Writer {
 
 static void write_text(const std::string& path, const std::string& contents) {
     Writer out(path);
-    out.write(contents.data(), contents.size());
+    out.write(contents);
     out.commit();
 }
 
@@ -3500,25 +3501,18 @@ static std::string prepare_command(std::string path, int image_size) {
 
 // Averages the images over factor x factor pixels.
 static void shrink(Dataset* data, int factor) {
-    int from_size = data->size, size = from_size / factor;
     bool bytes = data->floats.empty();
-    size_t planes = (size_t)data->count * IMAGE_CHANNELS;
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    std::vector<float> smaller;
-    smaller.reserve(planes * size * size);
-    for (size_t plane = 0; plane < planes; plane++)
-        for (int y = 0; y < size; y++)
-            for (int x = 0; x < size; x++) {
-                float sum = 0;
-                for (int dy = 0; dy < factor; dy++)
-                    for (int dx = 0; dx < factor; dx++) {
-                        size_t at = (plane * from_size + (size_t)y * factor + dy) * from_size +
-                                    (size_t)x * factor + dx;
-                        sum += bytes ? (float)data->bytes[at] : data->floats[at];
-                    }
-                smaller.push_back(bytes ? sum / divisor - 1.0f : sum / divisor);
-            }
-    data->size = size;
+    int width = data->size;
+    size_t rows = (size_t)data->count * IMAGE_CHANNELS * width;  // of all images
+    data->size /= factor;
+    std::vector<float> smaller(rows / factor * data->size);
+    for (size_t row = 0; row < rows; row++)
+        for (int x = 0; x < width; x++) {
+            float pixel = bytes ? (float)data->bytes[row * width + x] : data->floats[row * width + x];
+            smaller[row / factor * data->size + x / factor] += pixel;
+        }
+    for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
     data->bytes = std::vector<uint8_t>();
     data->floats.swap(smaller);
 }
@@ -3844,10 +3838,7 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.rewind_to_header(header, sizeof header);
     for (const Array& a : arrays_of(m)) write_parameters(&out, a.parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS) {
-        std::string value = flag_text(c, *find_flag(name));
-        out.write(value.data(), value.size());
-    }
+    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, *find_flag(name)));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -3888,28 +3879,24 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 
 // ---- pictures ---------------------------------------------------------------------------------------------
 
-static void put_big_endian(std::string* out, uint32_t value) {
-    for (int shift = 24; shift >= 0; shift -= 8) out->push_back((char)(value >> shift));
+static std::string big_endian(uint32_t value) {
+    return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
 static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
-    std::string chunk;
-    put_big_endian(&chunk, (uint32_t)data.size());
-    chunk += type + data;
-    put_big_endian(&chunk, crc32(chunk.data() + 4, chunk.size() - 4));
-    out->write(chunk.data(), chunk.size());
+    std::string named = type + data;
+    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
 // rgb (height, width, 3). Pixels are stored, not compressed (PNG specification, RFC 1950 and 1951): no
 // library is needed, and any viewer reads it. Each line is a chunk or more of its own, so that neither the
 // length of a chunk nor memory for a copy of them all limits the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, int width, int height) {
-    std::string header, data = "\x78\x01";
-    put_big_endian(&header, (uint32_t)width), put_big_endian(&header, (uint32_t)height);
-    header += std::string("\x08\x02\x00\x00\x00", 5);  // 8 bits, RGB
+    const std::string RGB_OF_8_BITS("\x08\x02\x00\x00\x00", 5);
+    std::string data = "\x78\x01";
     Writer out(path);
-    out.write("\x89PNG\r\n\x1A\n", 8);
-    write_png_chunk(&out, "IHDR", header);
+    out.write("\x89PNG\r\n\x1A\n");
+    write_png_chunk(&out, "IHDR", big_endian((uint32_t)width) + big_endian((uint32_t)height) + RGB_OF_8_BITS);
     uint32_t a = 1, b = 0;  // Adler-32
     for (int y = 0; y < height; y++) {
         std::string line(1, '\0');  // no filter
@@ -3921,7 +3908,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
             data += (char)last;
             for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
             data.append(line, start, bytes);
-            if (last) put_big_endian(&data, b << 16 | a);
+            if (last) data += big_endian(b << 16 | a);
             write_png_chunk(&out, "IDAT", data);
             data.clear();
         }
