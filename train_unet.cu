@@ -82,6 +82,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <dirent.h>
@@ -3328,22 +3329,18 @@ struct Reader {
     void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
 };
 
-// The checksum of a file, in the order that lets a writer stream: data first, then the header with its
-// checksum field 0.
-static uint32_t file_checksum(Reader* in, const int32_t header[HEADER_INTS], int checksum_field) {
+// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a writer
+// stream: data first, then the header with a 0 in that field, which stays there.
+static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field) {
     std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
-    uint32_t crc = 0;
+    uint32_t crc = 0, stored = (uint32_t)std::exchange(header[field], 0);
     in->seek(HEADER_BYTES);
-    for (size_t left = in->size - HEADER_BYTES; left;) {
-        size_t bytes = std::min(left, buffer.size());
-        in->read(buffer.data(), bytes);
-        crc = crc32(buffer.data(), bytes, crc);
-        left -= bytes;
+    for (size_t at = HEADER_BYTES; at < in->size; at += buffer.size()) {
+        buffer.resize(std::min(buffer.size(), in->size - at));
+        in->read(buffer.data(), buffer.size());
+        crc = crc32(buffer.data(), buffer.size(), crc);
     }
-    int32_t copy[HEADER_INTS];
-    memcpy(copy, header, sizeof copy);
-    copy[checksum_field] = 0;
-    return crc32(copy, sizeof copy, crc);
+    return crc32(header, HEADER_BYTES, crc) == stored;
 }
 
 // A path as a word for the shell.
@@ -3366,8 +3363,7 @@ static bool is_folder(const std::string& path) {
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
-    struct stat info;
-    if (stat(path.c_str(), &info) && errno == ENOENT) return "";
+    if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
     std::string contents(in.size, '\0');
     in.read(&contents[0], in.size);
@@ -3436,25 +3432,20 @@ struct Writer {
         if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
-        while (!open_temporary())
-            if (errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
+        static int number = 0;
+        bool removed = true;  // as stale, before it was locked
+        while (removed) {
+            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+            file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
+            if (!file && errno == EEXIST) continue;
+            if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
+            removed = !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink;
+            if (removed) fclose(file);
+        }
     }
     Writer(const Writer&) = delete;
     ~Writer() {
         if (file) fclose(file), unlink(temporary.c_str());
-    }
-    // Under a name that nobody has used, and locked. False, with EEXIST, where another has to be tried: also
-    // where it was removed as stale before it was locked.
-    bool open_temporary() {
-        static int number = 0;
-        struct stat info;
-        temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
-        int descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (descriptor < 0) return false;
-        bool removed = !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink;
-        if (!removed && (file = fdopen(descriptor, "wb"))) return true;
-        unlink(temporary.c_str()), close(descriptor), errno = removed ? EEXIST : ENOMEM;
-        return false;
     }
     void check(bool ok) {
         if (!ok)
@@ -3549,8 +3540,7 @@ static Dataset read_images(const std::string& path, int image_size) {
         (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
         fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
-    if (version &&
-        file_checksum(&in, header, IMAGES_CHECKSUM_FIELD) != (uint32_t)header[IMAGES_CHECKSUM_FIELD])
+    if (version && !checksum_matches(&in, header, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = image_size ? image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
@@ -3622,17 +3612,17 @@ struct WeightsFile {
     }
 };
 
-static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
-// A model's arrays of parameters, in the order of a checkpoint's sections.
+// The sections of parameters, in their order: number --use_ema is what that flag chooses.
+static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
 struct Array {
     const char* section;
     float* parameters;
 };
 static std::vector<Array> arrays_of(const Model& m) {
-    std::vector<Array> arrays = {{"weights", m.master}};
-    for (int k = 0; k < MAX_EMAS; k++) arrays.push_back({EMA_SECTIONS[k], m.ema[k]});
-    arrays.insert(arrays.end(), {{"adam_m", m.adam_m}, {"adam_v", m.adam_v}});
-    std::erase_if(arrays, [](const Array& a) { return !a.parameters; });
+    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v};
+    std::vector<Array> arrays;
+    for (int i = 0; i < MAX_EMAS + 3; i++)
+        if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
 static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
@@ -3763,7 +3753,7 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s has version %d of the weights format; this program reads version %d", name,
              header[FIELD_VERSION], UNET_VERSION);
     read_sections(&file, header, in.size);
-    if (file_checksum(&in, header, FIELD_CHECKSUM) != (uint32_t)header[FIELD_CHECKSUM])
+    if (!checksum_matches(&in, header, FIELD_CHECKSUM))
         fail("%s is damaged: its checksum does not match", name);
     if (header[FIELD_CHANNELS] != IMAGE_CHANNELS)
         fail("%s is a model of images with %d channels; this program trains RGB images", name,
@@ -3776,7 +3766,7 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              header[FIELD_PARAMETERS], file.step, file.smoothed);
     if (!file.find("weights")) fail("%s holds no weights", name);
-    for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
+    for (const char* section : ARRAY_SECTIONS)
         if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
     read_history(&file, &in);
@@ -4449,8 +4439,6 @@ static std::string sampler_text(const Config& c) {
 // The folder of a run that is there.
 static std::string run_folder(const Config& c) { return *c.resume ? c.resume : c.out_dir; }
 
-static const char* section_of(const Config& c) { return c.use_ema ? EMA_SECTIONS[c.use_ema - 1] : "weights"; }
-
 // What pictures are drawn by: the flags, and the model that the weights are of.
 static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
     Config config = given_config(given);
@@ -4465,9 +4453,9 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_given(config, given);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
-    if (!file->find(section_of(config)))
-        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section_of(config),
-             config.use_ema);
+    const char* section = ARRAY_SECTIONS[config.use_ema];
+    if (!file->find(section))
+        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section, config.use_ema);
     std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
@@ -4516,7 +4504,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
-    read_parameters(m.master, file, section_of(config), m.plan);
+    read_parameters(m.master, file, ARRAY_SECTIONS[config.use_ema], m.plan);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
