@@ -72,10 +72,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <new>
 #include <set>
@@ -240,9 +240,7 @@ static std::string human_time(double seconds) {
 }
 
 static double seconds_now() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---- configuration ----------------------------------------------------------------------------------------
@@ -4329,14 +4327,18 @@ static void refuse_contradictions(const std::vector<GivenFlag>& given, const Wei
     }
 }
 
-static void take_model_flags(Config* config, const Config& from) {
+// The model of a file, which the given flags must not contradict.
+static void take_model(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file) {
+    refuse_contradictions(given, file, true);
     for (const Flag& flag : FLAGS)
-        if (is_model(flag)) set_flag(config, flag, flag_text(from, flag));
+        if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
 }
 
+// The configuration of a new run.
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
+    config.optimiser.lr_steps = config.steps;
     return config;
 }
 
@@ -4448,8 +4450,7 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     *file = *config.model_weights ? open_weights(config.model_weights)
                                   : newest_checkpoint(run_folder(config), otherwise);
-    refuse_contradictions(given, *file, true);
-    take_model_flags(&config, file->config);
+    take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_given(config, given);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
@@ -4562,10 +4563,8 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         file = resume_run(t, &config, given);
     } else if (*config.model_weights) {
         file = open_weights(config.model_weights);
-        refuse_contradictions(given, file, true);
-        take_model_flags(&config, file.config);
+        take_model(&config, given, file);
     }
-    if (!config.resume_given) config.optimiser.lr_steps = config.steps;
     check_given(config, given);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
