@@ -514,20 +514,17 @@ HOST_DEVICE static inline void set_padded(T* padded, size_t i, float value) {
 // 3) against (O, 3, 3, C), and what is padded.
 static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
     if (to_memory) std::fill(to, to + t.size, 0.0f);
-    if (!is_conv3x3(t)) {
-        memcpy(to, from, t.count * sizeof(float));
-        return;
+    for (uint32_t i = 0; i < t.count; i++) {
+        size_t memory = i;
+        if (is_conv3x3(t)) {
+            uint32_t C = t.shape[1], o = i / 9 / C, c = i / 9 % C, tap = i % 9;
+            memory = (size_t)(o * 9 + tap) * padded(C) + c;
+        }
+        if (to_memory)
+            to[memory] = from[i];
+        else
+            to[i] = from[memory];
     }
-    int O = t.shape[0], C = t.shape[1], pitch = padded(C);
-    for (int o = 0; o < O; o++)
-        for (int c = 0; c < C; c++)
-            for (int tap = 0; tap < 9; tap++) {
-                size_t file = ((size_t)o * C + c) * 9 + tap, memory = ((size_t)o * 9 + tap) * pitch + c;
-                if (to_memory)
-                    to[memory] = from[file];
-                else
-                    to[file] = from[memory];
-            }
 }
 
 // ---- randomness -------------------------------------------------------------------------------------------
@@ -2976,12 +2973,11 @@ static void train(Trainer* t) {
 // ---- flags ------------------------------------------------------------------------------------------------
 
 // What a flag's value is; of a number, also a list of them where Config has an array.
-enum FlagKind { FLAG_INT, FLAG_UINT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
+enum FlagKind { FLAG_INT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
 enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
-// What may become of a flag that is typed together with --resume: a FIXED one must equal the checkpoint's
-// value.
+// Typed together with --resume, a FIXED flag must equal the checkpoint's value.
 enum FlagResume { FREE, FIXED };
 
 struct Flag {
@@ -3075,7 +3071,7 @@ static const Flag FLAGS[] = {
      "mirror half of the images left to right"},
     {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
      "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
+    {"seed", FLAG_INT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
      "decides weights, order, noise; with --generate the first picture's seed"},
     {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
      "steps between two log lines"},
@@ -3158,18 +3154,17 @@ static const Flag* find_flag(const std::string& name) {
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
-// Its i-th number, and setting it.
+// Its i-th number, and setting it. No flag takes a number below 0.
 static double number_of(const Config& config, const Flag& flag, int i) {
     const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
-    if (flag.kind == FLAG_FLOAT) return *(const float*)at;
-    return flag.kind == FLAG_UINT ? *(const unsigned*)at : *(const int*)at;
+    return flag.kind == FLAG_FLOAT ? *(const float*)at : *(const uint32_t*)at;
 }
 static void set_number(Config* config, const Flag& flag, int i, double number) {
     char* at = (char*)config + flag.offset + i * sizeof(int32_t);
     if (flag.kind == FLAG_FLOAT)
         *(float*)at = (float)number;
     else
-        *(uint32_t*)at = (uint32_t)(int64_t)number;
+        *(uint32_t*)at = (uint32_t)number;
 }
 
 static std::vector<std::string> split(const std::string& whole, char mark) {
@@ -3506,9 +3501,8 @@ static void shrink(Dataset* data, int factor) {
     data->floats.swap(smaller);
 }
 
-// The format is described in FORMATS.md. A file `factor` times as large as image_size is averaged over factor
-// x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
-// file.
+// The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other size
+// is refused with the command that mends it. image_size 0: as it is in the file.
 static Dataset read_images(const std::string& path, int image_size) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
@@ -3659,8 +3653,7 @@ static size_t parameters_of(const WeightsFile& file) {
     return make_plan(file.config, 1, false).num_parameters;
 }
 
-// The header of a .bin of the first generation of this format (PyTorch order, fp32, its own fixed
-// architecture).
+// The header of a .bin of this format's first generation: PyTorch order, fp32, an architecture of its own.
 static void read_old_header(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
@@ -4373,8 +4366,7 @@ static std::vector<uint32_t> parse_seeds(const std::string& list) {
     return seeds;
 }
 
-// Noise that turns from one seed's to another's in equal angles (slerp), so that its length stays that of
-// noise.
+// Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
 static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
     double xy = 0, xx = 0, yy = 0;
     for (int e = 0; e < elements; e++) {
@@ -4554,8 +4546,7 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     return file;
 }
 
-// A run's configuration and plan from its flags: new, from given weights, or resumed. Returns the file that it
-// starts from, if there is one.
+// A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
 static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     WeightsFile file;
@@ -4570,8 +4561,7 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     return file;
 }
 
-// Refuses a folder whose checkpoints are not those that were there when this run was configured: none, if it
-// is new.
+// Refuses a folder whose checkpoints are not those that this run was configured with: none, if it is new.
 static void refuse_other_run(const Trainer& t) {
     const char* folder = t.model.config.out_dir;
     std::vector<long> there = list_checkpoints(folder);
