@@ -3476,8 +3476,8 @@ enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHE
 // The command that makes images of a size. It never names a file that is there.
 static std::string prepare_command(std::string path, int image_size) {
     while (file_exists(path)) {
-        bool bin = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-        path = text("%s_%d.bin", path.substr(0, path.size() - (bin ? 4 : 0)).c_str(), image_size);
+        if (path.ends_with(".bin")) path.resize(path.size() - strlen(".bin"));
+        path += text("_%d.bin", image_size);
     }
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
@@ -3981,18 +3981,15 @@ void Metrics::close() {
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-    for (size_t i = 1; i <= a.size(); i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            row[j] = std::min(replaced, 1 + std::min(row[j], row[j - 1]));
+    std::vector<std::vector<size_t>> edits(a.size() + 1, std::vector<size_t>(b.size() + 1));  // of beginnings
+    for (size_t i = 0; i <= a.size(); i++)
+        for (size_t j = 0; j <= b.size(); j++) {
+            edits[i][j] = i + j;
+            if (i && j)
+                edits[i][j] = std::min(
+                    {edits[i - 1][j - 1] + (a[i - 1] != b[j - 1]), edits[i - 1][j] + 1, edits[i][j - 1] + 1});
         }
-    }
-    return row[b.size()];
+    return edits[a.size()][b.size()];
 }
 
 // The name in a table (FLAGS, PRESETS) that `name` resembles most.
@@ -4094,7 +4091,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     in.read(&contents[0], contents.size());
     if (in.size > contents.size() || contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
-    if (contents.compare(0, 3, "\xEF\xBB\xBF") == 0) contents.erase(0, 3);  // some editors' byte order mark
+    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(contents, '\n')) {
@@ -4142,7 +4139,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         std::string argument = argv[i];
         if (argument == "-h") argument = "--help";
-        if (argument.compare(0, 2, "--") != 0)
+        if (!argument.starts_with("--"))
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
@@ -4373,8 +4370,8 @@ static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed
         float x[4], y[4];
         random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
         random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
-        xy += (double)x[e % 4] * y[e % 4], xx += (double)x[e % 4] * x[e % 4],
-            yy += (double)y[e % 4] * y[e % 4];
+        double a = x[e % 4], b = y[e % 4];
+        xy += a * b, xx += a * a, yy += b * b;
     }
     double angle = acos(xy / sqrt(xx * yy));
     std::vector<PictureNoise> begins;
