@@ -134,36 +134,25 @@ static std::string printable(const std::string& bytes) {
     return shown;
 }
 
-#define LIKE_PRINTF __attribute__((format(printf, 1, 2)))
-static std::string vtext(const char* format, va_list args) {
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     char buffer[4096];
-    vsnprintf(buffer, sizeof buffer, format, args);
-    return buffer;
-}
-LIKE_PRINTF static std::string text(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    std::string formatted = vtext(format, args);
+    vsnprintf(buffer, sizeof buffer, format, args);
     va_end(args);
-    return formatted;
+    return buffer;
 }
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
-// 2 where the command line is wrong.
+// 2 where the command line is wrong. These are macros so that the compiler sees each format with its arguments.
 struct Failure {
     int status;
     std::string sentence;
 };
-[[noreturn]] LIKE_PRINTF static void fail(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    throw Failure{1, printable(vtext(format, args))};
-}
-[[noreturn]] LIKE_PRINTF static void fail_usage(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    throw Failure{2, printable(vtext(format, args))};
-}
+#define fail(...) \
+    throw Failure { 1, printable(text(__VA_ARGS__)) }
+#define fail_usage(...) \
+    throw Failure { 2, printable(text(__VA_ARGS__)) }
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
 template <typename Work>
@@ -194,12 +183,7 @@ static int guarded(Program program) {
 }
 
 // A line for the reader that may hold names.
-LIKE_PRINTF static void say(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    printf("%s\n", printable(vtext(format, args)).c_str());
-    va_end(args);
-}
+#define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
 // What went wrong without ending the program.
 static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
 
