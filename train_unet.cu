@@ -79,7 +79,6 @@
 #include <memory>
 #include <new>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -4025,9 +4024,9 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
     for (const Preset& preset : PRESETS) {
         if (name != preset.name) continue;
-        std::istringstream words(preset.flags);
-        for (std::string flag, value; words >> flag >> value;)
-            given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
+        std::vector<std::string> words = split(preset.flags, ' ');
+        for (size_t i = 0; i + 1 < words.size(); i += 2)
+            given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
         return given;
     }
     fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
