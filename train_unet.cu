@@ -201,11 +201,10 @@ static std::string counted(long n, const char* noun) { return text("%ld %s%s", n
 
 // The shortest text that reads back as the same float.
 static std::string float_text(float value) {
-    for (int digits = 1; digits < 9; digits++) {
-        std::string shorter = text("%.*g", digits, (double)value);
-        if (strtof(shorter.c_str(), nullptr) == value) return shorter;
-    }
-    return text("%.9g", (double)value);
+    std::string shown = text("%.1g", (double)value);
+    for (int digits = 2; digits <= 9 && strtof(shown.c_str(), nullptr) != value; digits++)
+        shown = text("%.*g", digits, (double)value);
+    return shown;
 }
 
 static std::string human_bytes(double bytes) {
