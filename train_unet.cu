@@ -3139,7 +3139,7 @@ static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int3
 // Its i-th number, and setting it. No flag takes a number below 0.
 static double number_of(const Config& config, const Flag& flag, int i) {
     const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
-    return flag.kind == FLAG_FLOAT ? *(const float*)at : *(const uint32_t*)at;
+    return flag.kind == FLAG_FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
 }
 static void set_number(Config* config, const Flag& flag, int i, double number) {
     char* at = (char*)config + flag.offset + i * sizeof(int32_t);
