@@ -71,15 +71,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <memory>
 #include <new>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <dirent.h>
@@ -131,36 +132,25 @@ static std::string printable(const std::string& bytes) {
     return shown;
 }
 
-#define LIKE_PRINTF __attribute__((format(printf, 1, 2)))
-static std::string vtext(const char* format, va_list args) {
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     char buffer[4096];
-    vsnprintf(buffer, sizeof buffer, format, args);
-    return buffer;
-}
-LIKE_PRINTF static std::string text(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    std::string formatted = vtext(format, args);
+    vsnprintf(buffer, sizeof buffer, format, args);
     va_end(args);
-    return formatted;
+    return buffer;
 }
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
-// 2 where the command line is wrong.
+// 2 where the command line is wrong. These are macros so that the compiler sees each format with its arguments.
 struct Failure {
     int status;
     std::string sentence;
 };
-[[noreturn]] LIKE_PRINTF static void fail(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    throw Failure{1, printable(vtext(format, args))};
-}
-[[noreturn]] LIKE_PRINTF static void fail_usage(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    throw Failure{2, printable(vtext(format, args))};
-}
+#define fail(...) \
+    throw Failure { 1, printable(text(__VA_ARGS__)) }
+#define fail_usage(...) \
+    throw Failure { 2, printable(text(__VA_ARGS__)) }
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
 template <typename Work>
@@ -191,12 +181,7 @@ static int guarded(Program program) {
 }
 
 // A line for the reader that may hold names.
-LIKE_PRINTF static void say(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    printf("%s\n", printable(vtext(format, args)).c_str());
-    va_end(args);
-}
+#define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
 // What went wrong without ending the program.
 static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
 
@@ -215,11 +200,10 @@ static std::string counted(long n, const char* noun) { return text("%ld %s%s", n
 
 // The shortest text that reads back as the same float.
 static std::string float_text(float value) {
-    for (int digits = 1; digits < 9; digits++) {
-        std::string shorter = text("%.*g", digits, (double)value);
-        if (strtof(shorter.c_str(), nullptr) == value) return shorter;
-    }
-    return text("%.9g", (double)value);
+    std::string shown = text("%.1g", (double)value);
+    for (int digits = 2; digits <= 9 && strtof(shown.c_str(), nullptr) != value; digits++)
+        shown = text("%.*g", digits, (double)value);
+    return shown;
 }
 
 static std::string human_bytes(double bytes) {
@@ -237,9 +221,7 @@ static std::string human_time(double seconds) {
 }
 
 static double seconds_now() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---- configuration ----------------------------------------------------------------------------------------
@@ -288,23 +270,16 @@ static int microbatch_of(const Config& c) {
     return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
 }
 
-static int list_length(const int* list) {
-    int n = 0;
-    while (n < MAX_LEVELS && list[n]) n++;
-    return n;
+template <typename T, size_t N>
+static int list_length(const T (&list)[N]) {
+    return (int)(std::find(list, list + N, 0) - list);
 }
 
-static int ema_count(const Config& c) {
-    int n = 0;
-    while (n < MAX_EMAS && c.optimiser.ema_rate[n] > 0) n++;
-    return n;
-}
+static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) {
-    for (int i = 0; i < list_length(c.attention_resolutions); i++)
-        if (c.attention_resolutions[i] == size) return true;
-    return false;
+    return std::count(c.attention_resolutions, std::end(c.attention_resolutions), size) > 0;
 }
 
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
@@ -419,22 +394,16 @@ static void* backend_allocate_host(size_t bytes);
 static void backend_free_host(void* memory);
 // Such a piece of memory, freed when its owner goes.
 struct Memory {
-    void* data = nullptr;
+    std::unique_ptr<void, void (*)(void*)> data{nullptr, backend_free};
     bool on_host = false;
     Memory() {}
     Memory(size_t bytes, bool on_host)
-        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes)), on_host(on_host) {}
-    Memory(Memory&& other) { *this = std::move(other); }
-    Memory& operator=(Memory&& other) {
-        std::swap(data, other.data), std::swap(on_host, other.on_host);
-        return *this;
-    }
+        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes),
+               on_host ? backend_free_host : backend_free),
+          on_host(on_host) {}
     template <typename T>
     T* as() const {
-        return (T*)data;
-    }
-    ~Memory() {
-        if (data) on_host ? backend_free_host(data) : backend_free(data);
+        return (T*)data.get();
     }
 };
 // Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
@@ -526,20 +495,17 @@ HOST_DEVICE static inline void set_padded(T* padded, size_t i, float value) {
 // 3) against (O, 3, 3, C), and what is padded.
 static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
     if (to_memory) std::fill(to, to + t.size, 0.0f);
-    if (!is_conv3x3(t)) {
-        memcpy(to, from, t.count * sizeof(float));
-        return;
+    for (uint32_t i = 0; i < t.count; i++) {
+        size_t memory = i;
+        if (is_conv3x3(t)) {
+            uint32_t C = t.shape[1], o = i / 9 / C, c = i / 9 % C, tap = i % 9;
+            memory = (size_t)(o * 9 + tap) * padded(C) + c;
+        }
+        if (to_memory)
+            to[memory] = from[i];
+        else
+            to[i] = from[memory];
     }
-    int O = t.shape[0], C = t.shape[1], pitch = padded(C);
-    for (int o = 0; o < O; o++)
-        for (int c = 0; c < C; c++)
-            for (int tap = 0; tap < 9; tap++) {
-                size_t file = ((size_t)o * C + c) * 9 + tap, memory = ((size_t)o * 9 + tap) * pitch + c;
-                if (to_memory)
-                    to[memory] = from[file];
-                else
-                    to[file] = from[memory];
-            }
 }
 
 // ---- randomness -------------------------------------------------------------------------------------------
@@ -2329,7 +2295,7 @@ static void allocate_model(Model* m) {
     if (!m->memory.data || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
              human_bytes(memory_of(*m)).c_str());
-    backend_zero(m->memory.data, m->bytes);
+    backend_zero(m->memory.as<char>(), m->bytes);
     lay_out_model(m, m->memory.as<char>());
     if (!m->plan.training) return;
     std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
@@ -2596,10 +2562,10 @@ static void prepare_steps(Trainer* t) {
     t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
     if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
     if (t->pixels.on_host)
-        memcpy(t->pixels.data, pixels, bytes);
+        memcpy(t->pixels.as<char>(), pixels, bytes);
     else
-        backend_upload(t->pixels.data, pixels, bytes);
-    pixels = t->pixels.data;
+        backend_upload(t->pixels.as<char>(), pixels, bytes);
+    pixels = t->pixels.as<char>();
 #endif
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     size_t order_bytes = (size_t)slots * data.count * sizeof(int);
@@ -3123,12 +3089,11 @@ static void train(Trainer* t) {
 // ---- flags ------------------------------------------------------------------------------------------------
 
 // What a flag's value is; of a number, also a list of them where Config has an array.
-enum FlagKind { FLAG_INT, FLAG_UINT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
+enum FlagKind { FLAG_INT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
 enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
-// What may become of a flag that is typed together with --resume: a FIXED one must equal the checkpoint's
-// value.
+// Typed together with --resume, a FIXED flag must equal the checkpoint's value.
 enum FlagResume { FREE, FIXED };
 
 struct Flag {
@@ -3222,7 +3187,7 @@ static const Flag FLAGS[] = {
      "mirror half of the images left to right"},
     {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
      "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {"seed", FLAG_UINT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
+    {"seed", FLAG_INT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
      "decides weights, order, noise; with --generate the first picture's seed"},
     {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
      "steps between two log lines"},
@@ -3305,18 +3270,17 @@ static const Flag* find_flag(const std::string& name) {
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
-// Its i-th number, and setting it.
+// Its i-th number, and setting it. No flag takes a number below 0.
 static double number_of(const Config& config, const Flag& flag, int i) {
     const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
-    if (flag.kind == FLAG_FLOAT) return *(const float*)at;
-    return flag.kind == FLAG_UINT ? *(const unsigned*)at : *(const int*)at;
+    return flag.kind == FLAG_FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
 }
 static void set_number(Config* config, const Flag& flag, int i, double number) {
     char* at = (char*)config + flag.offset + i * sizeof(int32_t);
     if (flag.kind == FLAG_FLOAT)
         *(float*)at = (float)number;
     else
-        *(uint32_t*)at = (uint32_t)(int64_t)number;
+        *(uint32_t*)at = (uint32_t)number;
 }
 
 static std::vector<std::string> split(const std::string& whole, char mark) {
@@ -3474,22 +3438,18 @@ struct Reader {
     void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
 };
 
-// The checksum of a file, in the order that lets a writer stream: data first, then the header with its
-// checksum field 0.
-static uint32_t file_checksum(Reader* in, const int32_t header[HEADER_INTS], int checksum_field) {
+// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a writer
+// stream: data first, then the header with a 0 in that field, which stays there.
+static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field) {
     std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
-    uint32_t crc = 0;
+    uint32_t crc = 0, stored = (uint32_t)std::exchange(header[field], 0);
     in->seek(HEADER_BYTES);
-    for (size_t left = in->size - HEADER_BYTES; left;) {
-        size_t bytes = std::min(left, buffer.size());
-        in->read(buffer.data(), bytes);
-        crc = crc32(buffer.data(), bytes, crc);
-        left -= bytes;
+    for (size_t at = HEADER_BYTES; at < in->size; at += buffer.size()) {
+        buffer.resize(std::min(buffer.size(), in->size - at));
+        in->read(buffer.data(), buffer.size());
+        crc = crc32(buffer.data(), buffer.size(), crc);
     }
-    int32_t copy[HEADER_INTS];
-    memcpy(copy, header, sizeof copy);
-    copy[checksum_field] = 0;
-    return crc32(copy, sizeof copy, crc);
+    return crc32(header, HEADER_BYTES, crc) == stored;
 }
 
 // A path as a word for the shell.
@@ -3512,8 +3472,7 @@ static bool is_folder(const std::string& path) {
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
-    struct stat info;
-    if (stat(path.c_str(), &info) && errno == ENOENT) return "";
+    if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
     std::string contents(in.size, '\0');
     in.read(&contents[0], in.size);
@@ -3582,25 +3541,20 @@ struct Writer {
         if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
-        while (!open_temporary())
-            if (errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
+        static int number = 0;
+        bool removed = true;  // as stale, before it was locked
+        while (removed) {
+            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+            file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
+            if (!file && errno == EEXIST) continue;
+            if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
+            removed = !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink;
+            if (removed) fclose(file);
+        }
     }
     Writer(const Writer&) = delete;
     ~Writer() {
         if (file) fclose(file), unlink(temporary.c_str());
-    }
-    // Under a name that nobody has used, and locked. False, with EEXIST, where another has to be tried: also
-    // where it was removed as stale before it was locked.
-    bool open_temporary() {
-        static int number = 0;
-        struct stat info;
-        temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
-        int descriptor = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (descriptor < 0) return false;
-        bool removed = !flock(descriptor, LOCK_EX) && !fstat(descriptor, &info) && !info.st_nlink;
-        if (!removed && (file = fdopen(descriptor, "wb"))) return true;
-        unlink(temporary.c_str()), close(descriptor), errno = removed ? EEXIST : ENOMEM;
-        return false;
     }
     void check(bool ok) {
         if (!ok)
@@ -3610,6 +3564,7 @@ struct Writer {
         check(fwrite(data, 1, bytes, file) == bytes);
         crc = crc32(data, bytes, crc);
     }
+    void write(const std::string& contents) { write(contents.data(), contents.size()); }
     void rewind_to_header(const void* header, size_t bytes) {
         check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
     }
@@ -3626,7 +3581,7 @@ struct Writer {
 
 static void write_text(const std::string& path, const std::string& contents) {
     Writer out(path);
-    out.write(contents.data(), contents.size());
+    out.write(contents);
     out.commit();
 }
 
@@ -3637,8 +3592,8 @@ enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHE
 // The command that makes images of a size. It never names a file that is there.
 static std::string prepare_command(std::string path, int image_size) {
     while (file_exists(path)) {
-        bool bin = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-        path = text("%s_%d.bin", path.substr(0, path.size() - (bin ? 4 : 0)).c_str(), image_size);
+        if (path.ends_with(".bin")) path.resize(path.size() - strlen(".bin"));
+        path += text("_%d.bin", image_size);
     }
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
@@ -3646,32 +3601,24 @@ static std::string prepare_command(std::string path, int image_size) {
 
 // Averages the images over factor x factor pixels.
 static void shrink(Dataset* data, int factor) {
-    int from_size = data->size, size = from_size / factor;
     bool bytes = data->floats.empty();
-    size_t planes = (size_t)data->count * IMAGE_CHANNELS;
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    std::vector<float> smaller;
-    smaller.reserve(planes * size * size);
-    for (size_t plane = 0; plane < planes; plane++)
-        for (int y = 0; y < size; y++)
-            for (int x = 0; x < size; x++) {
-                float sum = 0;
-                for (int dy = 0; dy < factor; dy++)
-                    for (int dx = 0; dx < factor; dx++) {
-                        size_t at = (plane * from_size + (size_t)y * factor + dy) * from_size +
-                                    (size_t)x * factor + dx;
-                        sum += bytes ? (float)data->bytes[at] : data->floats[at];
-                    }
-                smaller.push_back(bytes ? sum / divisor - 1.0f : sum / divisor);
-            }
-    data->size = size;
+    int width = data->size;
+    size_t rows = (size_t)data->count * IMAGE_CHANNELS * width;  // of all images
+    data->size /= factor;
+    std::vector<float> smaller(rows / factor * data->size);
+    for (size_t row = 0; row < rows; row++)
+        for (int x = 0; x < width; x++) {
+            float pixel = bytes ? (float)data->bytes[row * width + x] : data->floats[row * width + x];
+            smaller[row / factor * data->size + x / factor] += pixel;
+        }
+    for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
     data->bytes = std::vector<uint8_t>();
     data->floats.swap(smaller);
 }
 
-// The format is described in FORMATS.md. A file `factor` times as large as image_size is averaged over factor
-// x factor pixels; any other size is refused with the command that mends it. image_size 0: as it is in the
-// file.
+// The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other size
+// is refused with the command that mends it. image_size 0: as it is in the file.
 static Dataset read_images(const std::string& path, int image_size) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
@@ -3701,8 +3648,7 @@ static Dataset read_images(const std::string& path, int image_size) {
         (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
         fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
-    if (version &&
-        file_checksum(&in, header, IMAGES_CHECKSUM_FIELD) != (uint32_t)header[IMAGES_CHECKSUM_FIELD])
+    if (version && !checksum_matches(&in, header, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = image_size ? image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
@@ -3774,17 +3720,17 @@ struct WeightsFile {
     }
 };
 
-static const char* const EMA_SECTIONS[MAX_EMAS] = {"ema", "ema_2", "ema_3", "ema_4"};
-// A model's arrays of parameters, in the order of a checkpoint's sections.
+// The sections of parameters, in their order: number --use_ema is what that flag chooses.
+static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
 struct Array {
     const char* section;
     float* parameters;
 };
 static std::vector<Array> arrays_of(const Model& m) {
-    std::vector<Array> arrays = {{"weights", m.master}};
-    for (int k = 0; k < MAX_EMAS; k++) arrays.push_back({EMA_SECTIONS[k], m.ema[k]});
-    arrays.insert(arrays.end(), {{"adam_m", m.adam_m}, {"adam_v", m.adam_v}});
-    std::erase_if(arrays, [](const Array& a) { return !a.parameters; });
+    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v};
+    std::vector<Array> arrays;
+    for (int i = 0; i < MAX_EMAS + 3; i++)
+        if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
 static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
@@ -3823,8 +3769,7 @@ static size_t parameters_of(const WeightsFile& file) {
     return make_plan(file.config, 1, false).num_parameters;
 }
 
-// The header of a .bin of the first generation of this format (PyTorch order, fp32, its own fixed
-// architecture).
+// The header of a .bin of this format's first generation: PyTorch order, fp32, an architecture of its own.
 static void read_old_header(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
@@ -3915,7 +3860,7 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s has version %d of the weights format; this program reads version %d", name,
              header[FIELD_VERSION], UNET_VERSION);
     read_sections(&file, header, in.size);
-    if (file_checksum(&in, header, FIELD_CHECKSUM) != (uint32_t)header[FIELD_CHECKSUM])
+    if (!checksum_matches(&in, header, FIELD_CHECKSUM))
         fail("%s is damaged: its checksum does not match", name);
     if (header[FIELD_CHANNELS] != IMAGE_CHANNELS)
         fail("%s is a model of images with %d channels; this program trains RGB images", name,
@@ -3928,7 +3873,7 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              header[FIELD_PARAMETERS], file.step, file.smoothed);
     if (!file.find("weights")) fail("%s holds no weights", name);
-    for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"})
+    for (const char* section : ARRAY_SECTIONS)
         if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
     read_history(&file, &in);
@@ -3990,10 +3935,7 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.rewind_to_header(header, sizeof header);
     for (const Array& a : arrays_of(m)) write_parameters(&out, a.parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS) {
-        std::string value = flag_text(c, *find_flag(name));
-        out.write(value.data(), value.size());
-    }
+    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, *find_flag(name)));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4034,28 +3976,24 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 
 // ---- pictures ---------------------------------------------------------------------------------------------
 
-static void put_big_endian(std::string* out, uint32_t value) {
-    for (int shift = 24; shift >= 0; shift -= 8) out->push_back((char)(value >> shift));
+static std::string big_endian(uint32_t value) {
+    return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
 static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
-    std::string chunk;
-    put_big_endian(&chunk, (uint32_t)data.size());
-    chunk += type + data;
-    put_big_endian(&chunk, crc32(chunk.data() + 4, chunk.size() - 4));
-    out->write(chunk.data(), chunk.size());
+    std::string named = type + data;
+    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
 // rgb (height, width, 3). Pixels are stored, not compressed (PNG specification, RFC 1950 and 1951): no
 // library is needed, and any viewer reads it. Each line is a chunk or more of its own, so that neither the
 // length of a chunk nor memory for a copy of them all limits the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, int width, int height) {
-    std::string header, data = "\x78\x01";
-    put_big_endian(&header, (uint32_t)width), put_big_endian(&header, (uint32_t)height);
-    header += std::string("\x08\x02\x00\x00\x00", 5);  // 8 bits, RGB
+    const std::string RGB_OF_8_BITS("\x08\x02\x00\x00\x00", 5);
+    std::string data = "\x78\x01";
     Writer out(path);
-    out.write("\x89PNG\r\n\x1A\n", 8);
-    write_png_chunk(&out, "IHDR", header);
+    out.write("\x89PNG\r\n\x1A\n");
+    write_png_chunk(&out, "IHDR", big_endian((uint32_t)width) + big_endian((uint32_t)height) + RGB_OF_8_BITS);
     uint32_t a = 1, b = 0;  // Adler-32
     for (int y = 0; y < height; y++) {
         std::string line(1, '\0');  // no filter
@@ -4067,7 +4005,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
             data += (char)last;
             for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
             data.append(line, start, bytes);
-            if (last) put_big_endian(&data, b << 16 | a);
+            if (last) data += big_endian(b << 16 | a);
             write_png_chunk(&out, "IDAT", data);
             data.clear();
         }
@@ -4159,18 +4097,15 @@ void Metrics::close() {
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-    for (size_t i = 1; i <= a.size(); i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            row[j] = std::min(replaced, 1 + std::min(row[j], row[j - 1]));
+    std::vector<std::vector<size_t>> edits(a.size() + 1, std::vector<size_t>(b.size() + 1));  // of beginnings
+    for (size_t i = 0; i <= a.size(); i++)
+        for (size_t j = 0; j <= b.size(); j++) {
+            edits[i][j] = i + j;
+            if (i && j)
+                edits[i][j] = std::min(
+                    {edits[i - 1][j - 1] + (a[i - 1] != b[j - 1]), edits[i - 1][j] + 1, edits[i][j - 1] + 1});
         }
-    }
-    return row[b.size()];
+    return edits[a.size()][b.size()];
 }
 
 // The name in a table (FLAGS, PRESETS) that `name` resembles most.
@@ -4222,9 +4157,9 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
     for (const Preset& preset : PRESETS) {
         if (name != preset.name) continue;
-        std::istringstream words(preset.flags);
-        for (std::string flag, value; words >> flag >> value;)
-            given.push_back({find_flag(flag.substr(2)), value, "--preset " + name});
+        std::vector<std::string> words = split(preset.flags, ' ');
+        for (size_t i = 0; i + 1 < words.size(); i += 2)
+            given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
         return given;
     }
     fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
@@ -4272,7 +4207,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     in.read(&contents[0], contents.size());
     if (in.size > contents.size() || contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
-    if (contents.compare(0, 3, "\xEF\xBB\xBF") == 0) contents.erase(0, 3);  // some editors' byte order mark
+    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(contents, '\n')) {
@@ -4320,7 +4255,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         std::string argument = argv[i];
         if (argument == "-h") argument = "--help";
-        if (argument.compare(0, 2, "--") != 0)
+        if (!argument.starts_with("--"))
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
@@ -4498,14 +4433,18 @@ static void refuse_contradictions(const std::vector<GivenFlag>& given, const Wei
     }
 }
 
-static void take_model_flags(Config* config, const Config& from) {
+// The model of a file, which the given flags must not contradict.
+static void take_model(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file) {
+    refuse_contradictions(given, file, true);
     for (const Flag& flag : FLAGS)
-        if (is_model(flag)) set_flag(config, flag, flag_text(from, flag));
+        if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
 }
 
+// The configuration of a new run.
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
+    config.optimiser.lr_steps = config.steps;
     return config;
 }
 
@@ -4540,16 +4479,15 @@ static std::vector<uint32_t> parse_seeds(const std::string& list) {
     return seeds;
 }
 
-// Noise that turns from one seed's to another's in equal angles (slerp), so that its length stays that of
-// noise.
+// Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
 static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
     double xy = 0, xx = 0, yy = 0;
     for (int e = 0; e < elements; e++) {
         float x[4], y[4];
         random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
         random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
-        xy += (double)x[e % 4] * y[e % 4], xx += (double)x[e % 4] * x[e % 4],
-            yy += (double)y[e % 4] * y[e % 4];
+        double a = x[e % 4], b = y[e % 4];
+        xy += a * b, xx += a * a, yy += b * b;
     }
     double angle = acos(xy / sqrt(xx * yy));
     std::vector<PictureNoise> begins;
@@ -4608,8 +4546,6 @@ static std::string sampler_text(const Config& c) {
 // The folder of a run that is there.
 static std::string run_folder(const Config& c) { return *c.resume ? c.resume : c.out_dir; }
 
-static const char* section_of(const Config& c) { return c.use_ema ? EMA_SECTIONS[c.use_ema - 1] : "weights"; }
-
 // What pictures are drawn by: the flags, and the model that the weights are of.
 static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
     Config config = given_config(given);
@@ -4619,14 +4555,13 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     *file = *config.model_weights ? open_weights(config.model_weights)
                                   : newest_checkpoint(run_folder(config), otherwise);
-    refuse_contradictions(given, *file, true);
-    take_model_flags(&config, file->config);
+    take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_given(config, given);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
-    if (!file->find(section_of(config)))
-        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section_of(config),
-             config.use_ema);
+    const char* section = ARRAY_SECTIONS[config.use_ema];
+    if (!file->find(section))
+        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section, config.use_ema);
     std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
@@ -4675,7 +4610,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
-    read_parameters(m.master, file, section_of(config), m.plan);
+    read_parameters(m.master, file, ARRAY_SECTIONS[config.use_ema], m.plan);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
@@ -4724,8 +4659,7 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     return file;
 }
 
-// A run's configuration and plan from its flags: new, from given weights, or resumed. Returns the file that it
-// starts from, if there is one.
+// A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
 static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     WeightsFile file;
@@ -4733,17 +4667,14 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         file = resume_run(t, &config, given);
     } else if (*config.model_weights) {
         file = open_weights(config.model_weights);
-        refuse_contradictions(given, file, true);
-        take_model_flags(&config, file.config);
+        take_model(&config, given, file);
     }
-    if (!config.resume_given) config.optimiser.lr_steps = config.steps;
     check_given(config, given);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
 }
 
-// Refuses a folder whose checkpoints are not those that were there when this run was configured: none, if it
-// is new.
+// Refuses a folder whose checkpoints are not those that this run was configured with: none, if it is new.
 static void refuse_other_run(const Trainer& t) {
     const char* folder = t.model.config.out_dir;
     std::vector<long> there = list_checkpoints(folder);

@@ -84,11 +84,13 @@ static int fault_at(const char* function, int fd) {
 OPEN(open)
 OPEN(open64)
 
-FILE* fopen(const char* path, const char* mode) { return fault("fopen", path) ? 0 : REAL(fopen)(path, mode); }
-FILE* fopen64(const char* path, const char* mode) {
-    return fault("fopen", path) ? 0 : REAL(fopen64)(path, mode);
-}
-FILE* fdopen(int fd, const char* mode) { return fault_at("fdopen", fd) ? 0 : REAL(fdopen)(fd, mode); }
+// A new file needs room, one that is read does not.
+#define FOPEN(name)                                                                         \
+    FILE* name(const char* path, const char* mode) {                                        \
+        return fault(*mode == 'r' ? "fopen" : "create", path) ? 0 : REAL(name)(path, mode); \
+    }
+FOPEN(fopen)
+FOPEN(fopen64)
 DIR* opendir(const char* path) { return fault("opendir", path) ? 0 : REAL(opendir)(path); }
 struct dirent* readdir(DIR* dir) { return fault_at("readdir", dirfd(dir)) ? 0 : REAL(readdir)(dir); }
 

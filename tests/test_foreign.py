@@ -318,7 +318,7 @@ def flags_of_the_program():
                        + number + r",\s*" + number + ",", table)
     assert len(found) == table.count("AT(")
     return {name: (float(least), float(most)) for name, kind, least, most in found
-            if kind in ("INT", "UINT", "FLOAT")}
+            if kind in ("INT", "FLOAT")}
 
 
 def test_both_programs_take_the_same_ranges():

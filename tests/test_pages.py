@@ -59,9 +59,9 @@ def test_header_of_formats():
     page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
     stored = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (?:FREE|FIXED), ([1-9]\d*), AT', code)
     assert len(stored) > 40
-    types = {"UINT": "uint32", "FLOAT": "float32"}
     for name, kind, field in stored:
-        row = rf"^\| {field}(?: … \d+)? \| {4 * int(field)} \| {types.get(kind, 'int32')} \| {name}\b"
+        of_type = "uint32" if name == "seed" else "float32" if kind == "FLOAT" else "int32"
+        row = rf"^\| {field}(?: … \d+)? \| {4 * int(field)} \| {of_type} \| {name}\b"
         assert re.search(row, page, re.M), name
 
 
