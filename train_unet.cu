@@ -5116,55 +5116,7 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
     }
 }
 
-// ---- linear and 1x1 convolution ---------------------------------------------------------------------------
-
-static void channel_moments(Tensor x);
-static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-
-static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
-    int M = out.rows(), O = out.C, C = x.first.C, C2 = x.second.C, K = C + C2;
-    PROFILE("1x1 forward", convolution_work(M, 1, K, O));
-    each_tile(cut(M, 252), cut(O, 128, TILE_COLUMNS), [&](int m0, int m1, int o0, int o1) {
-        float* target = out.data + (size_t)m0 * O + o0;
-        const float *weight = layer.w + (size_t)o0 * K, *added = options.residual.data;
-        matmul({m1 - m0, o1 - o0, C}, target, O, {x.first.data + (size_t)m0 * C, C}, transposed(weight, K),
-               false);
-        if (C2)
-            matmul({m1 - m0, o1 - o0, C2}, target, O, {x.second.data + (size_t)m0 * C2, C2},
-                   transposed(weight + C, K), true);
-        for (int m = m0; m < m1; m++)
-#pragma omp simd
-            for (int o = o0; o < o1; o++)
-                out.data[(size_t)m * O + o] += layer.bias[o] + (added ? added[(size_t)m * O + o] : 0.0f);
-    });
-    if (out.moments) channel_moments(out);
-}
-
-static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
-    int M = dout.rows(), O = dout.C, K = x.C();
-    bias_backward(layer.dbias, {}, dout.data, 1, M, O);
-    for (bool second : {false, true}) {
-        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
-        int width = source.C, first = second ? x.first.C : 0;
-        if (!width) continue;
-        Pieces columns = cut(width, 128, TILE_COLUMNS);
-        if (target) {
-            PROFILE("1x1 dX", convolution_work(M, 1, width, O));
-            each_tile(cut(M, 252), columns, [&](int m0, int m1, int c0, int c1) {
-                matmul({m1 - m0, c1 - c0, O}, target.data + (size_t)m0 * width + c0, width,
-                       {dout.data + (size_t)m0 * O, O}, {layer.w + first + c0, K}, options.accumulate);
-            });
-        }
-        PROFILE("1x1 dW", convolution_work(M, 1, width, O, sizeof(float)));
-        each_tile(cut(O, 120, TILE_ROWS), columns, [&](int o0, int o1, int c0, int c1) {
-            matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
-                   transposed(dout.data + o0, O), {source.data + c0, width}, true);
-        });
-    }
-    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
-}
-
-// ---- 3x3 convolution --------------------------------------------------------------------------------------
+// ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 
 // Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
 // p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
@@ -5190,63 +5142,93 @@ static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
     }
 }
 
-// Pixels that a thread gathers at a time.
-static Pieces conv3x3_bands(int pixels, int columns) {
-    return cut(pixels, std::min(252, (int)THREAD_FLOATS / columns));
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps their
+// neighbourhoods, gathered in the thread's scratch.
+template <int TAPS>
+static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
+    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
+    im2col(thread_floats(), x, p0, p1, j0, j1);
+    return {thread_floats(), j1 - j0};
+}
+// So many pixels at a time that they fit there.
+template <int TAPS>
+static Pieces bands_of(Tensor x) {
+    return cut(x.rows(), std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
 }
 
-static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
-    int C = x.C, O = out.C, H = x.H, W = x.W;
-    PROFILE("3x3 forward", convolution_work(x.rows(), 9, C, O));
+static void channel_moments(Tensor x);
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
+
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
+    int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
+    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
     const float* residual = in_place ? nullptr : options.residual.data;
-    Pieces bands = conv3x3_bands(x.rows(), 9 * C);
-    each_tile(bands, cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
-        float* columns = thread_floats();  // (p1 - p0, 9, C)
-        im2col(columns, x, p0, p1, 0, 9 * C);
-        matmul({p1 - p0, o1 - o0, 9 * C}, out.data + (size_t)p0 * O + o0, O, {columns, 9 * C},
-               transposed(layer.w + (size_t)o0 * 9 * C, 9 * C), in_place);
+    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
+        float* target = out.data + (size_t)p0 * O + o0;
+        const float* w = layer.w + (size_t)o0 * K;
+        matmul({p1 - p0, o1 - o0, C}, target, O, pixels_of<TAPS>(x.first, p0, p1, 0, C), transposed(w, K),
+               in_place);
+        if (C2)
+            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
+                   transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
-            size_t b = p / (H * W);
-            const float* emb = options.emb.data ? options.emb.data + b * options.emb.pitch : nullptr;
-            const float* added = residual ? residual + (size_t)p * O : nullptr;
+            size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
+            const float *emb = options.emb.data, *bias = layer.bias;
 #pragma omp simd
             for (int o = o0; o < o1; o++)
-                out.data[(size_t)p * O + o] +=
-                    layer.bias[o] + (emb ? emb[o] : 0.0f) + (added ? added[o] : 0.0f);
+                out.data[at + o] +=
+                    bias[o] + (emb ? emb[emb_at + o] : 0.0f) + (residual ? residual[at + o] : 0.0f);
         }
     });
     if (out.moments) channel_moments(out);
 }
 
+template <int TAPS>
+static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
+    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
+    bias_backward(layer.dbias, options.demb, dout.data, dout.B, dout.H * dout.W, O);
+    for (bool second : {false, true}) {
+        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
+        int C = source.C, first = second ? x.first.C : 0;
+        if (!C) continue;
+        if (target) {
+            PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(M, TAPS, C, O));
+            each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+                Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
+                for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
+                    matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
+                           {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
+            });
+        }
+        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, C, O, sizeof(float)));
+        // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
+        int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
+                  [&](int o0, int o1, int j0, int j1) {
+                      for (int p0 = 0; p0 < M; p0 += step) {
+                          int p1 = std::min(p0 + step, M);
+                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
+                                 transposed(dout.data + (size_t)p0 * O + o0, O),
+                                 pixels_of<TAPS>(source, p0, p1, j0, j1), true);
+                      }
+                  });
+    }
+    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
+}
+
+static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    product_forward<1>(out, x, layer, options);
+}
+static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
+    product_backward<1>(dx, dout, x, layer, options);
+}
+static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
+    product_forward<9>(out, x, layer, options);
+}
 static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options) {
-    int B = x.B, H = x.H, W = x.W, C = x.C, O = dout.C, pixels = x.rows();
-    bias_backward(layer.dbias, options.demb, dout.data, B, H * W, O);
-    if (dx) {
-        PROFILE("3x3 dX", convolution_work(pixels, 9, C, O));
-        Pieces bands = conv3x3_bands(pixels, 9 * O);
-        each_tile(bands, cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
-            float* columns = thread_floats();  // (p1 - p0, 9, O)
-            im2col(columns, dout, p0, p1, 0, 9 * O);
-            for (int tap = 0; tap < 9; tap++)
-                matmul({p1 - p0, c1 - c0, O}, dx.data + (size_t)p0 * C + c0, C, {columns + tap * O, 9 * O},
-                       {layer.w + (8 - tap) * C + c0, 9 * C}, tap > 0);
-        });
-    }
-    {
-        PROFILE("3x3 dW", convolution_work(pixels, 9, C, O, sizeof(float)));
-        // Each thread owns some columns of dw and walks over all pixels: no partial sums to add up.
-        each_tile(cut(O, O), cut(9 * C, 96), [&](int, int, int j0, int j1) {
-            float* columns = thread_floats();  // (p1 - p0, j1 - j0)
-            for (int p0 = 0; p0 < pixels; p0 += 2 * KC) {
-                int p1 = std::min(p0 + 2 * KC, pixels);
-                im2col(columns, x, p0, p1, j0, j1);
-                matmul({O, j1 - j0, p1 - p0}, layer.dw + j0, 9 * C, transposed(dout.data + (size_t)p0 * O, O),
-                       {columns, j1 - j0}, true);
-            }
-        });
-    }
-    if (options.norm) groupnorm_backward_sums(dx, dx, *options.norm);
+    product_backward<9>(dx, dout, x, layer, options);
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
