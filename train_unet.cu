@@ -656,7 +656,8 @@ struct TensorOf {
     // the tensor next, whatever writes the tensor leaves them behind. Null on the CPU, whose norm measures.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
-    int rows() const { return B * H * W; }
+    HOST_DEVICE int T() const { return H * W; }
+    HOST_DEVICE int rows() const { return B * H * W; }
     size_t count() const { return (size_t)B * H * W * C; }
     TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
 };
@@ -666,7 +667,10 @@ template <typename Real>
 struct JoinedOf {
     TensorOf<Real> first, second;
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}) : first(one), second(two) {}
-    int C() const { return first.C + second.C; }
+    HOST_DEVICE int C() const { return first.C + second.C; }
+    // Of channel c: which of the two it is in, and where among its channels.
+    HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
+    HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
@@ -5867,31 +5871,13 @@ static void run(Layer layer) {
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
-// A norm as the kernels take it.
-struct Normed {
-    const floatX *x, *x2;              // (B, T, C), (B, T, C2)
-    const float2 *moments, *moments2;  // theirs
-    const float *w, *bias;             // (C + C2)
-    float *dw, *dbias;
-    float *mean, *rstd;  // (B, G); null: there is no norm
-    float2* sums;
-    int B, T, C, C2, G;
-    bool silu;
-};
-static Normed normed_of(const Norm& norm) {
-    const Tensor &x = norm.x.first, &x2 = norm.x.second;
-    return {x.data,    x2.data,    x.moments, x2.moments,  norm.w,    norm.bias,
-            norm.dw,   norm.dbias, norm.mean, norm.rstd,   norm.sums, x.B,
-            x.H * x.W, x.C,        x2.C,      norm.groups, norm.silu};
-}
-
 // Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
 // in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
-// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle x and x2:
+// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle the two of x:
 //   moments (B, parts, C): a tensor's mean over the part, and its sum of squares about that mean;
-//   sums (B, parts, C + C2): of the gradient dy before the SiLU, and of dy x^.
+//   sums (B, parts, C): of the gradient dy before the SiLU, and of dy x^.
 // The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
-// groupnorm_gradient do. No 16 bytes straddle x and x2: channels come in multiples of 32.
+// groupnorm_backward_sums do. No 16 bytes straddle the two of x: channels come in multiples of 32.
 enum {
     NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
     NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
@@ -5935,11 +5921,10 @@ __device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const fl
 // moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
 // 8 vectors of channels, image); x is read once. Squares are summed about the part's first pixel: over n
 // values of which the pivot is one, that is at most n + 1 times the sum about the mean: little cancels.
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    channel_moments_kernel(float2* moments, const floatX* x, int T, int C) {
+__global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(const Tensor x) {
+    const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
     int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
-    int c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    const floatX* first = x + ((size_t)blockIdx.z * T + t0) * C;
+    const floatX* first = x.data + ((size_t)blockIdx.z * T + t0) * C;
     float sum[VEC] = {}, squares[VEC] = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH];
@@ -5955,28 +5940,28 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     norm_part_sums(sum, squares, [&](int c, float2 total) {
         if (c >= C) return;
         float shift = total.x / n;
-        moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
+        x.moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
             make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
     });
 }
-static void channel_moments(float2* moments, const floatX* x, int B, int T, int C) {
-    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * B * T * C});
-    launch(channel_moments_kernel, dim3(norm_parts(T), ceil_div(C, 8 * VEC), B), NORM_PART_THREADS, 0,
-           moments, x, T, C);
+static void channel_moments(Tensor x) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.count()});
+    launch(channel_moments_kernel, dim3(norm_parts(x.T()), ceil_div(x.C, 8 * VEC), x.B), NORM_PART_THREADS, 0,
+           x);
 }
-static void channel_moments(Tensor x) { channel_moments(x.moments, x.data, x.B, x.H * x.W, x.C); }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
 // the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
 struct NormGrid {
     int channels, slabs, ranks;  // of a slab
 };
-static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
+static NormGrid norm_grid(const Joined& x, int other_blocks) {
     NormGrid s;
     const int line = 128 / sizeof(floatX);
-    s.slabs = ceil_div(K * sizeof(floatX), NORM_SLAB), s.channels = ceil_div(K, s.slabs * line) * line;
-    int most = ceil_div((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
-    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (B * s.slabs);
+    s.slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
+    s.channels = ceil_div(x.C(), s.slabs * line) * line;
+    int most = ceil_div((size_t)x.first.T() * s.channels, NORM_THREADS * VEC);  // a vector a thread
+    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * s.slabs);
     s.ranks = std::max(1, std::min(s.ranks, most));
     return s;
 }
@@ -5997,19 +5982,19 @@ struct NormPlace {
     int b, t, stride, c, c0;  // c0: channel c, counted from the first of the block's groups
     int rank, slab;           // the block's; its first channel
     int group, g0, groups;    // channels in a group; the block's first group, and how many there are
-    bool second;              // the channels lie in x2
-    size_t at, at_joined;     // the thread's first element in its tensor, and in one of C + C2 channels
+    size_t at, at_joined;     // the thread's first element in its tensor, and in one of all channels
     int step, step_joined;    // from one of its pixels to the next
-    __device__ NormPlace(const NormGrid& s, int block, const Normed& norm) {
-        int T = norm.T, C = norm.C, C2 = norm.C2, G = norm.G, K = C + C2;
+    __device__ NormPlace(const NormGrid& s, int block, const Norm& norm) {
+        int T = norm.x.first.T(), C = norm.x.C();
         rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
-        int vectors = min(s.channels, K - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
+        int vectors = min(s.channels, C - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
         c = slab + threadIdx.x % vectors * VEC;
-        group = K / G, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
-        c0 = c - g0 * group, second = c >= C, t = rank * R + r, stride = R * s.ranks;
+        group = C / norm.groups, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
+        c0 = c - g0 * group, t = rank * R + r, stride = R * s.ranks;
+        int width = norm.x.of(c).C;
         size_t pixel = (size_t)b * T + t;
-        at = second ? pixel * C2 + c - C : pixel * C + c, at_joined = pixel * K + c;
-        step = stride * (second ? C2 : C), step_joined = stride * K;
+        at = pixel * width + norm.x.within(c), at_joined = pixel * C + c;
+        step = stride * width, step_joined = stride * C;
         if (r >= R) t = T;  // a thread too many
     }
 };
@@ -6044,31 +6029,31 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
     return sum;
 }
 
-// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Device memory: x and x2 in, out out, once each; before that
-// each block reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by
-// Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
+// F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
+// reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by Chan, Golub and
+// LeVeque (1979), about the mean of the group's first channel and part.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, const Normed norm, NormGrid s) {
+    groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
     __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
-    const int T = norm.T, C = norm.C, C2 = norm.C2;
+    const int T = norm.x.first.T();
     NormPlace p(s, blockIdx.x, norm);
-    const floatX* source = (p.second ? norm.x2 : norm.x) + p.at;
+    const floatX* source = norm.x.of(p.c).data + p.at;
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
     auto load_first = [&] {
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     };
-    float *mean = norm.mean + p.b * norm.G + p.g0, *rstd = norm.rstd + p.b * norm.G + p.g0;
-    if (!norm.moments) {
+    float *mean = norm.mean + p.b * norm.groups + p.g0, *rstd = norm.rstd + p.b * norm.groups + p.g0;
+    if (!norm.x.first.moments) {
         load_first();
         if ((int)threadIdx.x < p.groups)
             statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
     } else {
         int parts = norm_parts(T);
         auto moment = [&](int part, int c) {
-            size_t row = (size_t)p.b * parts + part;
-            return c < C ? norm.moments[row * C + c] : norm.moments2[row * C2 + c - C];
+            const Tensor& x = norm.x.of(c);
+            return x.moments[((size_t)p.b * parts + part) * x.C + norm.x.within(c)];
         };
         auto item = [&](int part, int c, int c0) {
             float2 m = moment(part, c);
@@ -6103,36 +6088,36 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
-static void launch_norm(floatX* out, const Normed& norm) {
-    NormGrid s = norm_grid(norm.B, norm.T, norm.C + norm.C2, 0);
-    launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.B, NORM_THREADS, 0, out, norm, s);
+static void launch_norm(Tensor out, const Norm& norm) {
+    NormGrid s = norm_grid(norm.x, 0);
+    launch(groupnorm_forward_kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
     ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
-    launch_norm(out.data, normed_of(norm));
+    launch_norm(out, norm);
 }
 static void groupnorm_apply(Tensor out, const Norm& norm) {
     PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * out.count()});
-    Normed again = normed_of(norm);
-    again.moments = nullptr;
-    launch_norm(out.data, again);
+    Norm again = norm;
+    again.x.first.moments = nullptr;
+    launch_norm(out, again);
 }
 
-// The gradient before the SiLU, dy = dnormed * silu'(x scale + shift), and its sums. Blocks as in
-// channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
+// The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
+// channel_moments. Device memory: x and dout in, dy out, once each.
 __global__ void __launch_bounds__(NORM_PART_THREADS)
-    groupnorm_gradient_kernel(floatX* dy, const floatX* dnormed, const Normed norm) {
-    int T = norm.T, C = norm.C, C2 = norm.C2, K = C + C2, group = K / norm.G;
+    groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
-    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
-    const floatX* source = c < C ? norm.x + pixel * C + c : norm.x2 + pixel * C2 + c - C;
-    const float *mean = norm.mean + blockIdx.z * norm.G, *rstd = norm.rstd + blockIdx.z * norm.G;
+    int T = norm.x.first.T(), C = norm.x.C(), group = C / norm.groups, width = norm.x.of(c).C;
+    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
+    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
+    const float *mean = norm.mean + blockIdx.z * norm.groups, *rstd = norm.rstd + blockIdx.z * norm.groups;
     float sum[VEC] = {}, sum_normed[VEC] = {};
-    if (c < K) {
+    if (c < C) {
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
+        norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
+        norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
         norm_parameters(scale, norm.w + c), norm_parameters(shift, norm.bias + c);
         norm_each_channel(c, group, [&](int i, int g) {
@@ -6145,34 +6130,30 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
             for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
-            if (norm.silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
+            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
     norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
-        if (c < K)
-            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
+        if (c < C)
+            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
                 make_float2(total.x, total.y * rstd[c / group]);
     });
 }
-static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm) {
-    int K = norm.C + norm.C2;
-    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * norm.B * norm.T * K});
-    launch(groupnorm_gradient_kernel, dim3(norm_parts(norm.T), ceil_div(K, 8 * VEC), norm.B),
-           NORM_PART_THREADS, 0, dy, dnormed, norm);
-}
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
-    groupnorm_gradient(dy.data, dout.data, normed_of(norm));
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
+    launch(groupnorm_backward_sums_kernel, dim3(norm_parts(dy.T()), ceil_div(dy.C, 8 * VEC), dy.B),
+           NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
-__device__ static inline void norm_weights(const Normed& norm, int rows, int K) {
+// dbias, dw (C) += sums (rows, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
+__device__ static inline void norm_weights(const Norm& norm, int rows, int C) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < rows; i += WARPS) {
-        float2 more = norm.sums[(size_t)i * K + c];
+        float2 more = norm.sums[(size_t)i * C + c];
         total.x += more.x, total.y += more.y;
     }
     shared_sums[warp][lane] = total;
@@ -6187,18 +6168,18 @@ __device__ static inline void norm_weights(const Normed& norm, int rows, int K) 
 // reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(floatX* dx, floatX* dx2, const floatX* dy, const floatX* dresidual,
-                              const Normed norm, NormGrid s, int weight_blocks) {
+    groupnorm_backward_kernel(const Joined dx, const floatX* dy, const floatX* dresidual, const Norm norm,
+                              NormGrid s, int weight_blocks) {
     __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
-    const int T = norm.T, K = norm.C + norm.C2, parts = norm_parts(T);
+    const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks) {
-        norm_weights(norm, norm.B * parts, K);
+        norm_weights(norm, norm.x.first.B * parts, C);
         return;
     }
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
-    const floatX *source = (p.second ? norm.x2 : norm.x) + p.at, *gradient = dy + p.at_joined;
+    const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
-    floatX* target = (p.second ? dx2 : dx) + p.at;
+    floatX* target = dx.of(p.c).data + p.at;
     uint4 in, upstream, residual, old;
     auto load = [&](const floatX* before) {
         in = *(const uint4*)source, source += p.step;
@@ -6206,10 +6187,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
         if (ACCUMULATE) old = *(const uint4*)before;
     };
-    const float *mean = norm.mean + p.b * norm.G + p.g0, *rstd = norm.rstd + p.b * norm.G + p.g0;
-    const float2* sums = norm.sums + (size_t)p.b * parts * K;
+    const float *mean = norm.mean + p.b * norm.groups + p.g0, *rstd = norm.rstd + p.b * norm.groups + p.g0;
+    const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
-        float2 sum = sums[(size_t)part * K + c];
+        float2 sum = sums[(size_t)part * C + c];
         float weight = norm.w[c];
         return make_float2(weight * sum.x, weight * sum.y);
     };
@@ -6245,12 +6226,12 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
     bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
-    NormGrid s = norm_grid(dy.B, dy.H * dy.W, dy.C, weight_blocks);
+    NormGrid s = norm_grid(norm.x, weight_blocks);
     static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
         {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
     launch(passes[residual][options.accumulate], weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
-           dx.first.data, dx.second.data, dy.data, options.residual.data, normed_of(norm), s, weight_blocks);
+           dx, dy.data, options.residual.data, norm, s, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -6762,6 +6743,8 @@ struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
+    // Of the tile's images, which are a set.
+    __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
         int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
@@ -6785,30 +6768,38 @@ struct Patch {
         return inside ? (b * H + y) * W + x : -1;
     }
 };
-// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider.
-static Patch make_patch(int B, int H, int W, int pixels) {
-    Patch p = {B, H, W, 1, 8, 0, 0, 0};
-    if (pixels == 128) (W <= 8 ? p.images : p.width) *= 2;
-    p.tiles_y = ceil_div(H, 8), p.tiles_x = ceil_div(W, p.width);
-    p.tiles = ceil_div(B, p.images) * p.tiles_y * p.tiles_x;
+// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider. Of 1x1 products, whose
+// pixels are one line, only the tiles are used.
+static Patch make_patch(const Tensor& x, int taps, int pixels) {
+    if (taps == 1) {
+        int tiles = ceil_div(x.rows(), pixels);
+        return {1, 1, x.rows(), 1, pixels, 1, tiles, tiles};
+    }
+    Patch p = {x.B, x.H, x.W, 1, 8, 0, 0, 0};
+    if (pixels == 128) (x.W <= 8 ? p.images : p.width) *= 2;
+    p.tiles_y = ceil_div(x.H, 8), p.tiles_x = ceil_div(x.W, p.width);
+    p.tiles = ceil_div(x.B, p.images) * p.set_tiles();
     return p;
 }
 
 // ---- forward and input gradient
 
 struct Gemm {
-    floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
-    const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
-    const floatX *x, *x2;                // (M, C), (M, C2)
-    const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
-    const floatX *bias, *emb;  // (N), (M / T, emb_pitch)[:, :N]; null: none
-    int emb_pitch;
-    float* partial;   // (splits, M, N), where splits > 1
-    float2* moments;  // (M / T, parts, N) of the output; null: not wanted
-    Normed norm;      // or it is behind a norm
-    int M, N, N1, C, C2, T;
-    int splits;
-    Patch patch;  // 3x3 only
+    Joined out;                    // (M, N), of M pixels
+    Joined residual = {};          // likewise, added; may be out itself
+    Joined x;                      // (M, K)
+    const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
+    const floatX* bias = nullptr;  // (N)
+    Rows emb = {};                 // (B, N)
+    Norm norm = {};  // that wrote what `out` is the gradient of: its sums are wanted. Without mean: none
+    Patch patch = {};
+    int splits = 1;
+    float* partial = nullptr;  // (splits, M, N), where splits > 1
+    __host__ __device__ int M() const { return x.first.rows(); }
+    __host__ __device__ int N() const { return out.C(); }
+    // Of BK of K's channels; no chunk straddles the two of x.
+    __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
+    __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
 
 // BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are the reduction, as in an input
@@ -6952,12 +6943,11 @@ struct OutputColumns {
     int width, emb_pitch;
     float bias[VEC];
     __device__ OutputColumns(const Gemm& g, int n) {
-        bool second = n >= g.N1;
-        int column = second ? n - g.N1 : n;
-        width = second ? g.N - g.N1 : g.N1, emb_pitch = g.emb_pitch;
-        out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
+        int column = g.out.within(n);
+        width = g.out.of(n).C, emb_pitch = g.emb.pitch;
+        out = g.out.of(n).data + column, residual = g.residual.of(n).data;
         if (residual) residual += column;
-        emb = g.emb ? g.emb + n : nullptr;
+        emb = g.emb.data ? g.emb.data + n : nullptr;
         for (int e = 0; e < VEC; e++) bias[e] = 0;
         if (g.bias) add_vector(bias, g.bias + n);
     }
@@ -6986,23 +6976,24 @@ struct GemmWeights {
     static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
     static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
     const Gemm& g;
-    const int n0, chunks1, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
-    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N : g.C + g.C2);
+    const int n0, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
+    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N() : g.x.C());
     const floatX* const first = g.w + vector * VEC + (TRANSPOSED ? row * stride + n0 : (n0 + row) * stride);
     const uint32_t to;
     int chunk, tap = 0, stage = 0;  // of the next step
-    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk, int chunks1)
-        : g(g), n0(n0), chunks1(chunks1), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
+    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk)
+        : g(g), n0(n0), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
     __device__ void load() {
-        bool second = TAPS == 1 && chunk >= chunks1;
-        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK, rows;
+        bool second = TAPS == 1 && chunk >= g.chunks1();
+        int C = g.x.first.C, channels = second ? g.x.second.C : C;
+        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, rows;
         const floatX* from = first;
         if (TRANSPOSED) {
-            rows = n0 + vector * VEC < g.N ? channels - c0 - row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N;
+            rows = n0 + vector * VEC < g.N() ? channels - c0 - row : 0;
+            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N();
         } else {
-            rows = c0 + vector * VEC < channels ? g.N - n0 - row : 0;
-            from += tap * g.C + (second ? g.C : 0) + c0;
+            rows = c0 + vector * VEC < channels ? g.N() - n0 - row : 0;
+            from += tap * C + (second ? C : 0) + c0;
         }
         for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
             if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
@@ -7025,7 +7016,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
     // image.
     constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
     int column = tid % ROW * VEC, n = n0 + column;
-    if (n >= g.N) return;
+    if (n >= g.N()) return;
     bool finishes = g.splits == 1;
     OutputColumns columns(g, n);
     int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
@@ -7040,7 +7031,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
         for (int i = 0; i < BATCH; i++) {
             int p = p0 + i * PASS;
             m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (m[i] >= g.M) m[i] = -1;
+            if (m[i] >= g.M()) m[i] = -1;
             if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
         }
         for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
@@ -7051,10 +7042,10 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
                 if (TAPS > 1)
                     for (int e = 0; e < VEC; e++) value[e] += added[e];
                 else
-                    columns.add(value, g.emb ? m[i] / g.T : 0);
+                    columns.add(value, g.emb.data ? m[i] / g.x.first.T() : 0);
                 columns.store(value, residual[i], m[i]);
             } else {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
+                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
                 for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
             }
         }
@@ -7075,12 +7066,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
     uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
     const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
+    int tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
     int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
 
-    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
-    int first = (int)((long long)blockIdx.y * chunks / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
+    int first = (int)((long long)blockIdx.y * g.chunks() / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * g.chunks() / g.splits), steps = (last - first) * TAPS;
 
     if (TAPS > 1) {
         Pixel origin = g.patch.origin(tile);
@@ -7089,19 +7079,19 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         __syncthreads();
     }
     auto load_a = [&](int buffer, int chunk, int begin, int end) {
-        bool second = TAPS == 1 && chunk >= chunks1;
-        const floatX* x = second ? g.x2 : g.x;
-        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
+        bool second = TAPS == 1 && chunk >= g.chunks1();
+        const floatX* x = second ? g.x.second.data : g.x.first.data;
+        int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? chunk - g.chunks1() : chunk) * BK;
         uint32_t to = a_ring + buffer * a_bytes;
         for (int i = begin; i < end; i++) {
             int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
             if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
             int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
+            bool valid = (TAPS > 1 ? m >= 0 : m < g.M()) && c < channels;
             copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
         }
     };
-    GemmWeights<Tile> weights(g, b_ring, n0, first, chunks1);
+    GemmWeights<Tile> weights(g, b_ring, n0, first);
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
     if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
@@ -7144,10 +7134,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
 // outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M() * g.N();
     if (i >= n) return;
-    int m = (int)(i / g.N);
-    OutputColumns columns(g, (int)(i % g.N));
+    int m = (int)(i / g.N());
+    OutputColumns columns(g, (int)(i % g.N()));
     uint4 residual;
     if (columns.residual) residual = columns.load(m);
     float value[VEC] = {0};
@@ -7157,23 +7147,22 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
             float4 part = *(const float4*)(g.partial + s * n + i + e);
             value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
         }
-    columns.add(value, m / g.T);
+    columns.add(value, m / g.x.first.T());
     columns.store(value, residual, m);
 }
 
 template <class Tile>
 static void launch_gemm_tile(Gemm g) {
-    if (Tile::TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::BM);
-    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK);
-    int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
-    int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
+    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
+    int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
+    int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
 }
 
 #ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
 template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(Gemm* g);
+static bool launch_hopper(const Gemm& g);
 #endif
 
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
@@ -7184,70 +7173,66 @@ static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the
 template <int TAPS, bool TRANSPOSED>
 static void launch_portable(Gemm g) {
     if constexpr (!TRANSPOSED)
-        if (g.N <= 16) {  // an image
-            g.splits = 1;
+        if (g.N() <= 16) {  // an image
             launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
             return;
         }
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
-        int along_m =
-            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, pixels).tiles : ceil_div(g.M, pixels);
-        return along_m * ceil_div(g.N, channels);
+        return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
-    bool even = ceil_div(g.N, 64) % 2 == 0;  // tiles of 128 channels are full
+    bool even = ceil_div(g.N(), 64) % 2 == 0;  // tiles of 128 channels are full
     int tile = even && tiles(128, 128) >= 3 * gpu_multiprocessors ? 0
                : tiles(128, 64) >= 2 * gpu_multiprocessors        ? 1
                                                                   : 2;
-    const int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), least_steps = HALF ? 18 : 1;
-    int splits = 1;
-    while (tile == 2 && splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
-           splits * tiles(64, 64) <= gpu_multiprocessors)
-        splits *= 2;
+    const int chunks = g.chunks(), least_steps = HALF ? 18 : 1;
+    while (tile == 2 && g.splits < 8 && 2 * g.splits <= chunks && TAPS * chunks >= least_steps * g.splits &&
+           g.splits * tiles(64, 64) <= gpu_multiprocessors)
+        g.splits *= 2;
     if (forced_tile >= 0) tile = forced_tile;
-    if (forced_splits > 0) splits = std::min(forced_splits, chunks);
+    if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
     Borrowed borrowed;
-    g.splits = splits;
-    if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
+    if (g.splits > 1) g.partial = take<float>(&lane->workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
     if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
     if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
 }
 
+// What norms want of the output, where the product did not leave it behind.
+static void launch_gemm_sums(const Gemm& g) {
+    if (g.out.first.moments) channel_moments(g.out.first);
+    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+}
+
 template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(Gemm g) {
-    ASSERT(g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE + g.N % CHANNEL_MULTIPLE +
-               g.N1 % CHANNEL_MULTIPLE ==
-           0);
-    bool done = false;
+static void launch_gemm(const Gemm& g) {
+    for (const Joined& joined : {g.x, g.out})
+        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
 #ifdef HOPPER
-    done = forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(&g);
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
 #endif
-    if (!done) launch_portable<TAPS, TRANSPOSED>(g);
-    if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
-    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm);
+    launch_portable<TAPS, TRANSPOSED>(g);
+    launch_gemm_sums(g);
 }
 
 // ---- weight gradient
 
 struct WeightGradient {
-    float* dw;             // (O, taps, C + C2): added to, where partial is null
-    float* partial;        // (splits, O, taps, C + C2): overwritten
-    const floatX* dout;    // (M, O)
-    const floatX *x, *x2;  // (M, C), (M, C2)
-    float* dbias;          // (O): added to; null: not wanted here
-    floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
-    int image_pitch;
-    float* bias_parts;  // (splits + sets, set_images, O)
-    int M, O, C, C2;
-    int splits, tiles;             // of the pixels
-    int partials;                  // partial sums of dw: one a split, or a cluster of splits
-    int B, set_images, set_tiles;  // 3x3: images that share tiles are a set; 1x1: all is one
-    Patch patch;                   // 3x3 only
+    float *dw, *dbias;  // (O, taps, C), (O): added to; dbias null: not wanted
+    Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
+    Joined x;           // (B, H, W, C)
+    Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
+    int taps;
+    Patch patch = {};
+    int splits = 1, cluster = 1;  // of the patch's tiles; of these in a cluster, which adds them up
+    float* partial = nullptr;     // (partials, O, taps, C), where they are several
+    float* bias_parts = nullptr;  // (splits + sets, images of a set, O)
+    __host__ __device__ int partials() const { return splits / cluster; }
+    __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
     // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
-    __device__ int first_tile(int s) const { return (int)((long long)s * tiles / splits); }
-    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
+    __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
+    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
 };
 
 #ifdef HOPPER
@@ -7300,11 +7285,12 @@ struct BiasSums {
         if (lane < Tile::ROW)
             for (int e = 0; e < VEC / 4; e++) *(float4*)(of_warp + warp * 64 + lane * VEC + 4 * e) = sum[e];
         __syncthreads();
-        int warps = Tile::WARPS / g.set_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
-        if (image < g.set_images && o0 + o < g.O) {
+        int images = g.patch.images, O = g.dout.C, warps = Tile::WARPS / images;
+        int image = threadIdx.x / 64, o = threadIdx.x % 64;
+        if (image < images && o0 + o < O) {
             float total = 0;
             for (int w = image * warps; w < (image + 1) * warps; w++) total += of_warp[w * 64 + o];
-            g.bias_parts[((size_t)(blockIdx.y + set) * g.set_images + image) * g.O + o0 + o] = total;
+            g.bias_parts[((size_t)(blockIdx.y + set) * images + image) * O + o0 + o] = total;
         }
         __syncthreads();
     }
@@ -7419,7 +7405,7 @@ struct WeightProduct {
 };
 #endif
 
-// dw (O, taps, C + C2) = einsum('mo,mtc->otc', dout, neighbourhoods of cat([x, x2], 1)), over M pixels.
+// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels.
 // Block (tile, split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits divide the pixels'
 // tiles evenly. Per block: its split's pixels' 64 channels of dout and of x (3x3: with border) come in once,
 // for all taps. The first of the blocks that share dout's channels also writes their column sums.
@@ -7431,14 +7417,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     extern __shared__ __align__(128) unsigned char weight_shared[];
     auto& shared = *(WeightShared<Tile>*)weight_shared;
     int tid = threadIdx.x;
-    int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
+    int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
+    int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
     bool second = c_tile >= tiles1;
-    const floatX* x = second ? g.x2 : g.x;
-    int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-    int o0 = blockIdx.x / c_tiles * 64;
+    const floatX *dout = g.dout.data, *x = second ? g.x.second.data : g.x.first.data;
+    int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+    const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
     int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
     bool sums_bias = g.bias_parts && c_tile == 0;
-    BiasSums<Tile> bias = {shared.bias, first / g.set_tiles};
+    BiasSums<Tile> bias = {shared.bias, first / set_tiles};
     if (sums_bias) bias.clear();
 
     if (TAPS > 1) {
@@ -7456,15 +7443,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             int m = tile * PIXELS + p;
             if (TAPS > 1)
                 m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
-            bool valid = m >= 0 && m < g.M && o < g.O;
-            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES),
-                       valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
+            bool valid = m >= 0 && m < M && o < O;
+            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES), valid ? dout + (size_t)m * O + o : dout,
+                       valid);
         }
         for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
             int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
             if (TAPS > 1 && r >= g.patch.rows()) break;
             int m = TAPS > 1 ? g.patch.pixel(origin, shared.offset_of_row[r]) : tile * PIXELS + r;
-            bool valid = m >= 0 && m < g.M && c < channels;
+            bool valid = m >= 0 && m < M && c < channels;
             copy_async(x_tile + swizzled(r, v, Tile::ROW_BYTES), valid ? x + (size_t)m * channels + c : x,
                        valid);
         }
@@ -7481,10 +7468,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         copy_commit();
         auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias) {
-            if (tile / g.set_tiles != bias.set) {
+            if (tile / set_tiles != bias.set) {
                 bias.flush(g, o0);
                 bias.clear();
-                bias.set = tile / g.set_tiles;
+                bias.set = tile / set_tiles;
             }
             bias.add(stage.dout);
         }
@@ -7492,11 +7479,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     }
     copy_wait<0>();
     if (sums_bias) bias.flush(g, o0);
-    int K = g.C + g.C2;
-    float* to = g.partial ? g.partial + (size_t)blockIdx.y * g.O * TAPS * K : g.dw;
+    float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
     product.store([&](int o, int tap, int c, float2 value) {
-        if (o0 + o >= g.O || c0 + c >= channels) return;
-        float2* p = (float2*)(to + ((size_t)(o0 + o) * TAPS + tap) * K + (second ? g.C : 0) + c0 + c);
+        if (o0 + o >= O || c0 + c >= channels) return;
+        size_t row = (size_t)(o0 + o) * TAPS + tap;
+        float2* p = (float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c);
         *p = g.partial ? value : make_float2(p->x + value.x, p->y + value.y);
     });
 }
@@ -7505,50 +7492,50 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 // share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8;
+    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, B = g.dout.B, O = g.dout.C;
+    int images = g.patch.images, set_tiles = g.patch.set_tiles();
     auto part = [&](int split, int set, int image) {
-        return g.bias_parts[((size_t)(split + set) * g.set_images + image) * g.O + o];
+        return g.bias_parts[((size_t)(split + set) * images + image) * O + o];
     };
     float total = 0;
-    if (g.B == 1) {
+    if (B == 1) {
 #pragma unroll 8
-        for (int s = y; s < g.splits && o < g.O; s += 32) total += part(s, 0, 0);
+        for (int s = y; s < g.splits && o < O; s += 32) total += part(s, 0, 0);
     } else {
-        for (int b = y; b < g.B && o < g.O; b += 32) {
-            int set = b / g.set_images, s1 = g.split_of((set + 1) * g.set_tiles - 1);
+        for (int b = y; b < B && o < O; b += 32) {
+            int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
             float sum = 0;
 #pragma unroll 8
-            for (int s = g.split_of(set * g.set_tiles); s <= s1; s++) sum += part(s, set, b % g.set_images);
-            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
+            for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += part(s, set, b % images);
+            if (g.per_image.data) g.per_image.data[(size_t)b * g.per_image.pitch + o] = (floatX)sum;
             total += sum;
         }
     }
     sums[y][threadIdx.x % 8] = total;
     __syncthreads();
-    if (y != 0 || o >= g.O) return;
+    if (y != 0 || o >= O) return;
     for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
-    if (g.per_image && g.B == 1) g.per_image[o] = (floatX)total;
+    if (g.per_image.data && B == 1) g.per_image.data[o] = (floatX)total;
     g.dbias[o] += total;
 }
 
-// dw += the sum over splits of partial (splits, n), in a fixed order: a thread adds every eighth split, then
-// the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
-// gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
+// dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block b
+// owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
+__global__ void weight_reduce_kernel(const WeightGradient g, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
     }
     __shared__ float4 sums[REDUCERS][32];
-    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32, partials = g.partials();
+    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4, n = g.count();
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
     if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
-    for (int first = part; i < n && first < g.partials; first += 8 * REDUCERS) {
+    for (int first = part; i < n && first < partials; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
         for (int k = 0; k < 8; k++) {
             int s = first + k * REDUCERS;
-            if (s < g.partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
+            if (s < partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
         for (int k = 0; k < 8; k++) sum += loaded[k];
     }
@@ -7560,10 +7547,18 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = old;
 }
 
-static void launch_weight_reduction(const WeightGradient& g, size_t n) {
-    int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
+// The memory that the splits of `g` need, and what adds up what they have left there.
+static void take_partial_sums(WeightGradient* g) {
+    const Patch& patch = g->patch;
+    size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
+    if (g->dbias) g->bias_parts = take<float>(&lane->workspace, bias_rows * patch.images * g->dout.C);
+    if (g->partials() > 1) g->partial = take<float>(&lane->workspace, g->partials() * g->count());
+}
+static void launch_weight_reduction(const WeightGradient& g) {
+    int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
+    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: the sums of all of them fit into half the workspace.
@@ -7572,90 +7567,62 @@ static void launch_portable_weight_gradient(WeightGradient g) {
     constexpr bool HALF = sizeof(floatX) == 2;
     using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
                                            WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
-    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
-    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
-    g.set_images = TAPS > 1 ? g.patch.images : 1;
-    g.set_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
-
-    // A block's walk over the pixels takes tiles / splits, and the reduction splits O (C + C2): together they are
+    g.patch = make_patch(g.dout, TAPS, Tile::PIXELS);
+    const int O = g.dout.C, pixel_tiles = g.patch.tiles;
+    // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
-    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
-    int most = std::min(g.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
-    int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)g.tiles / g.O / (g.C + g.C2)));
-    g.splits = g.partials = std::max(1, std::min(most, balanced + 1));
-
-    size_t n = (size_t)g.O * TAPS * (g.C + g.C2), bias_rows = g.splits + ceil_div(g.B, g.set_images);
-    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, bias_rows * g.set_images * g.O);
-    if (g.splits > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
+    int tiles = ceil_div(O, 64) * (ceil_div(g.x.first.C, 64) + ceil_div(g.x.second.C, 64));
+    int most = std::min(pixel_tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
+    int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
+    g.splits = std::max(1, std::min(most, balanced + 1));
+    take_partial_sums(&g);
     launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
-    launch_weight_reduction(g, n);
-}
-
-// The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
-// several runs.
-template <int TAPS>
-static void launch_weight_gradient(WeightGradient g) {
-    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
-    const size_t B = TAPS > 1 ? g.patch.B : 1, T = g.M / B;
-    const size_t run = std::min(B, Borrowed::left() / 2 / (g.O * sizeof(float)));
-    for (size_t b = 0; b < B; b += run) {
-        Borrowed borrowed;
-        g.B = g.patch.B = (int)std::min(run, B - b), g.M = (int)(g.B * T);
-#ifdef HOPPER
-        if (TAPS > 1)
-            launch_hopper_weight_gradient(g);
-        else
-#endif
-            launch_portable_weight_gradient<TAPS>(g);
-        g.dout += g.M * (size_t)g.O, g.x += g.M * (size_t)g.C;
-        if (g.per_image) g.per_image += g.B * (size_t)g.image_pitch;
-    }
+    launch_weight_reduction(g);
 }
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-// A product's fields but the output's, its input being x; T: pixels of an image.
-static Gemm gemm_of(Joined x, const floatX* w, Forward options = {}) {
-    const Tensor& first = x.first;
-    Gemm g = {};
-    g.x = first.data, g.x2 = x.second.data, g.C = first.C, g.C2 = x.second.C, g.w = w;
-    g.M = first.rows(), g.T = first.H * first.W;
-    g.patch.B = first.B, g.patch.H = first.H, g.patch.W = first.W;
-    g.residual = options.residual.data, g.emb = options.emb.data, g.emb_pitch = options.emb.pitch;
-    return g;
-}
-static void take_output(Gemm* g, Joined out) {
-    g->out = out.first.data, g->out2 = out.second.data, g->N = out.C(), g->N1 = out.first.C;
-    g->moments = out.first.moments;
-}
 template <int TAPS>
 static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    Gemm g = gemm_of(x, layer.w, options);
-    take_output(&g, out);
-    g.bias = layer.bias;
-    launch_gemm<TAPS, false>(g);
+    launch_gemm<TAPS, false>({.out = out,
+                              .residual = options.residual,
+                              .x = x,
+                              .w = layer.w,
+                              .bias = layer.bias,
+                              .emb = options.emb});
 }
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Conv layer, const Backward& options) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
-    Gemm g = gemm_of(dout, layer.w);
-    take_output(&g, dx);
-    if (options.accumulate) g.residual = g.out, g.residual2 = g.out2;
-    if (options.norm) g.norm = normed_of(*options.norm);
+    Gemm g = {.out = dx, .x = dout, .w = layer.w};
+    if (options.accumulate) g.residual = dx;
+    if (options.norm) g.norm = *options.norm;
     launch_gemm<TAPS, true>(g);
 }
 template <int TAPS>
 static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
-    WeightGradient g = {};
-    g.dw = layer.dw, g.dbias = layer.dbias, g.dout = dout.data;
-    g.per_image = demb.data, g.image_pitch = demb.pitch;
-    g.x = x.first.data, g.x2 = x.second.data, g.C = x.first.C, g.C2 = x.second.C;
-    g.M = dout.rows(), g.O = dout.C;
-    g.patch.B = dout.B, g.patch.H = dout.H, g.patch.W = dout.W;
-    launch_weight_gradient<TAPS>(g);
+    ASSERT(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    if (TAPS == 1)
+        for (Tensor* t : {&dout, &x.first, &x.second}) *t = {t->data, 1, 1, t->rows(), t->C};
+    WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
+    // The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
+    // several runs.
+    const int run = (int)std::min<size_t>(dout.B, Borrowed::left() / 2 / (dout.C * sizeof(float)));
+    for (int b = 0; b < dout.B; b += run) {
+        Borrowed borrowed;
+        g.dout.B = g.x.first.B = std::min(run, dout.B - b);
+#ifdef HOPPER
+        if (TAPS > 1)
+            launch_hopper_weight_gradient(g);
+        else
+#endif
+            launch_portable_weight_gradient<TAPS>(g);
+        g.dout.data += g.dout.count(), g.x.first.data += g.x.first.count();
+        if (g.per_image.data) g.per_image.data += (size_t)run * g.per_image.pitch;
+    }
 }
 template <int TAPS>
 static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
@@ -7859,12 +7826,11 @@ struct JoinedMaps {
 };
 
 struct HopperGemm : Gemm {
-    JoinedMaps x_map, out_map;  // of x and x2, a chunk's channels begin at 64 times its number
+    JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
     JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x
     CUtensorMap w_map;
     float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
     bool has_extra;
-    int B, chunks;
     int tiles_x, tiles_y, tiles;
     int share;  // the chunks of one of a cluster's blocks
 };
@@ -7934,7 +7900,7 @@ struct HopperGemmBlock {
     const int o = blockIdx.y * 64, warpgroup = threadIdx.x / 128;
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = WARPGROUPS == 1 ? gridDim.x : 1, rank = WARPGROUPS == 1 ? blockIdx.x : 0;
-    const int first = rank * g.share, last = min(first + g.share, g.chunks);
+    const int first = rank * g.share, last = min(first + g.share, g.chunks());
 
     __device__ __forceinline__ void produce() {  // one thread
         Ring<PATCHES> patch = {0, 1};
@@ -7967,7 +7933,8 @@ struct HopperGemmBlock {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    int channel = g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.C);
+                    int channel =
+                        g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
                     if (Tile::TRANSPOSED)
                         copy_box(shared.w[stage.slot], g.w_map, full, o, {0, channel, TAPS - 1 - tap});
                     else
@@ -8042,8 +8009,8 @@ struct HopperEpilogue {
     const HopperGemm& g;
     const Pixel at;  // the warpgroup's first
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int images = Tile::PAIRS || g.T == 64 ? IMAGES : 1;  // that it does hold
-    const int image = Tile::TAPS == 1 ? at.x / g.T : at.b;
+    const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
+    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
     const bool gradient = Tile::TRANSPOSED && g.norm.mean;
     // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
     float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];
@@ -8052,11 +8019,12 @@ struct HopperEpilogue {
     __device__ __forceinline__ void load() {
         UNROLLED_FOR (int i = 0; i < IMAGES; i++)
             UNROLLED_FOR (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N - 1), b = min(image + (images == 1 ? 0 : i), g.B - 1);
+                int n = min(row + 8 * h, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
+                if (!Tile::TRANSPOSED && g.emb.data)
+                    added[i][h] += (float)g.emb.data[(size_t)b * g.emb.pitch + n];
                 if (!gradient) continue;
-                int of = b * g.norm.G + n / (g.N / g.norm.G);
+                int of = b * g.norm.groups + n / (g.N() / g.norm.groups);
                 mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
                 shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
             }
@@ -8107,17 +8075,20 @@ struct HopperEpilogue {
                 product[e * IMAGES / 64][e / 2 % 2] += d * d;
             }
         }
-        int pixel = Tile::TAPS == 1 ? at.x : image * g.T;  // the first, or as many as come before its part
-        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.patch.W / 8) + at.x / 8) * 128;
+        int pixel =
+            Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or as many as come before its part
+        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         UNROLLED_FOR (int h = 0; h < 2; h++) {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
             if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
                 int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows())
+                    continue;
                 if (gradient)
-                    product[i][h] *= g.norm.rstd[min(image + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
-                g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], product[i][h]);
+                    product[i][h] *= g.norm.rstd[min(image + i, g.x.first.B - 1) * g.norm.groups +
+                                                 n / (g.N() / g.norm.groups)];
+                g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
             }
         }
     }
@@ -8175,38 +8146,34 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 template <class Tile>
 static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
-    const int B = TAPS == 1 ? 1 : g.patch.B, H = TAPS == 1 ? 1 : g.patch.H, W = TAPS == 1 ? g.M : g.patch.W;
-    const int K = g.C + g.C2;
-    const bool normed = g.norm.mean;
-    auto joined = [&](const floatX* x, const floatX* x2, int columns, int all, Box box) {
-        JoinedMaps maps = {tensor_map(x, columns, W, H, B, box), {}, columns};
-        if (columns < all) maps.second = tensor_map(x2, all - columns, W, H, B, box);
+    const Tensor& x = g.x.first;
+    const int B = TAPS == 1 ? 1 : x.B, H = TAPS == 1 ? 1 : x.H, W = TAPS == 1 ? g.M() : x.W;
+    const int columns = ceil_div(g.N(), 64);
+    auto joined = [&](const Joined& x, Box box) {
+        JoinedMaps maps = {tensor_map(x.first.data, x.first.C, W, H, B, box), {}, x.first.C};
+        if (x.second) maps.second = tensor_map(x.second.data, x.second.C, W, H, B, box);
         return maps;
     };
-    HopperGemm h = {};
-    static_cast<Gemm&>(h) = g;
-    h.x_map = joined(g.x, g.x2, g.C, K, Tile::PATCH);
-    h.x_map.columns = ceil_div(g.C, 64) * 64;
-    h.out_map = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
-    h.w_map = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, {1, 64, 1})
-                               : tensor_map(g.w, K, TAPS, g.N, 1, {1, 64, 1});
-    h.has_extra = normed || g.residual;
-    if (normed)
-        h.extra_map = joined(g.norm.x, g.norm.x2, g.norm.C, g.N, Tile::OUTPUTS);
-    else if (g.residual)
-        h.extra_map = joined(g.residual, g.residual2, g.N1, g.N, Tile::OUTPUTS);
-    h.sums = normed ? g.norm.sums : g.moments;
-    h.B = g.M / g.T, h.chunks = ceil_div(g.C, 64) + ceil_div(g.C2, 64);
+    HopperGemm h = {g};
+    h.x_map = joined(g.x, Tile::PATCH);
+    h.x_map.columns = g.chunks1() * 64;
+    h.out_map = joined(g.out, Tile::OUTPUTS);
+    h.w_map = Tile::TRANSPOSED ? tensor_map(g.w, g.N(), TAPS, g.x.C(), 1, {1, 64, 1})
+                               : tensor_map(g.w, g.x.C(), TAPS, g.N(), 1, {1, 64, 1});
+    const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
+    h.has_extra = !!extra.first;
+    if (h.has_extra) h.extra_map = joined(extra, Tile::OUTPUTS);
+    h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
     h.tiles_x = ceil_div(W, Tile::PIXELS.width), h.tiles_y = ceil_div(H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
     // below were measured on an H100.
-    int columns = ceil_div(g.N, 64), splits = 1;
+    int splits = 1;
     while (Tile::WARPGROUPS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
-           h.chunks * TAPS >= 18 * splits)
+           g.chunks() * TAPS >= 18 * splits)
         splits *= 2;
-    h.share = ceil_div(h.chunks, splits);
-    splits = ceil_div(h.chunks, h.share);  // none without a chunk
+    h.share = ceil_div(g.chunks(), splits);
+    splits = ceil_div(g.chunks(), h.share);  // none without a chunk
     // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
     // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
     int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
@@ -8216,37 +8183,35 @@ static void launch_hopper_tile(const Gemm& g) {
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
 }
-// Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
-// wanted of g.
+// Whether the kernel above takes this product, launched here if so.
 template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(Gemm* g) {
-    const int B = g->patch.B, H = g->patch.H, W = g->patch.W;
+static bool launch_hopper(const Gemm& asked) {
+    Gemm g = asked;
+    const int B = g.x.first.B, H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8;
-    if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
-    if (TAPS == 1 && g->emb) return false;
+    auto fits = [](const Joined& x) { return !x.second || x.first.C % 64 == 0; };
+    if (g.N() <= 16 || !fits(g.out)) return false;
+    if (TAPS == 1 && g.emb.data) return false;
     // A warpgroup's 128 pixels are a part of an image, or two images of 64.
     bool whole_parts =
-        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
-    bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
-    Gemm asked = *g;
-    if (!whole_parts) asked.moments = nullptr;
-    if (!whole_parts || !norm_fits) asked.norm = Normed();
-    if (asked.moments) g->moments = nullptr;
-    if (asked.norm.mean) g->norm = Normed();
+        T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
+    bool sums = whole_parts && fits(g.norm.x);
+    if (!sums) g.out.first.moments = nullptr, g.norm = {};
     if constexpr (TAPS == 1) {
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
-        bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
+        bool many = ceil_div(g.M(), 128) * ceil_div(g.N(), 64) > 2 * gpu_multiprocessors;
         if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked);
+            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(g);
         else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(g);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked);
-    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g->N, 64) >= 3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(g);
+    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) >= 3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(g);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(g);
     }
+    if (!sums) launch_gemm_sums(asked);
     return true;
 }
 
@@ -8254,7 +8219,6 @@ static bool launch_hopper(Gemm* g) {
 
 struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;
-    int cluster;  // splits in one
 };
 
 // What a block multiplies: each warpgroup has 64 output channels by 64 input channels at a line's three taps.
@@ -8319,7 +8283,8 @@ struct HopperWeightBlock {
     const int split = blockIdx.x, rank = split % g.cluster;
     const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
-    const int c_tiles = ceil_div(g.C, 64), c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+    const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
+    const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
     const int first = g.first_tile(split), last = g.first_tile(split + 1);
 
     __device__ __forceinline__ void produce() {  // one thread
@@ -8346,10 +8311,11 @@ struct HopperWeightBlock {
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
         };
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
+        const int steps = g.patch.set_tiles();  // an image
         for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / g.set_tiles, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * g.set_tiles) : last;
-            int left = (first_image + 1) * g.set_tiles - begin;  // steps of this image
+            int first_image = begin / steps, images = first_image / 8 * 8;
+            end = BIAS ? min(last, (images + 8) * steps) : last;
+            int left = (first_image + 1) * steps - begin;  // of this image
             uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
             float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
@@ -8367,15 +8333,15 @@ struct HopperWeightBlock {
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
                 if (t > begin) release();
-                if (BIAS && --left == 0) left = g.set_tiles, ones -= 16;
+                if (BIAS && --left == 0) left = steps, ones -= 16;
             }
             wgmma_wait<0>();
             release();
             if (BIAS)
                 for (int e = 0; e < 4; e++) {
                     int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
-                    if (o < g.O && image >= first_image && image <= (end - 1) / g.set_tiles)
-                        g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
+                    if (o < O && image >= first_image && image <= (end - 1) / steps)
+                        g.bias_parts[(size_t)(split + image) * O + o] = sums[e];
                 }
         }
     }
@@ -8392,7 +8358,7 @@ struct HopperWeightBlock {
 
     // This rank's part of the tile, added up over the cluster, to device memory.
     __device__ __forceinline__ void combine() {
-        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * g.O * 9 * g.C : g.dw;
+        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * O * 9 * C : g.dw;
         int rows = WARPGROUPS * 3 * 64 / g.cluster;
 #pragma unroll 2
         for (int i = threadIdx.x; i < rows * 16; i += Tile::READERS) {
@@ -8409,8 +8375,8 @@ struct HopperWeightBlock {
                 for (int r = 1; r < 8; r++)
                     if (r < g.cluster) sum += parts[r];
             }
-            if (o >= g.O || column >= g.C) continue;
-            float* p = to + ((size_t)o * 9 + tap) * g.C + column;
+            if (o >= O || column >= C) continue;
+            float* p = to + ((size_t)o * 9 + tap) * C + column;
             if (g.partial)
                 *(float4*)p = sum;
             else
@@ -8459,18 +8425,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 }
 
 template <class Tile>
-static void launch_hopper_weight_tile(WeightGradient g, int tiles, int cluster) {
-    size_t n = (size_t)g.O * 9 * g.C;
-    g.partials = g.splits / cluster;
-    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, (size_t)(g.splits + g.B) * g.O);
-    if (g.partials > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
-    auto map = [&](const floatX* x, int channels, Box box) {
-        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, box);
-    };
-    HopperWeightGradient h = {g, map(g.dout, g.O, Tile::DOUT), map(g.x, g.C, Tile::X), cluster};
+static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
+    auto map = [](const Tensor& x, Box box) { return tensor_map(x.data, x.C, x.W, x.H, x.B, box); };
+    HopperWeightGradient h = {g, map(g.dout, Tile::DOUT), map(g.x.first, Tile::X)};
     launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-                    sizeof(HopperWeightShared<Tile>), cluster, h);
-    launch_weight_reduction(g, n);
+                    sizeof(HopperWeightShared<Tile>), g.cluster, h);
 }
 
 // launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take the
@@ -8478,29 +8437,32 @@ static void launch_hopper_weight_tile(WeightGradient g, int tiles, int cluster) 
 // come in numbers that clusters don't divide); others leave partial sums. The figures are microseconds, fitted
 // to timings on an H100.
 static void launch_hopper_weight_gradient(WeightGradient g) {
-    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.set_images = 1, g.set_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    int best_warpgroups = 0, best_tiles = 0, best_cluster = 0;
+    g.patch = make_patch(g.dout, 9, 64);
+    const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
+    const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
+    int best_warpgroups = 0;
     float least = FLT_MAX;
     for (int warpgroups : {3, 1}) {
-        const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / warpgroups);
+        const int tiles = sum_tiles * (3 / warpgroups);
         const int resident = gpu_multiprocessors * (warpgroups == 1 ? 2 : 1);
-        for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
+        for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
             bool joined =
                 splits == 2 || ((splits == 4 || splits == 8) && splits * tiles <= resident * 10 / 11);
-            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(g.tiles, splits) *
+            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) *
                        (warpgroups == 3 ? 0.75f : 0.3f);
-            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * g.O * g.C;
+            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * O * C;
             if (us >= least) continue;
-            least = us, g.splits = splits;
-            best_warpgroups = warpgroups, best_tiles = tiles, best_cluster = joined ? splits : 1;
+            least = us, best_warpgroups = warpgroups;
+            g.splits = splits, g.cluster = joined ? splits : 1;
         }
     }
+    take_partial_sums(&g);
     if (best_warpgroups == 3)
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, best_tiles, best_cluster);
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, sum_tiles);
     else
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, best_tiles, best_cluster);
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, sum_tiles * 3);
+    launch_weight_reduction(g);
 }
 
 }  // namespace gpu

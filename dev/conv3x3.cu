@@ -1183,7 +1183,7 @@ static void conv3x3_backward8(Problem& p) {
         conv3x3_weight_gradient8(p, p.sum<float>("dw"), p.in<floatX>("dout"), p.in<floatX>("x"), s);
         return;
     }
-    Patch patch = make_patch(s.B, s.H, s.W, 128);
+    Patch patch = make_patch(p.tensor_in<floatX>("x"), 9, 128);
     size_t n = (size_t)s.O * 9 * s.C;
     int slabs = ceil_div(s.C, 64), splits = std::min(patch.tiles, std::max(1, gpu_multiprocessors / slabs));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, 9, C)
