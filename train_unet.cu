@@ -6141,7 +6141,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
-    launch(groupnorm_backward_sums_kernel, dim3(norm_parts(dy.T()), ceil_div(dy.C, 8 * VEC), dy.B),
+    const Tensor& x = norm.x.first;
+    launch(groupnorm_backward_sums_kernel, dim3(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B),
            NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
@@ -6282,16 +6283,16 @@ __device__ static void attention_load(AttentionRow<D>* tile, const floatX* sourc
     }
 }
 
-// scores (16, COLUMNS) = the warp's rows of a (ROWS, D) times b^T, b (COLUMNS, D)
-template <int D, int COLUMNS>
-__device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
+// scores (16, 8 N) = the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+template <int D, int N>
+__device__ static void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a,
                                         const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-    UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+    UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
 #ifdef PRECISION_FP32
     for (int k = 0; k < D; k += VEC)
-        UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+        UNROLLED_FOR (int n = 0; n < N; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
                 float left[VEC], right[VEC];
                 unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
@@ -6302,7 +6303,7 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
     UNROLLED_FOR (int k = 0; k < D; k += 16) {
         uint32_t left[4], right[4];
         load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
-        UNROLLED_FOR (int n = 0; n < COLUMNS; n += 16) {
+        UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
             load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
             mma(scores[n / 8], left, right[0], right[1]);
             mma(scores[n / 8 + 1], left, right[2], right[3]);
@@ -6311,19 +6312,19 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
 #endif
 }
 // Scores of the tile's columns past the last: their probabilities are 0.
-template <int COLUMNS>
-__device__ static void attention_mask(float scores[COLUMNS / 8][4], int columns) {
-    if (columns >= COLUMNS) return;
-    UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+template <int N>
+__device__ static void attention_mask(float (&scores)[N][4], int columns) {
+    if (columns >= 8 * N) return;
+    UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++)
             if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
 }
-// sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
-template <int D, int COLUMNS>
-__device__ static void attention_weigh(AttentionSum sum[D / 8][4], const float p[COLUMNS / 8][4],
+// sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
+template <int D, int N>
+__device__ static void attention_weigh(AttentionSum (&sum)[D / 8][4], const float (&p)[N][4],
                                        const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
-    UNROLLED_FOR (int k = 0; k < COLUMNS; k += 16) {
+    UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
         float left[2][16];  // of the lane's two rows; four lanes hold a row
         UNROLLED_FOR (int i = 0; i < 32; i++)
@@ -6368,6 +6369,9 @@ __device__ static void attention_store(floatX* target, size_t stride, int t0, in
     }
 }
 
+// Blocks on a multiprocessor; `most` with heads of up to 32 channels.
+static constexpr int attention_blocks(int D, int most) { return D > 64 ? 2 : D > 32 ? 3 : most; }
+
 template <int D>
 struct AttentionForwardShared {
     AttentionRow<D> q[ATTENTION_ROWS], k[2][ATTENTION_COLUMNS], v[2][ATTENTION_COLUMNS];  // [stage]
@@ -6376,18 +6380,16 @@ struct AttentionForwardShared {
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
-__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
-                                                     : D > 32 ? 3
-                                                              : 6)  // 6: T = 256 at B = 32 is one wave
+__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  // T = 256 at B = 32 is one wave
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
     constexpr int COLUMNS = ATTENTION_COLUMNS;
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
     const floatX *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<ATTENTION_ROWS, D>(s.q, q, 3 * C, t0, T, d);
-    attention_load<COLUMNS, D>(s.k[0], k, 3 * C, 0, T, d);
-    attention_load<COLUMNS, D>(s.v[0], v, 3 * C, 0, T, d);
+    attention_load<ATTENTION_ROWS>(s.q, q, 3 * C, t0, T, d);
+    attention_load<COLUMNS>(s.k[0], k, 3 * C, 0, T, d);
+    attention_load<COLUMNS>(s.v[0], v, 3 * C, 0, T, d);
     copy_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
     AttentionSum sum[D / 8][4] = {}, total[2] = {};
@@ -6395,15 +6397,15 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
     for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
         if ((j + 1) * COLUMNS < T) {
-            attention_load<COLUMNS, D>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
-            attention_load<COLUMNS, D>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
         }
         copy_commit();
         copy_wait<1>();
         __syncthreads();
         float p[COLUMNS / 8][4];
-        attention_scores<D, COLUMNS>(p, s.q, s.k[stage]);
-        attention_mask<COLUMNS>(p, T - j * COLUMNS);
+        attention_scores(p, s.q, s.k[stage]);
+        attention_mask(p, T - j * COLUMNS);
         UNROLLED_FOR (int half = 0; half < 2; half++) {
             float highest = top[half], part = 0;  // of the scores, unscaled
             UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
@@ -6417,7 +6419,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
             total[half] *= keep, total[half] += part, top[half] = highest;
             UNROLLED_FOR (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
         }
-        attention_weigh<D, COLUMNS>(sum, p, s.v[stage]);
+        attention_weigh(sum, p, s.v[stage]);
         __syncthreads();  // the stage is free
     }
     for (int half = 0; half < 2; half++) {
@@ -6427,7 +6429,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
     }
-    attention_store<D>(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
+    attention_store(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
 }
 
 // dots (ROWS): each row's D_i = sum_j dout_ij out_ij; normalisers (ROWS): lse in units of ln 2, +inf past T,
@@ -6467,16 +6469,15 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
     AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
     const floatX *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
     int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<ATTENTION_ROWS, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<ATTENTION_ROWS, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<ATTENTION_ROWS, D>(s.out, out, C, t0, T, d);
+    attention_load<ATTENTION_ROWS>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<ATTENTION_ROWS>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<ATTENTION_ROWS>(s.out, out, C, t0, T, d);
     auto load = [&](int j) {
         int stage = j % 2;
         if (j < tiles) {
-            attention_load<COLUMNS, D>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
-            attention_load<COLUMNS, D>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T,
-                                       d);
-            if (KEYS) attention_load<COLUMNS, D>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T, d);
+            if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
         }
         copy_commit();
     };
@@ -6488,15 +6489,15 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
         copy_wait<1>();
         __syncthreads();
         if (KEYS)
-            attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
-                                       j * COLUMNS, T);
+            attention_dots<COLUMNS>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
+                                    j * COLUMNS, T);
         else if (j == 0)
-            attention_dots<ATTENTION_ROWS, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+            attention_dots<ATTENTION_ROWS>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
-        attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
-        if (!KEYS) attention_mask<COLUMNS>(p, T - j * COLUMNS);
-        attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
+        attention_scores(p, s.row1, s.column1[stage]);
+        if (!KEYS) attention_mask(p, T - j * COLUMNS);
+        attention_scores(ds, s.row2, s.column2[stage]);
         UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
                 int query =
@@ -6504,21 +6505,19 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
                 p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
                 ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
             }
-        attention_weigh<D, COLUMNS>(sum1, ds, s.column1[stage]);
-        if (KEYS) attention_weigh<D, COLUMNS>(sum2, p, s.column2[stage]);
+        attention_weigh(sum1, ds, s.column1[stage]);
+        if (KEYS) attention_weigh(sum2, p, s.column2[stage]);
         __syncthreads();  // the stage is free
     }
-    attention_store<D>(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
-    if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
+    attention_store(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
+    if (KEYS) attention_store(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D, int COLUMNS>
-__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
-                                                     : D > 32 ? 3
-                                                              : ATTENTION_BLOCKS)
+__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, ATTENTION_BLOCKS))
     attention_backward_kernel(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
                               const floatX* qkv, int T, int C, int d, float scale) {
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
@@ -8151,7 +8150,7 @@ static void launch_hopper_tile(const Gemm& g) {
     const int columns = ceil_div(g.N(), 64);
     auto joined = [&](const Joined& x, Box box) {
         JoinedMaps maps = {tensor_map(x.first.data, x.first.C, W, H, B, box), {}, x.first.C};
-        if (x.second) maps.second = tensor_map(x.second.data, x.second.C, W, H, B, box);
+        if (x.second.C) maps.second = tensor_map(x.second.data, x.second.C, W, H, B, box);
         return maps;
     };
     HopperGemm h = {g};
@@ -8189,7 +8188,7 @@ static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
     const int B = g.x.first.B, H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8;
-    auto fits = [](const Joined& x) { return !x.second || x.first.C % 64 == 0; };
+    auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
     if (TAPS == 1 && g.emb.data) return false;
     // A warpgroup's 128 pixels are a part of an image, or two images of 64.
