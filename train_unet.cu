@@ -6713,21 +6713,10 @@ __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     unpack(x, *(const uint4*)p);
     for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
-#ifdef PRECISION_FP32
-__device__ inline float4 load_shared4(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
+template <int N>
+__device__ inline Vector<float, N> load_shared(uint32_t address) {
+    return load<N>((const float*)__cvta_shared_to_generic(address));
 }
-__device__ inline float2 load_shared2(uint32_t address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
-}
-#endif
 
 // ---- patches: the pixels of a 3x3 convolution's tile
 
@@ -6829,15 +6818,15 @@ struct GemmTile {
     }
 };
 
-// A warp's WM x WN accumulators.
-#ifndef PRECISION_FP32
+// A warp's WM x WN accumulators, in the fragments of mma.sync; in fp32 too.
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
-    int row[MI];  // of A, for this lane's ldmatrix
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+#ifndef PRECISION_FP32
+    int row[MI];  // of A, for this lane's ldmatrix
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
         UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
@@ -6868,6 +6857,36 @@ struct WarpProduct {
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
     }
+#else
+    int row[2 * MI];  // of A, of this lane's sums
+    template <class RowOf>
+    __device__ WarpProduct(RowOf row_of) {
+        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+    }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+#pragma unroll 2
+        for (int k = 0; k < BK; k += 4) {
+            Vector<float, 4> a[2 * MI],
+                b[2];  // b: four k of two columns, or TRANSPOSED two columns of four k
+            UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
+            UNROLLED_FOR (int j = 0; j < NI; j++) {
+                int n = n0 + j * 8 + lane % 4 * 2;
+                UNROLLED_FOR (int q = 0; q < 4; q++)
+                    if (Tile::TRANSPOSED) {
+                        auto of_k = load_shared<2>(b_tile + swizzled(k + q, n / 4, Tile::BN * 4) + n % 4 * 4);
+                        b[0].of[q] = of_k.of[0], b[1].of[q] = of_k.of[1];
+                    } else if (q < 2) {
+                        b[q] = load_shared<4>(b_tile + swizzled(n + q, k / 4));
+                    }
+                UNROLLED_FOR (int q = 0; q < 4; q++)
+                    UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                        UNROLLED_FOR (int e = 0; e < 2; e++)
+                            c[i / 2][j][i % 2 * 2 + e] += a[i].of[q] * b[e].of[q];
+            }
+        }
+    }
+#endif
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
@@ -6878,60 +6897,6 @@ struct WarpProduct {
             }
     }
 };
-#else
-// Lane l owns pixels l / 4 + 8 i and channels l % 4 + 4 j (TRANSPOSED: groups of four, 16 apart), so that a
-// warp's vector loads touch eight, or four, neighbouring rows.
-template <class Tile>
-struct WarpProduct {
-    static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
-    float c[MI][NI] = {};
-    int row[MI];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
-        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
-    }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-#pragma unroll 2
-        for (int k = 0; k < 8; k++) {
-            float4 a[MI];
-            UNROLLED_FOR (int i = 0; i < MI; i++) {
-                int r = row[i] + shift;
-                a[i] = load_shared4(a_tile + swizzled(r, k));
-            }
-            if (Tile::TRANSPOSED) {
-                UNROLLED_FOR (int q = 0; q < 4; q++)
-                    UNROLLED_FOR (int j = 0; j < NI / 4; j++) {
-                        int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
-                        float4 b = load_shared4(b_tile + swizzled(r, v, Tile::BN * 4));
-                        UNROLLED_FOR (int i = 0; i < MI; i++) {
-                            float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
-                            c[i][j * 4 + 0] += s * b.x, c[i][j * 4 + 1] += s * b.y;
-                            c[i][j * 4 + 2] += s * b.z, c[i][j * 4 + 3] += s * b.w;
-                        }
-                    }
-            } else {
-                UNROLLED_FOR (int j = 0; j < NI; j++) {
-                    int r = n0 + j * 4 + lane % 4;
-                    float4 b = load_shared4(b_tile + swizzled(r, k));
-                    UNROLLED_FOR (int i = 0; i < MI; i++) {
-                        c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
-                        c[i][j] += a[i].z * b.z, c[i][j] += a[i].w * b.w;
-                    }
-                }
-            }
-        }
-    }
-    __device__ void store(float* staging) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                int n = Tile::TRANSPOSED ? j / 4 * 16 + lane % 4 * 4 + j % 4 : j * 4 + lane % 4;
-                staging[(m0 + i * 8 + lane / 4) * Tile::STAGING_PITCH + n0 + n] = c[i][j];
-            }
-    }
-};
-#endif
 
 // VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
 // are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
@@ -7239,14 +7204,14 @@ static void launch_hopper_weight_gradient(WeightGradient g);
 #endif
 
 // 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
-template <int TAPS_, int PIXELS_, int WARPS_O_, int WARPS_N_, int STAGES_, int BLOCKS_>
+template <int TAPS_>
 struct WeightTile {
-    static constexpr int TAPS = TAPS_, PIXELS = PIXELS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
-    static constexpr int WARPS_O = WARPS_O_, WARPS_N = WARPS_N_, THREADS = WARPS_O * WARPS_N * 32;
-    static constexpr int ROW = 64 / VEC,
-                         ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
+    static constexpr int TAPS = TAPS_, PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
+    static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
+    static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
+    static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
+    static constexpr int ROW = 64 / VEC, ROW_BYTES = ROW * 16;  // of shared memory, in vectors, bytes
     static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
-    static constexpr int WARPS = THREADS / 32;
 };
 template <class Tile>
 struct WeightShared {
@@ -7365,34 +7330,33 @@ struct WeightProduct {
 #pragma unroll 1
             for (int k = 0; k < Tile::PIXELS; k += 8) {
                 int row = row_of_pixel[k];
-                float2 x[3][3];
+                Vector<float, NC> x[3][3];
                 UNROLLED_FOR (int t = 0; t < 9; t++)
-                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared2(at(x_tile, row + patch.tap(t), c0));
+                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared<NC>(at(x_tile, row + patch.tap(t), c0));
                 UNROLLED_FOR (int p = 0; p < 8; p++) {
                     UNROLLED_FOR (int y = 0; y < 3; y++)
-                        x[y][(p + 2) % 3] = load_shared2(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
-                    float4 d[2] = {load_shared4(at(d_tile, k + p, o0)),
-                                   load_shared4(at(d_tile, k + p, o0 + 4))};
-                    const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-                    UNROLLED_FOR (int o = 0; o < 8; o++)
-                        UNROLLED_FOR (int t = 0; t < 9; t++) {
-                            c[o][t][0] += dout[o] * x[t / 3][(p + t) % 3].x;
-                            c[o][t][1] += dout[o] * x[t / 3][(p + t) % 3].y;
-                        }
+                        x[y][(p + 2) % 3] = load_shared<NC>(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
+                    add(
+                        d_tile, k + p, [&](int t) -> auto& { return x[t / 3][(p + t) % 3]; });
                 }
             }
         } else {
 #pragma unroll 4
             for (int k = 0; k < Tile::PIXELS; k++) {
-                float4 x = load_shared4(at(x_tile, k, c0));
-                float4 d[2] = {load_shared4(at(d_tile, k, o0)), load_shared4(at(d_tile, k, o0 + 4))};
-                const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-                UNROLLED_FOR (int o = 0; o < 8; o++) {
-                    c[o][0][0] += dout[o] * x.x, c[o][0][1] += dout[o] * x.y;
-                    c[o][0][2] += dout[o] * x.z, c[o][0][3] += dout[o] * x.w;
-                }
+                auto x = load_shared<NC>(at(x_tile, k, c0));
+                add(
+                    d_tile, k, [&](int) -> auto& { return x; });
             }
         }
+    }
+    // c += dout of a pixel times x(tap).
+    template <class X>
+    __device__ void add(uint32_t d_tile, int pixel, X x) {
+        Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, pixel, o0)),
+                                    load_shared<4>(at(d_tile, pixel, o0 + 4))};
+        UNROLLED_FOR (int o = 0; o < 8; o++)
+            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
+                UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x(t).of[e];
     }
     template <class Put>
     __device__ void store(Put put) {
@@ -7563,16 +7527,14 @@ static void launch_weight_reduction(const WeightGradient& g) {
 // 3x3 has at most a block on every multiprocessor, 1x1 two: the sums of all of them fit into half the workspace.
 template <int TAPS>
 static void launch_portable_weight_gradient(WeightGradient g) {
-    constexpr bool HALF = sizeof(floatX) == 2;
-    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
-                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
+    using Tile = WeightTile<TAPS>;
     g.patch = make_patch(g.dout, TAPS, Tile::PIXELS);
     const int O = g.dout.C, pixel_tiles = g.patch.tiles;
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
     int tiles = ceil_div(O, 64) * (ceil_div(g.x.first.C, 64) + ceil_div(g.x.second.C, 64));
     int most = std::min(pixel_tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
-    int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
+    int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
     take_partial_sums(&g);
     launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
@@ -7844,25 +7806,20 @@ struct HopperTile {
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;  // one more warp: the producer
     static constexpr int BORDER = TAPS > 1;
     static constexpr Box OUTPUTS = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr int WIDE = PAIRS ? 1 : WARPGROUPS, DEEP = PAIRS ? WARPGROUPS : 1;  // in warpgroups
-    static constexpr Box PIXELS = {WIDE * OUTPUTS.width, OUTPUTS.height, DEEP* OUTPUTS.images};
+    static_assert(!PAIRS || WARPGROUPS == 1, "warpgroups lie side by side in an image");
+    static constexpr Box PIXELS = {WARPGROUPS * OUTPUTS.width, OUTPUTS.height, OUTPUTS.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
-    // From one warpgroup's first row to the next one's.
-    static constexpr int WARPGROUP_ROWS = PAIRS ? 2 * IMAGE_ROWS : OUTPUTS.width;
-    // A warpgroup's first pixel, in a tile that begins at `at`.
-    __device__ static Pixel warpgroup(Pixel at, int k) {
-        return PAIRS ? Pixel{at.b + 2 * k, at.y, at.x} : Pixel{at.b, at.y, at.x + OUTPUTS.width * k};
-    }
     __device__ static Pixel origin(const HopperGemm& g, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
-        if (PAIRS) return {tile * PIXELS.images, 0, 0};
-        return {tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * PIXELS.height,
+        return {tile / (g.tiles_x * g.tiles_y) * PIXELS.images, tile / g.tiles_x % g.tiles_y * PIXELS.height,
                 tile % g.tiles_x * PIXELS.width};
     }
+    // A warpgroup's first pixel, in a tile that begins at `at`.
+    __device__ static Pixel warpgroup(Pixel at, int k) { return {at.b, at.y, at.x + OUTPUTS.width * k}; }
 };
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
@@ -7957,7 +7914,7 @@ struct HopperGemmBlock {
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                    uint32_t from = shifted + warpgroup * Tile::WARPGROUP_ROWS * 128 + k * 32;
+                    uint32_t from = shifted + warpgroup * Tile::OUTPUTS.width * 128 + k * 32;
                     uint64_t b = shared_matrix(from, Tile::PITCH * 128);
                     if (Tile::PAIRS) {
                         wgmma<64, Tile::TRANSPOSED, 0>(c, a, b);
