@@ -5779,11 +5779,7 @@ __device__ static inline uint4 pack(const float value[VEC]) {
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 __device__ static inline void store_pair(floatX* to, float first, float second) {
-#ifdef PRECISION_FP32
-    *(float2*)to = make_float2(first, second);
-#else
-    *(uint32_t*)to = pack_bf16(first, second);
-#endif
+    store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -5953,18 +5949,16 @@ static void channel_moments(Tensor x) {
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
 // the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
 struct NormGrid {
-    int channels, slabs, ranks;  // of a slab
+    int slabs, channels, ranks;  // of a slab
+    NormGrid(const Joined& x, int other_blocks) {
+        const int line = 128 / sizeof(floatX);
+        slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
+        channels = ceil_div(x.C(), slabs * line) * line;
+        int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // a vector a thread
+        ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * slabs);
+        ranks = std::max(1, std::min(ranks, most));
+    }
 };
-static NormGrid norm_grid(const Joined& x, int other_blocks) {
-    NormGrid s;
-    const int line = 128 / sizeof(floatX);
-    s.slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
-    s.channels = ceil_div(x.C(), s.slabs * line) * line;
-    int most = ceil_div((size_t)x.first.T() * s.channels, NORM_THREADS * VEC);  // a vector a thread
-    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * s.slabs);
-    s.ranks = std::max(1, std::min(s.ranks, most));
-    return s;
-}
 
 // each(i, g) for i < VEC: channel c + i belongs to group g.
 template <typename Each>
@@ -6089,7 +6083,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
 }
 static void launch_norm(Tensor out, const Norm& norm) {
-    NormGrid s = norm_grid(norm.x, 0);
+    NormGrid s(norm.x, 0);
     launch(groupnorm_forward_kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
@@ -6227,7 +6221,7 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
     bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
-    NormGrid s = norm_grid(norm.x, weight_blocks);
+    NormGrid s(norm.x, weight_blocks);
     static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
         {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
@@ -7217,7 +7211,7 @@ template <class Tile>
 struct WeightShared {
     alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
     int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
-    alignas(128) float4 bias[VEC / 4][Tile::THREADS];
+    alignas(128) float bias[VEC][Tile::THREADS];
     struct Stage {
         unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
     } stages[Tile::STAGES];
@@ -7228,26 +7222,23 @@ struct WeightShared {
 // goes down, so no two pairs have the same sum.
 template <class Tile>
 struct BiasSums {
-    float4 (&sums)[VEC / 4][Tile::THREADS];  // in shared memory
+    float (&sums)[VEC][Tile::THREADS];  // in shared memory
     int set;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __device__ void clear() {
-        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] = make_float4(0, 0, 0, 0);
+        for (int e = 0; e < VEC; e++) sums[e][threadIdx.x] = 0;
     }
     // Called by the whole block.
     __device__ void flush(const WeightGradient& g, int o0) {
-        float4 sum[VEC / 4];
-        for (int e = 0; e < VEC / 4; e++) {
+        float sum[VEC];
+        for (int e = 0; e < VEC; e++) {
             sum[e] = sums[e][threadIdx.x];
-            for (int step = Tile::ROW; step < 32; step *= 2)
-                sum[e] +=
-                    make_float4(__shfl_xor_sync(~0u, sum[e].x, step), __shfl_xor_sync(~0u, sum[e].y, step),
-                                __shfl_xor_sync(~0u, sum[e].z, step), __shfl_xor_sync(~0u, sum[e].w, step));
+            for (int step = Tile::ROW; step < 32; step *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], step);
         }
         __syncthreads();
         float* of_warp = (float*)sums;  // (warps, 64)
         if (lane < Tile::ROW)
-            for (int e = 0; e < VEC / 4; e++) *(float4*)(of_warp + warp * 64 + lane * VEC + 4 * e) = sum[e];
+            for (int e = 0; e < VEC; e++) of_warp[warp * 64 + lane * VEC + e] = sum[e];
         __syncthreads();
         int images = g.patch.images, O = g.dout.C, warps = Tile::WARPS / images;
         int image = threadIdx.x / 64, o = threadIdx.x % 64;
@@ -7264,7 +7255,7 @@ struct BiasSums {
             int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
             add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
         }
-        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] += *(float4*)(sum + 4 * e);
+        for (int e = 0; e < VEC; e++) sums[e][threadIdx.x] += sum[e];
     }
 };
 
@@ -7546,12 +7537,7 @@ static void launch_portable_weight_gradient(WeightGradient g) {
 template <int TAPS>
 static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    launch_gemm<TAPS, false>({.out = out,
-                              .residual = options.residual,
-                              .x = x,
-                              .w = layer.w,
-                              .bias = layer.bias,
-                              .emb = options.emb});
+    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Conv layer, const Backward& options) {
