@@ -5978,6 +5978,7 @@ struct NormPlace {
     int group, g0, groups;    // channels in a group; the block's first group, and how many there are
     size_t at, at_joined;     // the thread's first element in its tensor, and in one of all channels
     int step, step_joined;    // from one of its pixels to the next
+    float *mean, *rstd;       // of the block's groups
     __device__ NormPlace(const NormGrid& s, int block, const Norm& norm) {
         int T = norm.x.first.T(), C = norm.x.C();
         rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
@@ -5989,6 +5990,7 @@ struct NormPlace {
         size_t pixel = (size_t)b * T + t;
         at = pixel * width + norm.x.within(c), at_joined = pixel * C + c;
         step = stride * width, step_joined = stride * C;
+        mean = norm.mean + b * norm.groups + g0, rstd = norm.rstd + b * norm.groups + g0;
         if (r >= R) t = T;  // a thread too many
     }
 };
@@ -6038,11 +6040,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     };
-    float *mean = norm.mean + p.b * norm.groups + p.g0, *rstd = norm.rstd + p.b * norm.groups + p.g0;
     if (!norm.x.first.moments) {
         load_first();
         if ((int)threadIdx.x < p.groups)
-            statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
+            statistics[threadIdx.x] = make_float2(p.mean[threadIdx.x], p.rstd[threadIdx.x]);
     } else {
         int parts = norm_parts(T);
         auto moment = [&](int part, int c) {
@@ -6061,7 +6062,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
             statistics[threadIdx.x] = make_float2(middle, r);
             // Of the slabs that share a group, one writes: their sums may differ in order.
-            if (p.rank == 0 && c0 >= p.slab) mean[threadIdx.x] = middle, rstd[threadIdx.x] = r;
+            if (p.rank == 0 && c0 >= p.slab) p.mean[threadIdx.x] = middle, p.rstd[threadIdx.x] = r;
         }
     }
     __syncthreads();
@@ -6182,7 +6183,6 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
         if (ACCUMULATE) old = *(const uint4*)before;
     };
-    const float *mean = norm.mean + p.b * norm.groups + p.g0, *rstd = norm.rstd + p.b * norm.groups + p.g0;
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
         float2 sum = sums[(size_t)part * C + c];
@@ -6193,8 +6193,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (p.t < T) load(target);
     });
     if ((int)threadIdx.x < p.groups) {
-        float n = (float)p.group * T, r = rstd[threadIdx.x], slope = r * r * sum.y / n;
-        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - mean[threadIdx.x] * slope);
+        float n = (float)p.group * T, r = p.rstd[threadIdx.x], slope = r * r * sum.y / n;
+        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - p.mean[threadIdx.x] * slope);
     }
     __syncthreads();
     float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
@@ -6717,6 +6717,8 @@ __device__ inline Vector<float, N> load_shared(uint32_t address) {
 struct Pixel {
     int b, y, x;
 };
+// What a 1x1 product may take all pixels for.
+static Tensor one_line(const Tensor& x) { return {x.data, 1, 1, x.rows(), x.C}; }
 
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
 // eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
@@ -6750,13 +6752,11 @@ struct Patch {
         return inside ? (b * H + y) * W + x : -1;
     }
 };
-// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider. Of 1x1 products, whose
-// pixels are one line, only the tiles are used.
+// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider. 1x1 products, whose pixels
+// are one line, only have tiles.
 static Patch make_patch(const Tensor& x, int taps, int pixels) {
-    if (taps == 1) {
-        int tiles = ceil_div(x.rows(), pixels);
-        return {1, 1, x.rows(), 1, pixels, 1, tiles, tiles};
-    }
+    const int tiles = ceil_div(x.rows(), pixels);
+    if (taps == 1) return {1, 1, x.rows(), 1, pixels, 1, tiles, tiles};
     Patch p = {x.B, x.H, x.W, 1, 8, 0, 0, 0};
     if (pixels == 128) (x.W <= 8 ? p.images : p.width) *= 2;
     p.tiles_y = ceil_div(x.H, 8), p.tiles_x = ceil_div(x.W, p.width);
@@ -7552,8 +7552,7 @@ static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
     ASSERT(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
-    if (TAPS == 1)
-        for (Tensor* t : {&dout, &x.first, &x.second}) *t = {t->data, 1, 1, t->rows(), t->C};
+    if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     // The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
     // several runs.
@@ -7740,8 +7739,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 struct Box {
     int width, height, images;
 };
-// The map of x (B, H, W, C) for such boxes of 64 channels.
-static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box box) {
+// The map of x for such boxes of 64 channels.
+static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode) {
         cudaDriverEntryPointQueryResult found;
@@ -7750,13 +7749,13 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box b
         ASSERT(found == cudaDriverEntryPointSuccess);
     }
     CUtensorMap map;
-    const cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
-    const cuuint64_t sizes[] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B};
-    const cuuint64_t strides[] = {row, row * W, row * W * H};
+    const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
+    const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
+    const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
     const cuuint32_t extent[] = {64, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
     const cuuint32_t steps[] = {1, 1, 1, 1};
-    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, extent,
-                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent, steps,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     ASSERT(status == CUDA_SUCCESS);
     return map;
@@ -7774,10 +7773,9 @@ struct JoinedMaps {
 
 struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x
+    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x; 0 columns: none
     CUtensorMap w_map;
     float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
-    bool has_extra;
     int tiles_x, tiles_y, tiles;
     int share;  // the chunks of one of a cluster's blocks
 };
@@ -7857,7 +7855,7 @@ struct HopperGemmBlock {
                     full.expect(Tile::PATCH_ROWS * 128);
                     copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
                              {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
-                } else if (g.has_extra && rank == 0) {  // where the outputs will be put together
+                } else if (g.extra_map.columns && rank == 0) {  // where the outputs will be put together
                     full.expect(sizeof to.outputs);
                     for (int k = 0; k < WARPGROUPS; k++)
                         copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o),
@@ -7979,7 +7977,7 @@ struct HopperEpilogue {
         UNROLLED_FOR (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
             uint32_t r[4];
-            if (g.has_extra) load_matrices_transposed(r, rows + j * 1024);
+            if (g.extra_map.columns) load_matrices_transposed(r, rows + j * 1024);
             UNROLLED_FOR (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
@@ -7988,7 +7986,7 @@ struct HopperEpilogue {
                 if (gradient) {
                     if (g.norm.silu) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
                     sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
-                } else if (g.has_extra) {
+                } else if (g.extra_map.columns) {
                     value += extra;
                 }
             }
@@ -8088,26 +8086,26 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 template <class Tile>
 static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
-    const Tensor& x = g.x.first;
-    const int B = TAPS == 1 ? 1 : x.B, H = TAPS == 1 ? 1 : x.H, W = TAPS == 1 ? g.M() : x.W;
-    const int columns = ceil_div(g.N(), 64);
+    auto shaped = [](const Tensor& x) { return TAPS == 1 ? one_line(x) : x; };
     auto joined = [&](const Joined& x, Box box) {
-        JoinedMaps maps = {tensor_map(x.first.data, x.first.C, W, H, B, box), {}, x.first.C};
-        if (x.second.C) maps.second = tensor_map(x.second.data, x.second.C, W, H, B, box);
+        JoinedMaps maps = {tensor_map(shaped(x.first), box), {}, x.first.C};
+        if (x.second.C) maps.second = tensor_map(shaped(x.second), box);
         return maps;
     };
-    HopperGemm h = {g};
+    const Tensor x = shaped(g.x.first);
+    const int columns = ceil_div(g.N(), 64);
+    HopperGemm h = {};
+    static_cast<Gemm&>(h) = g;
     h.x_map = joined(g.x, Tile::PATCH);
     h.x_map.columns = g.chunks1() * 64;
     h.out_map = joined(g.out, Tile::OUTPUTS);
-    h.w_map = Tile::TRANSPOSED ? tensor_map(g.w, g.N(), TAPS, g.x.C(), 1, {1, 64, 1})
-                               : tensor_map(g.w, g.x.C(), TAPS, g.N(), 1, {1, 64, 1});
+    const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
+    h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
     const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
-    h.has_extra = !!extra.first;
-    if (h.has_extra) h.extra_map = joined(extra, Tile::OUTPUTS);
+    if (extra.first) h.extra_map = joined(extra, Tile::OUTPUTS);
     h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
-    h.tiles_x = ceil_div(W, Tile::PIXELS.width), h.tiles_y = ceil_div(H, Tile::PIXELS.height);
-    h.tiles = h.tiles_x * h.tiles_y * ceil_div(B, Tile::PIXELS.images);
+    h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
+    h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
     // below were measured on an H100.
     int splits = 1;
@@ -8368,8 +8366,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 
 template <class Tile>
 static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
-    auto map = [](const Tensor& x, Box box) { return tensor_map(x.data, x.C, x.W, x.H, x.B, box); };
-    HopperWeightGradient h = {g, map(g.dout, Tile::DOUT), map(g.x.first, Tile::X)};
+    HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
     launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
                     sizeof(HopperWeightShared<Tile>), g.cluster, h);
 }
