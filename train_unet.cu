@@ -6773,7 +6773,7 @@ struct Gemm {
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
-    Norm norm = {};  // that wrote what `out` is the gradient of: its sums are wanted. Without mean: none
+    Norm norm = {};  // whose output's gradient is `out`: its sums are wanted too; without mean: none
     Patch patch = {};
     int splits = 1;
     float* partial = nullptr;  // (splits, M, N), where splits > 1
@@ -6798,11 +6798,8 @@ struct GemmTile {
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
     static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
-    static constexpr int A_PARTS =
-        STAGES < 5 ? 6 : 5;  // taps over which the next patch's loads are spread; they must end
-                             // STAGES - 1 steps before its first use
-    static_assert(TAPS == 1 || A_PARTS + STAGES - 1 <= TAPS,
-                  "a patch must have arrived when it is first read");
+    // Taps over which the next patch's loads are spread; they end STAGES - 1 steps before its first use.
+    static constexpr int A_PARTS = 9 - STAGES;
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
     static int shared_bytes(int chunks, int rows) {
@@ -6860,19 +6857,19 @@ struct WarpProduct {
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
-            Vector<float, 4> a[2 * MI],
-                b[2];  // b: four k of two columns, or TRANSPOSED two columns of four k
+            Vector<float, 4> a[2 * MI], b[2];  // four k of A's rows, of two columns of B
             UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                 a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
             UNROLLED_FOR (int j = 0; j < NI; j++) {
                 int n = n0 + j * 8 + lane % 4 * 2;
-                UNROLLED_FOR (int q = 0; q < 4; q++)
-                    if (Tile::TRANSPOSED) {
-                        auto of_k = load_shared<2>(b_tile + swizzled(k + q, n / 4, Tile::BN * 4) + n % 4 * 4);
-                        b[0].of[q] = of_k.of[0], b[1].of[q] = of_k.of[1];
-                    } else if (q < 2) {
-                        b[q] = load_shared<4>(b_tile + swizzled(n + q, k / 4));
+                if (Tile::TRANSPOSED)
+                    UNROLLED_FOR (int q = 0; q < 4; q++) {
+                        auto pair = load_shared<2>(b_tile + swizzled(k + q, n / 4, Tile::BN * 4) + n % 4 * 4);
+                        b[0].of[q] = pair.of[0], b[1].of[q] = pair.of[1];
                     }
+                else
+                    UNROLLED_FOR (int e = 0; e < 2; e++)
+                        b[e] = load_shared<4>(b_tile + swizzled(n + e, k / 4));
                 UNROLLED_FOR (int q = 0; q < 4; q++)
                     UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                         UNROLLED_FOR (int e = 0; e < 2; e++)
@@ -7010,7 +7007,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
     }
 }
 
-// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
