@@ -6177,11 +6177,11 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
     floatX* target = dx.of(p.c).data + p.at;
     uint4 in, upstream, residual, old;
-    auto load = [&](const floatX* before) {
+    auto load = [&] {
         in = *(const uint4*)source, source += p.step;
         upstream = *(const uint4*)gradient, gradient += p.step_joined;
         if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
-        if (ACCUMULATE) old = *(const uint4*)before;
+        if (ACCUMULATE) old = *(const uint4*)target;
     };
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
@@ -6190,7 +6190,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         return make_float2(weight * sum.x, weight * sum.y);
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
-        if (p.t < T) load(target);
+        if (p.t < T) load();
     });
     if ((int)threadIdx.x < p.groups) {
         float n = (float)p.group * T, r = p.rstd[threadIdx.x], slope = r * r * sum.y / n;
@@ -6214,7 +6214,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (RESIDUAL) add(residual);
         if (ACCUMULATE) add(old);
         *(uint4*)target = pack(d), target += p.step;
-        if (t + p.stride < T) load(target);
+        if (t + p.stride < T) load();
     }
 }
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
@@ -7324,16 +7324,14 @@ struct WeightProduct {
                 UNROLLED_FOR (int p = 0; p < 8; p++) {
                     UNROLLED_FOR (int y = 0; y < 3; y++)
                         x[y][(p + 2) % 3] = load_shared<NC>(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
-                    add(
-                        d_tile, k + p, [&](int t) -> auto& { return x[t / 3][(p + t) % 3]; });
+                    add(d_tile, k + p, [&](int t) { return x[t / 3][(p + t) % 3]; });
                 }
             }
         } else {
 #pragma unroll 4
             for (int k = 0; k < Tile::PIXELS; k++) {
                 auto x = load_shared<NC>(at(x_tile, k, c0));
-                add(
-                    d_tile, k, [&](int) -> auto& { return x; });
+                add(d_tile, k, [&](int) { return x; });
             }
         }
     }
