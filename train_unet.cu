@@ -6717,7 +6717,7 @@ __device__ inline Vector<float, N> load_shared(uint32_t address) {
 struct Pixel {
     int b, y, x;
 };
-// What a 1x1 product may take all pixels for.
+// All pixels as one line, for 1x1 products: they know no neighbours.
 static Tensor one_line(const Tensor& x) { return {x.data, 1, 1, x.rows(), x.C}; }
 
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
@@ -6727,7 +6727,7 @@ struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
-    // Of the tile's images, which are a set.
+    // Images that share tiles are a set; so many tiles hold it.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
