@@ -621,7 +621,8 @@ struct TensorOf {
     // the tensor next, whatever writes the tensor leaves them behind; null where none does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
-    int rows() const { return B * H * W; }
+    HOST_DEVICE int T() const { return H * W; }
+    HOST_DEVICE int rows() const { return B * H * W; }
     size_t count() const { return (size_t)B * H * W * C; }
     TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
 };
@@ -631,7 +632,10 @@ template <typename Real>
 struct JoinedOf {
     TensorOf<Real> first, second;
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}) : first(one), second(two) {}
-    int C() const { return first.C + second.C; }
+    HOST_DEVICE int C() const { return first.C + second.C; }
+    // Of channel c: which of the two it is in, and where among its channels.
+    HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
+    HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
@@ -5714,11 +5718,7 @@ __device__ static inline uint4 pack(const float value[VEC]) {
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 __device__ static inline void store_pair(floatX* to, float first, float second) {
-#ifdef PRECISION_FP32
-    *(float2*)to = make_float2(first, second);
-#else
-    *(uint32_t*)to = pack_bf16(first, second);
-#endif
+    store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -5802,31 +5802,13 @@ static void run(Layer layer) {
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
-// A norm as the kernels take it.
-struct Normed {
-    const floatX *x, *x2;              // (B, T, C), (B, T, C2)
-    const float2 *moments, *moments2;  // theirs
-    const float *w, *bias;             // (C + C2)
-    float *dw, *dbias;
-    float *mean, *rstd;  // (B, G); null: there is no norm
-    float2* sums;
-    int B, T, C, C2, G;
-    bool silu;
-};
-static Normed normed_of(const Norm& norm) {
-    const Tensor &x = norm.x.first, &x2 = norm.x.second;
-    return {x.data,    x2.data,    x.moments, x2.moments,  norm.w,    norm.bias,
-            norm.dw,   norm.dbias, norm.mean, norm.rstd,   norm.sums, x.B,
-            x.H * x.W, x.C,        x2.C,      norm.groups, norm.silu};
-}
-
 // Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
 // in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
-// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle x and x2:
+// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle the two of x:
 //   moments (B, parts, C): a tensor's mean over the part, and its sum of squares about that mean;
-//   sums (B, parts, C + C2): of the gradient dy before the SiLU, and of dy x^.
+//   sums (B, parts, C): of the gradient dy before the SiLU, and of dy x^.
 // The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
-// groupnorm_gradient do. No 16 bytes straddle x and x2: channels come in multiples of 32.
+// groupnorm_backward_sums do. No 16 bytes straddle the two of x: channels come in multiples of 32.
 enum {
     NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
     NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
@@ -5870,11 +5852,10 @@ __device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const fl
 // moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
 // 8 vectors of channels, image); x is read once. Squares are summed about the part's first pixel: over n
 // values of which the pivot is one, that is at most n + 1 times the sum about the mean: little cancels.
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    channel_moments_kernel(float2* moments, const floatX* x, int T, int C) {
+__global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(const Tensor x) {
+    const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
     int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
-    int c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    const floatX* first = x + ((size_t)blockIdx.z * T + t0) * C;
+    const floatX* first = x.data + ((size_t)blockIdx.z * T + t0) * C;
     float sum[VEC] = {}, squares[VEC] = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH];
@@ -5890,31 +5871,29 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     norm_part_sums(sum, squares, [&](int c, float2 total) {
         if (c >= C) return;
         float shift = total.x / n;
-        moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
+        x.moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
             make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
     });
 }
-static void channel_moments(float2* moments, const floatX* x, int B, int T, int C) {
-    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * B * T * C});
-    launch(channel_moments_kernel, dim3(norm_parts(T), ceil_div(C, 8 * VEC), B), NORM_PART_THREADS, 0,
-           moments, x, T, C);
+static void channel_moments(Tensor x) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.count()});
+    launch(channel_moments_kernel, dim3(norm_parts(x.T()), ceil_div(x.C, 8 * VEC), x.B), NORM_PART_THREADS, 0,
+           x);
 }
-static void channel_moments(Tensor x) { channel_moments(x.moments, x.data, x.B, x.H * x.W, x.C); }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
 // the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
 struct NormGrid {
-    int channels, slabs, ranks;  // of a slab
+    int slabs, channels, ranks;  // of a slab
+    NormGrid(const Joined& x, int other_blocks) {
+        const int line = 128 / sizeof(floatX);
+        slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
+        channels = ceil_div(x.C(), slabs * line) * line;
+        int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // a vector a thread
+        ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * slabs);
+        ranks = std::max(1, std::min(ranks, most));
+    }
 };
-static NormGrid norm_grid(int B, int T, int K, int other_blocks) {
-    NormGrid s;
-    const int line = 128 / sizeof(floatX);
-    s.slabs = ceil_div(K * sizeof(floatX), NORM_SLAB), s.channels = ceil_div(K, s.slabs * line) * line;
-    int most = ceil_div((size_t)T * s.channels, NORM_THREADS * VEC);  // a vector a thread
-    s.ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (B * s.slabs);
-    s.ranks = std::max(1, std::min(s.ranks, most));
-    return s;
-}
 
 // each(i, g) for i < VEC: channel c + i belongs to group g.
 template <typename Each>
@@ -5932,19 +5911,21 @@ struct NormPlace {
     int b, t, stride, c, c0;  // c0: channel c, counted from the first of the block's groups
     int rank, slab;           // the block's; its first channel
     int group, g0, groups;    // channels in a group; the block's first group, and how many there are
-    bool second;              // the channels lie in x2
-    size_t at, at_joined;     // the thread's first element in its tensor, and in one of C + C2 channels
+    size_t at, at_joined;     // the thread's first element in its tensor, and in one of all channels
     int step, step_joined;    // from one of its pixels to the next
-    __device__ NormPlace(const NormGrid& s, int block, const Normed& norm) {
-        int T = norm.T, C = norm.C, C2 = norm.C2, G = norm.G, K = C + C2;
+    float *mean, *rstd;       // of the block's groups
+    __device__ NormPlace(const NormGrid& s, int block, const Norm& norm) {
+        int T = norm.x.first.T(), C = norm.x.C();
         rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
-        int vectors = min(s.channels, K - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
+        int vectors = min(s.channels, C - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
         c = slab + threadIdx.x % vectors * VEC;
-        group = K / G, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
-        c0 = c - g0 * group, second = c >= C, t = rank * R + r, stride = R * s.ranks;
+        group = C / norm.groups, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
+        c0 = c - g0 * group, t = rank * R + r, stride = R * s.ranks;
+        int width = norm.x.of(c).C;
         size_t pixel = (size_t)b * T + t;
-        at = second ? pixel * C2 + c - C : pixel * C + c, at_joined = pixel * K + c;
-        step = stride * (second ? C2 : C), step_joined = stride * K;
+        at = pixel * width + norm.x.within(c), at_joined = pixel * C + c;
+        step = stride * width, step_joined = stride * C;
+        mean = norm.mean + b * norm.groups + g0, rstd = norm.rstd + b * norm.groups + g0;
         if (r >= R) t = T;  // a thread too many
     }
 };
@@ -5979,31 +5960,30 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
     return sum;
 }
 
-// F.silu(F.group_norm(cat([x, x2]), G, w, bias)). Device memory: x and x2 in, out out, once each; before that
-// each block reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by
-// Chan, Golub and LeVeque (1979), about the mean of the group's first channel and part.
+// F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
+// reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by Chan, Golub and
+// LeVeque (1979), about the mean of the group's first channel and part.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, const Normed norm, NormGrid s) {
+    groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
     __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
-    const int T = norm.T, C = norm.C, C2 = norm.C2;
+    const int T = norm.x.first.T();
     NormPlace p(s, blockIdx.x, norm);
-    const floatX* source = (p.second ? norm.x2 : norm.x) + p.at;
+    const floatX* source = norm.x.of(p.c).data + p.at;
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
     auto load_first = [&] {
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     };
-    float *mean = norm.mean + p.b * norm.G + p.g0, *rstd = norm.rstd + p.b * norm.G + p.g0;
-    if (!norm.moments) {
+    if (!norm.x.first.moments) {
         load_first();
         if ((int)threadIdx.x < p.groups)
-            statistics[threadIdx.x] = make_float2(mean[threadIdx.x], rstd[threadIdx.x]);
+            statistics[threadIdx.x] = make_float2(p.mean[threadIdx.x], p.rstd[threadIdx.x]);
     } else {
         int parts = norm_parts(T);
         auto moment = [&](int part, int c) {
-            size_t row = (size_t)p.b * parts + part;
-            return c < C ? norm.moments[row * C + c] : norm.moments2[row * C2 + c - C];
+            const Tensor& x = norm.x.of(c);
+            return x.moments[((size_t)p.b * parts + part) * x.C + norm.x.within(c)];
         };
         auto item = [&](int part, int c, int c0) {
             float2 m = moment(part, c);
@@ -6017,7 +5997,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
             statistics[threadIdx.x] = make_float2(middle, r);
             // Of the slabs that share a group, one writes: their sums may differ in order.
-            if (p.rank == 0 && c0 >= p.slab) mean[threadIdx.x] = middle, rstd[threadIdx.x] = r;
+            if (p.rank == 0 && c0 >= p.slab) p.mean[threadIdx.x] = middle, p.rstd[threadIdx.x] = r;
         }
     }
     __syncthreads();
@@ -6038,36 +6018,36 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
-static void launch_norm(floatX* out, const Normed& norm) {
-    NormGrid s = norm_grid(norm.B, norm.T, norm.C + norm.C2, 0);
-    launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.B, NORM_THREADS, 0, out, norm, s);
+static void launch_norm(Tensor out, const Norm& norm) {
+    NormGrid s(norm.x, 0);
+    launch(groupnorm_forward_kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
     ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
-    launch_norm(out.data, normed_of(norm));
+    launch_norm(out, norm);
 }
 static void groupnorm_apply(Tensor out, const Norm& norm) {
     PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * out.count()});
-    Normed again = normed_of(norm);
-    again.moments = nullptr;
-    launch_norm(out.data, again);
+    Norm again = norm;
+    again.x.first.moments = nullptr;
+    launch_norm(out, again);
 }
 
-// The gradient before the SiLU, dy = dnormed * silu'(x scale + shift), and its sums. Blocks as in
-// channel_moments. Device memory: x and dnormed in, dy out, once each. dy may be dnormed.
+// The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
+// channel_moments. Device memory: x and dout in, dy out, once each.
 __global__ void __launch_bounds__(NORM_PART_THREADS)
-    groupnorm_gradient_kernel(floatX* dy, const floatX* dnormed, const Normed norm) {
-    int T = norm.T, C = norm.C, C2 = norm.C2, K = C + C2, group = K / norm.G;
+    groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART), stride = c < C ? C : C2;
-    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * K + c;
-    const floatX* source = c < C ? norm.x + pixel * C + c : norm.x2 + pixel * C2 + c - C;
-    const float *mean = norm.mean + blockIdx.z * norm.G, *rstd = norm.rstd + blockIdx.z * norm.G;
+    int T = norm.x.first.T(), C = norm.x.C(), group = C / norm.groups, width = norm.x.of(c).C;
+    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
+    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
+    const float *mean = norm.mean + blockIdx.z * norm.groups, *rstd = norm.rstd + blockIdx.z * norm.groups;
     float sum[VEC] = {}, sum_normed[VEC] = {};
-    if (c < K) {
+    if (c < C) {
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        norm_part_load(in, source, stride, n), norm_part_load(upstream, dnormed + at, K, n);
+        norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
+        norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
         norm_parameters(scale, norm.w + c), norm_parameters(shift, norm.bias + c);
         norm_each_channel(c, group, [&](int i, int g) {
@@ -6080,34 +6060,31 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
             for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
-            if (norm.silu || dy != dnormed) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * K) = pack(d);
+            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
     norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
-        if (c < K)
-            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * K + c] =
+        if (c < C)
+            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
                 make_float2(total.x, total.y * rstd[c / group]);
     });
 }
-static void groupnorm_gradient(floatX* dy, const floatX* dnormed, const Normed& norm) {
-    int K = norm.C + norm.C2;
-    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * norm.B * norm.T * K});
-    launch(groupnorm_gradient_kernel, dim3(norm_parts(norm.T), ceil_div(K, 8 * VEC), norm.B),
-           NORM_PART_THREADS, 0, dy, dnormed, norm);
-}
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
-    groupnorm_gradient(dy.data, dout.data, normed_of(norm));
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
+    const Tensor& x = norm.x.first;
+    launch(groupnorm_backward_sums_kernel, dim3(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B),
+           NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (K) += sums (rows, K).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
-__device__ static inline void norm_weights(const Normed& norm, int rows, int K) {
+// dbias, dw (C) += sums (rows, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
+__device__ static inline void norm_weights(const Norm& norm, int rows, int C) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < rows; i += WARPS) {
-        float2 more = norm.sums[(size_t)i * K + c];
+        float2 more = norm.sums[(size_t)i * C + c];
         total.x += more.x, total.y += more.y;
     }
     shared_sums[warp][lane] = total;
@@ -6122,38 +6099,37 @@ __device__ static inline void norm_weights(const Normed& norm, int rows, int K) 
 // reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(floatX* dx, floatX* dx2, const floatX* dy, const floatX* dresidual,
-                              const Normed norm, NormGrid s, int weight_blocks) {
+    groupnorm_backward_kernel(const Joined dx, const floatX* dy, const floatX* dresidual, const Norm norm,
+                              NormGrid s, int weight_blocks) {
     __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
-    const int T = norm.T, K = norm.C + norm.C2, parts = norm_parts(T);
+    const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks) {
-        norm_weights(norm, norm.B * parts, K);
+        norm_weights(norm, norm.x.first.B * parts, C);
         return;
     }
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
-    const floatX *source = (p.second ? norm.x2 : norm.x) + p.at, *gradient = dy + p.at_joined;
+    const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
-    floatX* target = (p.second ? dx2 : dx) + p.at;
+    floatX* target = dx.of(p.c).data + p.at;
     uint4 in, upstream, residual, old;
-    auto load = [&](const floatX* before) {
+    auto load = [&] {
         in = *(const uint4*)source, source += p.step;
         upstream = *(const uint4*)gradient, gradient += p.step_joined;
         if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
-        if (ACCUMULATE) old = *(const uint4*)before;
+        if (ACCUMULATE) old = *(const uint4*)target;
     };
-    const float *mean = norm.mean + p.b * norm.G + p.g0, *rstd = norm.rstd + p.b * norm.G + p.g0;
-    const float2* sums = norm.sums + (size_t)p.b * parts * K;
+    const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
-        float2 sum = sums[(size_t)part * K + c];
+        float2 sum = sums[(size_t)part * C + c];
         float weight = norm.w[c];
         return make_float2(weight * sum.x, weight * sum.y);
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
-        if (p.t < T) load(target);
+        if (p.t < T) load();
     });
     if ((int)threadIdx.x < p.groups) {
-        float n = (float)p.group * T, r = rstd[threadIdx.x], slope = r * r * sum.y / n;
-        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - mean[threadIdx.x] * slope);
+        float n = (float)p.group * T, r = p.rstd[threadIdx.x], slope = r * r * sum.y / n;
+        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - p.mean[threadIdx.x] * slope);
     }
     __syncthreads();
     float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
@@ -6173,19 +6149,19 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (RESIDUAL) add(residual);
         if (ACCUMULATE) add(old);
         *(uint4*)target = pack(d), target += p.step;
-        if (t + p.stride < T) load(target);
+        if (t + p.stride < T) load();
     }
 }
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
     bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
-    NormGrid s = norm_grid(dy.B, dy.H * dy.W, dy.C, weight_blocks);
+    NormGrid s(norm.x, weight_blocks);
     static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
         {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
     launch(passes[residual][options.accumulate], weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
-           dx.first.data, dx.second.data, dy.data, options.residual.data, normed_of(norm), s, weight_blocks);
+           dx, dy.data, options.residual.data, norm, s, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -6236,16 +6212,16 @@ __device__ static void attention_load(AttentionRow<D>* tile, const floatX* sourc
     }
 }
 
-// scores (16, COLUMNS) = the warp's rows of a (ROWS, D) times b^T, b (COLUMNS, D)
-template <int D, int COLUMNS>
-__device__ static void attention_scores(float scores[COLUMNS / 8][4], const AttentionRow<D>* a,
+// scores (16, 8 N) = the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+template <int D, int N>
+__device__ static void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a,
                                         const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-    UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+    UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
 #ifdef PRECISION_FP32
     for (int k = 0; k < D; k += VEC)
-        UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+        UNROLLED_FOR (int n = 0; n < N; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
                 float left[VEC], right[VEC];
                 unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
@@ -6256,7 +6232,7 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
     UNROLLED_FOR (int k = 0; k < D; k += 16) {
         uint32_t left[4], right[4];
         load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
-        UNROLLED_FOR (int n = 0; n < COLUMNS; n += 16) {
+        UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
             load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
             mma(scores[n / 8], left, right[0], right[1]);
             mma(scores[n / 8 + 1], left, right[2], right[3]);
@@ -6265,19 +6241,19 @@ __device__ static void attention_scores(float scores[COLUMNS / 8][4], const Atte
 #endif
 }
 // Scores of the tile's columns past the last: their probabilities are 0.
-template <int COLUMNS>
-__device__ static void attention_mask(float scores[COLUMNS / 8][4], int columns) {
-    if (columns >= COLUMNS) return;
-    UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+template <int N>
+__device__ static void attention_mask(float (&scores)[N][4], int columns) {
+    if (columns >= 8 * N) return;
+    UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++)
             if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
 }
-// sum (16, D) += p (16, COLUMNS), in registers as attention_scores leaves it, times b (COLUMNS, D)
-template <int D, int COLUMNS>
-__device__ static void attention_weigh(AttentionSum sum[D / 8][4], const float p[COLUMNS / 8][4],
+// sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
+template <int D, int N>
+__device__ static void attention_weigh(AttentionSum (&sum)[D / 8][4], const float (&p)[N][4],
                                        const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
-    UNROLLED_FOR (int k = 0; k < COLUMNS; k += 16) {
+    UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
         float left[2][16];  // of the lane's two rows; four lanes hold a row
         UNROLLED_FOR (int i = 0; i < 32; i++)
@@ -6322,6 +6298,9 @@ __device__ static void attention_store(floatX* target, size_t stride, int t0, in
     }
 }
 
+// Blocks on a multiprocessor; `most` with heads of up to 32 channels.
+static constexpr int attention_blocks(int D, int most) { return D > 64 ? 2 : D > 32 ? 3 : most; }
+
 template <int D>
 struct AttentionForwardShared {
     AttentionRow<D> q[ATTENTION_ROWS], k[2][ATTENTION_COLUMNS], v[2][ATTENTION_COLUMNS];  // [stage]
@@ -6330,18 +6309,16 @@ struct AttentionForwardShared {
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
-__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
-                                                     : D > 32 ? 3
-                                                              : 6)  // 6: T = 256 at B = 32 is one wave
+__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  // T = 256 at B = 32 is one wave
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
     constexpr int COLUMNS = ATTENTION_COLUMNS;
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
     const floatX *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<ATTENTION_ROWS, D>(s.q, q, 3 * C, t0, T, d);
-    attention_load<COLUMNS, D>(s.k[0], k, 3 * C, 0, T, d);
-    attention_load<COLUMNS, D>(s.v[0], v, 3 * C, 0, T, d);
+    attention_load<ATTENTION_ROWS>(s.q, q, 3 * C, t0, T, d);
+    attention_load<COLUMNS>(s.k[0], k, 3 * C, 0, T, d);
+    attention_load<COLUMNS>(s.v[0], v, 3 * C, 0, T, d);
     copy_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
     AttentionSum sum[D / 8][4] = {}, total[2] = {};
@@ -6349,15 +6326,15 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
     for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
         if ((j + 1) * COLUMNS < T) {
-            attention_load<COLUMNS, D>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
-            attention_load<COLUMNS, D>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
         }
         copy_commit();
         copy_wait<1>();
         __syncthreads();
         float p[COLUMNS / 8][4];
-        attention_scores<D, COLUMNS>(p, s.q, s.k[stage]);
-        attention_mask<COLUMNS>(p, T - j * COLUMNS);
+        attention_scores(p, s.q, s.k[stage]);
+        attention_mask(p, T - j * COLUMNS);
         UNROLLED_FOR (int half = 0; half < 2; half++) {
             float highest = top[half], part = 0;  // of the scores, unscaled
             UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
@@ -6371,7 +6348,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
             total[half] *= keep, total[half] += part, top[half] = highest;
             UNROLLED_FOR (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
         }
-        attention_weigh<D, COLUMNS>(sum, p, s.v[stage]);
+        attention_weigh(sum, p, s.v[stage]);
         __syncthreads();  // the stage is free
     }
     for (int half = 0; half < 2; half++) {
@@ -6381,7 +6358,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
     }
-    attention_store<D>(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
+    attention_store(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
 }
 
 // dots (ROWS): each row's D_i = sum_j dout_ij out_ij; normalisers (ROWS): lse in units of ln 2, +inf past T,
@@ -6421,16 +6398,15 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
     AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
     const floatX *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
     int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<ATTENTION_ROWS, D>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<ATTENTION_ROWS, D>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<ATTENTION_ROWS, D>(s.out, out, C, t0, T, d);
+    attention_load<ATTENTION_ROWS>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<ATTENTION_ROWS>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<ATTENTION_ROWS>(s.out, out, C, t0, T, d);
     auto load = [&](int j) {
         int stage = j % 2;
         if (j < tiles) {
-            attention_load<COLUMNS, D>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
-            attention_load<COLUMNS, D>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T,
-                                       d);
-            if (KEYS) attention_load<COLUMNS, D>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T, d);
+            if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
         }
         copy_commit();
     };
@@ -6442,15 +6418,15 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
         copy_wait<1>();
         __syncthreads();
         if (KEYS)
-            attention_dots<COLUMNS, D>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
-                                       j * COLUMNS, T);
+            attention_dots<COLUMNS>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
+                                    j * COLUMNS, T);
         else if (j == 0)
-            attention_dots<ATTENTION_ROWS, D>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+            attention_dots<ATTENTION_ROWS>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
-        attention_scores<D, COLUMNS>(p, s.row1, s.column1[stage]);
-        if (!KEYS) attention_mask<COLUMNS>(p, T - j * COLUMNS);
-        attention_scores<D, COLUMNS>(ds, s.row2, s.column2[stage]);
+        attention_scores(p, s.row1, s.column1[stage]);
+        if (!KEYS) attention_mask(p, T - j * COLUMNS);
+        attention_scores(ds, s.row2, s.column2[stage]);
         UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
                 int query =
@@ -6458,21 +6434,19 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
                 p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
                 ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
             }
-        attention_weigh<D, COLUMNS>(sum1, ds, s.column1[stage]);
-        if (KEYS) attention_weigh<D, COLUMNS>(sum2, p, s.column2[stage]);
+        attention_weigh(sum1, ds, s.column1[stage]);
+        if (KEYS) attention_weigh(sum2, p, s.column2[stage]);
         __syncthreads();  // the stage is free
     }
-    attention_store<D>(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
-    if (KEYS) attention_store<D>(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
+    attention_store(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
+    if (KEYS) attention_store(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D, int COLUMNS>
-__global__ void __launch_bounds__(ATTENTION_THREADS, D > 64   ? 2
-                                                     : D > 32 ? 3
-                                                              : ATTENTION_BLOCKS)
+__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, ATTENTION_BLOCKS))
     attention_backward_kernel(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
                               const floatX* qkv, int T, int C, int d, float scale) {
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
@@ -6555,27 +6529,18 @@ __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     unpack(x, *(const uint4*)p);
     for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
-#ifdef PRECISION_FP32
-__device__ inline float4 load_shared4(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
+template <int N>
+__device__ inline Vector<float, N> load_shared(uint32_t address) {
+    return load<N>((const float*)__cvta_shared_to_generic(address));
 }
-__device__ inline float2 load_shared2(uint32_t address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
-}
-#endif
 
 // ---- patches: the pixels of a 3x3 convolution's tile
 
 struct Pixel {
     int b, y, x;
 };
+// All pixels as one line, for 1x1 products: they know no neighbours.
+static Tensor one_line(const Tensor& x) { return {x.data, 1, 1, x.rows(), x.C}; }
 
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
 // eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
@@ -6584,6 +6549,8 @@ struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
+    // Images that share tiles are a set; so many tiles hold it.
+    __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
         int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
@@ -6607,30 +6574,36 @@ struct Patch {
         return inside ? (b * H + y) * W + x : -1;
     }
 };
-// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider.
-static Patch make_patch(int B, int H, int W, int pixels) {
-    Patch p = {B, H, W, 1, 8, 0, 0, 0};
-    if (pixels == 128) (W <= 8 ? p.images : p.width) *= 2;
-    p.tiles_y = ceil_div(H, 8), p.tiles_x = ceil_div(W, p.width);
-    p.tiles = ceil_div(B, p.images) * p.tiles_y * p.tiles_x;
+// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider. 1x1 products, whose pixels
+// are one line, only have tiles.
+static Patch make_patch(const Tensor& x, int taps, int pixels) {
+    const int tiles = ceil_div(x.rows(), pixels);
+    if (taps == 1) return {1, 1, x.rows(), 1, pixels, 1, tiles, tiles};
+    Patch p = {x.B, x.H, x.W, 1, 8, 0, 0, 0};
+    if (pixels == 128) (x.W <= 8 ? p.images : p.width) *= 2;
+    p.tiles_y = ceil_div(x.H, 8), p.tiles_x = ceil_div(x.W, p.width);
+    p.tiles = ceil_div(x.B, p.images) * p.set_tiles();
     return p;
 }
 
 // ---- forward and input gradient
 
 struct Gemm {
-    floatX *out, *out2;                  // (M, N1), (M, N - N1): the output's columns, in one tensor or two
-    const floatX *residual, *residual2;  // likewise, added; null: none. May be out itself
-    const floatX *x, *x2;                // (M, C), (M, C2)
-    const floatX* w;           // forward (N, taps, C + C2); input gradient (C, taps, N), taps flipped
-    const floatX *bias, *emb;  // (N), (M / T, emb_pitch)[:, :N]; null: none
-    int emb_pitch;
-    float* partial;   // (splits, M, N), where splits > 1
-    float2* moments;  // (M / T, parts, N) of the output; null: not wanted
-    Normed norm;      // or it is behind a norm
-    int M, N, N1, C, C2, T;
-    int splits;
-    Patch patch;  // 3x3 only
+    Joined out;                    // (M, N), of M pixels
+    Joined residual = {};          // likewise, added; may be out itself
+    Joined x;                      // (M, K)
+    const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
+    const floatX* bias = nullptr;  // (N)
+    Rows emb = {};                 // (B, N)
+    Norm norm = {};  // whose output's gradient is `out`: its sums are wanted too; without mean: none
+    Patch patch = {};
+    int splits = 1;
+    float* partial = nullptr;  // (splits, M, N), where splits > 1
+    __host__ __device__ int M() const { return x.first.rows(); }
+    __host__ __device__ int N() const { return out.C(); }
+    // Of BK of K's channels; no chunk straddles the two of x.
+    __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
+    __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
 
 // BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are the reduction, as in an input
@@ -6647,11 +6620,8 @@ struct GemmTile {
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
     static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
-    static constexpr int A_PARTS =
-        STAGES < 5 ? 6 : 5;  // taps over which the next patch's loads are spread; they must end
-                             // STAGES - 1 steps before its first use
-    static_assert(TAPS == 1 || A_PARTS + STAGES - 1 <= TAPS,
-                  "a patch must have arrived when it is first read");
+    // Taps over which the next patch's loads are spread; they end STAGES - 1 steps before its first use.
+    static constexpr int A_PARTS = 9 - STAGES;
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
     static int shared_bytes(int chunks, int rows) {
@@ -6661,15 +6631,15 @@ struct GemmTile {
     }
 };
 
-// A warp's WM x WN accumulators.
-#ifndef PRECISION_FP32
+// A warp's WM x WN accumulators, in the fragments of mma.sync; in fp32 too.
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
-    int row[MI];  // of A, for this lane's ldmatrix
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+#ifndef PRECISION_FP32
+    int row[MI];  // of A, for this lane's ldmatrix
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
         UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
@@ -6700,6 +6670,36 @@ struct WarpProduct {
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
     }
+#else
+    int row[2 * MI];  // of A, of this lane's sums
+    template <class RowOf>
+    __device__ WarpProduct(RowOf row_of) {
+        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+    }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+#pragma unroll 2
+        for (int k = 0; k < BK; k += 4) {
+            Vector<float, 4> a[2 * MI], b[2];  // four k of A's rows, of two columns of B
+            UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
+            UNROLLED_FOR (int j = 0; j < NI; j++) {
+                int n = n0 + j * 8 + lane % 4 * 2;
+                if (Tile::TRANSPOSED)
+                    UNROLLED_FOR (int q = 0; q < 4; q++) {
+                        auto pair = load_shared<2>(b_tile + swizzled(k + q, n / 4, Tile::BN * 4) + n % 4 * 4);
+                        b[0].of[q] = pair.of[0], b[1].of[q] = pair.of[1];
+                    }
+                else
+                    UNROLLED_FOR (int e = 0; e < 2; e++)
+                        b[e] = load_shared<4>(b_tile + swizzled(n + e, k / 4));
+                UNROLLED_FOR (int q = 0; q < 4; q++)
+                    UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                        UNROLLED_FOR (int e = 0; e < 2; e++)
+                            c[i / 2][j][i % 2 * 2 + e] += a[i].of[q] * b[e].of[q];
+            }
+        }
+    }
+#endif
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
@@ -6710,60 +6710,6 @@ struct WarpProduct {
             }
     }
 };
-#else
-// Lane l owns pixels l / 4 + 8 i and channels l % 4 + 4 j (TRANSPOSED: groups of four, 16 apart), so that a
-// warp's vector loads touch eight, or four, neighbouring rows.
-template <class Tile>
-struct WarpProduct {
-    static constexpr int MI = Tile::WM / 8, NI = Tile::WN / 4;
-    float c[MI][NI] = {};
-    int row[MI];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
-        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
-    }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-#pragma unroll 2
-        for (int k = 0; k < 8; k++) {
-            float4 a[MI];
-            UNROLLED_FOR (int i = 0; i < MI; i++) {
-                int r = row[i] + shift;
-                a[i] = load_shared4(a_tile + swizzled(r, k));
-            }
-            if (Tile::TRANSPOSED) {
-                UNROLLED_FOR (int q = 0; q < 4; q++)
-                    UNROLLED_FOR (int j = 0; j < NI / 4; j++) {
-                        int r = k * 4 + q, v = n0 / 4 + j * 4 + lane % 4;
-                        float4 b = load_shared4(b_tile + swizzled(r, v, Tile::BN * 4));
-                        UNROLLED_FOR (int i = 0; i < MI; i++) {
-                            float s = q == 0 ? a[i].x : q == 1 ? a[i].y : q == 2 ? a[i].z : a[i].w;
-                            c[i][j * 4 + 0] += s * b.x, c[i][j * 4 + 1] += s * b.y;
-                            c[i][j * 4 + 2] += s * b.z, c[i][j * 4 + 3] += s * b.w;
-                        }
-                    }
-            } else {
-                UNROLLED_FOR (int j = 0; j < NI; j++) {
-                    int r = n0 + j * 4 + lane % 4;
-                    float4 b = load_shared4(b_tile + swizzled(r, k));
-                    UNROLLED_FOR (int i = 0; i < MI; i++) {
-                        c[i][j] += a[i].x * b.x, c[i][j] += a[i].y * b.y;
-                        c[i][j] += a[i].z * b.z, c[i][j] += a[i].w * b.w;
-                    }
-                }
-            }
-        }
-    }
-    __device__ void store(float* staging) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                int n = Tile::TRANSPOSED ? j / 4 * 16 + lane % 4 * 4 + j % 4 : j * 4 + lane % 4;
-                staging[(m0 + i * 8 + lane / 4) * Tile::STAGING_PITCH + n0 + n] = c[i][j];
-            }
-    }
-};
-#endif
 
 // VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
 // are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
@@ -6774,12 +6720,11 @@ struct OutputColumns {
     int width, emb_pitch;
     float bias[VEC];
     __device__ OutputColumns(const Gemm& g, int n) {
-        bool second = n >= g.N1;
-        int column = second ? n - g.N1 : n;
-        width = second ? g.N - g.N1 : g.N1, emb_pitch = g.emb_pitch;
-        out = (second ? g.out2 : g.out) + column, residual = second ? g.residual2 : g.residual;
+        int column = g.out.within(n);
+        width = g.out.of(n).C, emb_pitch = g.emb.pitch;
+        out = g.out.of(n).data + column, residual = g.residual.of(n).data;
         if (residual) residual += column;
-        emb = g.emb ? g.emb + n : nullptr;
+        emb = g.emb.data ? g.emb.data + n : nullptr;
         for (int e = 0; e < VEC; e++) bias[e] = 0;
         if (g.bias) add_vector(bias, g.bias + n);
     }
@@ -6808,23 +6753,24 @@ struct GemmWeights {
     static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
     static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
     const Gemm& g;
-    const int n0, chunks1, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
-    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N : g.C + g.C2);
+    const int n0, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
+    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N() : g.x.C());
     const floatX* const first = g.w + vector * VEC + (TRANSPOSED ? row * stride + n0 : (n0 + row) * stride);
     const uint32_t to;
     int chunk, tap = 0, stage = 0;  // of the next step
-    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk, int chunks1)
-        : g(g), n0(n0), chunks1(chunks1), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
+    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk)
+        : g(g), n0(n0), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
     __device__ void load() {
-        bool second = TAPS == 1 && chunk >= chunks1;
-        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK, rows;
+        bool second = TAPS == 1 && chunk >= g.chunks1();
+        int C = g.x.first.C, channels = second ? g.x.second.C : C;
+        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, rows;
         const floatX* from = first;
         if (TRANSPOSED) {
-            rows = n0 + vector * VEC < g.N ? channels - c0 - row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N;
+            rows = n0 + vector * VEC < g.N() ? channels - c0 - row : 0;
+            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N();
         } else {
-            rows = c0 + vector * VEC < channels ? g.N - n0 - row : 0;
-            from += tap * g.C + (second ? g.C : 0) + c0;
+            rows = c0 + vector * VEC < channels ? g.N() - n0 - row : 0;
+            from += tap * C + (second ? C : 0) + c0;
         }
         for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
             if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
@@ -6847,7 +6793,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
     // image.
     constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
     int column = tid % ROW * VEC, n = n0 + column;
-    if (n >= g.N) return;
+    if (n >= g.N()) return;
     bool finishes = g.splits == 1;
     OutputColumns columns(g, n);
     int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
@@ -6862,7 +6808,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
         for (int i = 0; i < BATCH; i++) {
             int p = p0 + i * PASS;
             m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (m[i] >= g.M) m[i] = -1;
+            if (m[i] >= g.M()) m[i] = -1;
             if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
         }
         for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
@@ -6873,17 +6819,17 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
                 if (TAPS > 1)
                     for (int e = 0; e < VEC; e++) value[e] += added[e];
                 else
-                    columns.add(value, g.emb ? m[i] / g.T : 0);
+                    columns.add(value, g.emb.data ? m[i] / g.x.first.T() : 0);
                 columns.store(value, residual[i], m[i]);
             } else {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M + m[i]) * g.N + n;
+                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
                 for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
             }
         }
     }
 }
 
-// out = F.linear(cat([x, x2], 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
@@ -6897,12 +6843,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
     uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
     const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    int tid = threadIdx.x, n_tiles = (g.N + BN - 1) / BN;
+    int tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
     int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
 
-    int chunks1 = (g.C + BK - 1) / BK, chunks = chunks1 + (g.C2 + BK - 1) / BK;
-    int first = (int)((long long)blockIdx.y * chunks / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * chunks / g.splits), steps = (last - first) * TAPS;
+    int first = (int)((long long)blockIdx.y * g.chunks() / g.splits);
+    int last = (int)((long long)(blockIdx.y + 1) * g.chunks() / g.splits), steps = (last - first) * TAPS;
 
     if (TAPS > 1) {
         Pixel origin = g.patch.origin(tile);
@@ -6911,19 +6856,19 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         __syncthreads();
     }
     auto load_a = [&](int buffer, int chunk, int begin, int end) {
-        bool second = TAPS == 1 && chunk >= chunks1;
-        const floatX* x = second ? g.x2 : g.x;
-        int channels = second ? g.C2 : g.C, c0 = (second ? chunk - chunks1 : chunk) * BK;
+        bool second = TAPS == 1 && chunk >= g.chunks1();
+        const floatX* x = second ? g.x.second.data : g.x.first.data;
+        int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? chunk - g.chunks1() : chunk) * BK;
         uint32_t to = a_ring + buffer * a_bytes;
         for (int i = begin; i < end; i++) {
             int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
             if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
             int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-            bool valid = (TAPS > 1 ? m >= 0 : m < g.M) && c < channels;
+            bool valid = (TAPS > 1 ? m >= 0 : m < g.M()) && c < channels;
             copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
         }
     };
-    GemmWeights<Tile> weights(g, b_ring, n0, first, chunks1);
+    GemmWeights<Tile> weights(g, b_ring, n0, first);
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
     if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
@@ -6966,10 +6911,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
 // outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M * g.N;
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M() * g.N();
     if (i >= n) return;
-    int m = (int)(i / g.N);
-    OutputColumns columns(g, (int)(i % g.N));
+    int m = (int)(i / g.N());
+    OutputColumns columns(g, (int)(i % g.N()));
     uint4 residual;
     if (columns.residual) residual = columns.load(m);
     float value[VEC] = {0};
@@ -6979,23 +6924,22 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
             float4 part = *(const float4*)(g.partial + s * n + i + e);
             value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
         }
-    columns.add(value, m / g.T);
+    columns.add(value, m / g.x.first.T());
     columns.store(value, residual, m);
 }
 
 template <class Tile>
 static void launch_gemm_tile(Gemm g) {
-    if (Tile::TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::BM);
-    int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK);
-    int tiles = (Tile::TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::BM)) * ceil_div(g.N, Tile::BN);
-    int bytes = Tile::shared_bytes(chunks, Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
+    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
+    int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
+    int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M * g.N / VEC, 256), 256, 0, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
 }
 
 #ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
 template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(Gemm* g);
+static bool launch_hopper(const Gemm& g);
 #endif
 
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
@@ -7006,70 +6950,66 @@ static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the
 template <int TAPS, bool TRANSPOSED>
 static void launch_portable(Gemm g) {
     if constexpr (!TRANSPOSED)
-        if (g.N <= 16) {  // an image
-            g.splits = 1;
+        if (g.N() <= 16) {  // an image
             launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
             return;
         }
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
-        int along_m =
-            TAPS > 1 ? make_patch(g.patch.B, g.patch.H, g.patch.W, pixels).tiles : ceil_div(g.M, pixels);
-        return along_m * ceil_div(g.N, channels);
+        return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
-    bool even = ceil_div(g.N, 64) % 2 == 0;  // tiles of 128 channels are full
+    bool even = ceil_div(g.N(), 64) % 2 == 0;  // tiles of 128 channels are full
     int tile = even && tiles(128, 128) >= 3 * gpu_multiprocessors ? 0
                : tiles(128, 64) >= 2 * gpu_multiprocessors        ? 1
                                                                   : 2;
-    const int chunks = ceil_div(g.C, BK) + ceil_div(g.C2, BK), least_steps = HALF ? 18 : 1;
-    int splits = 1;
-    while (tile == 2 && splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
-           splits * tiles(64, 64) <= gpu_multiprocessors)
-        splits *= 2;
+    const int chunks = g.chunks(), least_steps = HALF ? 18 : 1;
+    while (tile == 2 && g.splits < 8 && 2 * g.splits <= chunks && TAPS * chunks >= least_steps * g.splits &&
+           g.splits * tiles(64, 64) <= gpu_multiprocessors)
+        g.splits *= 2;
     if (forced_tile >= 0) tile = forced_tile;
-    if (forced_splits > 0) splits = std::min(forced_splits, chunks);
+    if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
     Borrowed borrowed;
-    g.splits = splits;
-    if (splits > 1) g.partial = take<float>(&lane->workspace, (size_t)splits * g.M * g.N);
+    if (g.splits > 1) g.partial = take<float>(&lane->workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
     if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
     if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
 }
 
+// What norms want of the output, where the product did not leave it behind.
+static void launch_gemm_sums(const Gemm& g) {
+    if (g.out.first.moments) channel_moments(g.out.first);
+    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+}
+
 template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(Gemm g) {
-    ASSERT(g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE + g.N % CHANNEL_MULTIPLE +
-               g.N1 % CHANNEL_MULTIPLE ==
-           0);
-    bool done = false;
+static void launch_gemm(const Gemm& g) {
+    for (const Joined& joined : {g.x, g.out})
+        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
 #ifdef HOPPER
-    done = forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(&g);
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
 #endif
-    if (!done) launch_portable<TAPS, TRANSPOSED>(g);
-    if (g.moments) channel_moments(g.moments, g.out, g.M / g.T, g.T, g.N);
-    if (g.norm.mean) groupnorm_gradient(g.out, g.out, g.norm);
+    launch_portable<TAPS, TRANSPOSED>(g);
+    launch_gemm_sums(g);
 }
 
 // ---- weight gradient
 
 struct WeightGradient {
-    float* dw;             // (O, taps, C + C2): added to, where partial is null
-    float* partial;        // (splits, O, taps, C + C2): overwritten
-    const floatX* dout;    // (M, O)
-    const floatX *x, *x2;  // (M, C), (M, C2)
-    float* dbias;          // (O): added to; null: not wanted here
-    floatX* per_image;     // (B, image_pitch)[:, :O]: the sums of dout over each image; null: not wanted
-    int image_pitch;
-    float* bias_parts;  // (splits + sets, set_images, O)
-    int M, O, C, C2;
-    int splits, tiles;             // of the pixels
-    int partials;                  // partial sums of dw: one a split, or a cluster of splits
-    int B, set_images, set_tiles;  // 3x3: images that share tiles are a set; 1x1: all is one
-    Patch patch;                   // 3x3 only
+    float *dw, *dbias;  // (O, taps, C), (O): added to; dbias null: not wanted
+    Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
+    Joined x;           // (B, H, W, C)
+    Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
+    int taps;
+    Patch patch = {};
+    int splits = 1, cluster = 1;  // of the patch's tiles; of these in a cluster, which adds them up
+    float* partial = nullptr;     // (partials, O, taps, C), where they are several
+    float* bias_parts = nullptr;  // (splits + sets, images of a set, O)
+    __host__ __device__ int partials() const { return splits / cluster; }
+    __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
     // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
-    __device__ int first_tile(int s) const { return (int)((long long)s * tiles / splits); }
-    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiles); }
+    __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
+    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
 };
 
 #ifdef HOPPER
@@ -7077,20 +7017,20 @@ static void launch_hopper_weight_gradient(WeightGradient g);
 #endif
 
 // 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
-template <int TAPS_, int PIXELS_, int WARPS_O_, int WARPS_N_, int STAGES_, int BLOCKS_>
+template <int TAPS_>
 struct WeightTile {
-    static constexpr int TAPS = TAPS_, PIXELS = PIXELS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
-    static constexpr int WARPS_O = WARPS_O_, WARPS_N = WARPS_N_, THREADS = WARPS_O * WARPS_N * 32;
-    static constexpr int ROW = 64 / VEC,
-                         ROW_BYTES = 64 * (int)sizeof(floatX);  // of shared memory, in vectors, bytes
+    static constexpr int TAPS = TAPS_, PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
+    static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
+    static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
+    static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
+    static constexpr int ROW = 64 / VEC, ROW_BYTES = ROW * 16;  // of shared memory, in vectors, bytes
     static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
-    static constexpr int WARPS = THREADS / 32;
 };
 template <class Tile>
 struct WeightShared {
     alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
     int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
-    alignas(128) float4 bias[VEC / 4][Tile::THREADS];
+    alignas(128) float bias[VEC][Tile::THREADS];
     struct Stage {
         unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
     } stages[Tile::STAGES];
@@ -7101,32 +7041,30 @@ struct WeightShared {
 // goes down, so no two pairs have the same sum.
 template <class Tile>
 struct BiasSums {
-    float4 (&sums)[VEC / 4][Tile::THREADS];  // in shared memory
+    float (&sums)[VEC][Tile::THREADS];  // in shared memory
     int set;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __device__ void clear() {
-        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] = make_float4(0, 0, 0, 0);
+        for (int e = 0; e < VEC; e++) sums[e][threadIdx.x] = 0;
     }
     // Called by the whole block.
     __device__ void flush(const WeightGradient& g, int o0) {
-        float4 sum[VEC / 4];
-        for (int e = 0; e < VEC / 4; e++) {
+        float sum[VEC];
+        for (int e = 0; e < VEC; e++) {
             sum[e] = sums[e][threadIdx.x];
-            for (int step = Tile::ROW; step < 32; step *= 2)
-                sum[e] +=
-                    make_float4(__shfl_xor_sync(~0u, sum[e].x, step), __shfl_xor_sync(~0u, sum[e].y, step),
-                                __shfl_xor_sync(~0u, sum[e].z, step), __shfl_xor_sync(~0u, sum[e].w, step));
+            for (int step = Tile::ROW; step < 32; step *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], step);
         }
         __syncthreads();
         float* of_warp = (float*)sums;  // (warps, 64)
         if (lane < Tile::ROW)
-            for (int e = 0; e < VEC / 4; e++) *(float4*)(of_warp + warp * 64 + lane * VEC + 4 * e) = sum[e];
+            for (int e = 0; e < VEC; e++) of_warp[warp * 64 + lane * VEC + e] = sum[e];
         __syncthreads();
-        int warps = Tile::WARPS / g.set_images, image = threadIdx.x / 64, o = threadIdx.x % 64;
-        if (image < g.set_images && o0 + o < g.O) {
+        int images = g.patch.images, O = g.dout.C, warps = Tile::WARPS / images;
+        int image = threadIdx.x / 64, o = threadIdx.x % 64;
+        if (image < images && o0 + o < O) {
             float total = 0;
             for (int w = image * warps; w < (image + 1) * warps; w++) total += of_warp[w * 64 + o];
-            g.bias_parts[((size_t)(blockIdx.y + set) * g.set_images + image) * g.O + o0 + o] = total;
+            g.bias_parts[((size_t)(blockIdx.y + set) * images + image) * O + o0 + o] = total;
         }
         __syncthreads();
     }
@@ -7136,7 +7074,7 @@ struct BiasSums {
             int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
             add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
         }
-        for (int e = 0; e < VEC / 4; e++) sums[e][threadIdx.x] += *(float4*)(sum + 4 * e);
+        for (int e = 0; e < VEC; e++) sums[e][threadIdx.x] += sum[e];
     }
 };
 
@@ -7202,34 +7140,31 @@ struct WeightProduct {
 #pragma unroll 1
             for (int k = 0; k < Tile::PIXELS; k += 8) {
                 int row = row_of_pixel[k];
-                float2 x[3][3];
+                Vector<float, NC> x[3][3];
                 UNROLLED_FOR (int t = 0; t < 9; t++)
-                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared2(at(x_tile, row + patch.tap(t), c0));
+                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared<NC>(at(x_tile, row + patch.tap(t), c0));
                 UNROLLED_FOR (int p = 0; p < 8; p++) {
                     UNROLLED_FOR (int y = 0; y < 3; y++)
-                        x[y][(p + 2) % 3] = load_shared2(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
-                    float4 d[2] = {load_shared4(at(d_tile, k + p, o0)),
-                                   load_shared4(at(d_tile, k + p, o0 + 4))};
-                    const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-                    UNROLLED_FOR (int o = 0; o < 8; o++)
-                        UNROLLED_FOR (int t = 0; t < 9; t++) {
-                            c[o][t][0] += dout[o] * x[t / 3][(p + t) % 3].x;
-                            c[o][t][1] += dout[o] * x[t / 3][(p + t) % 3].y;
-                        }
+                        x[y][(p + 2) % 3] = load_shared<NC>(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
+                    add(d_tile, k + p, [&](int t) { return x[t / 3][(p + t) % 3]; });
                 }
             }
         } else {
 #pragma unroll 4
             for (int k = 0; k < Tile::PIXELS; k++) {
-                float4 x = load_shared4(at(x_tile, k, c0));
-                float4 d[2] = {load_shared4(at(d_tile, k, o0)), load_shared4(at(d_tile, k, o0 + 4))};
-                const float dout[8] = {d[0].x, d[0].y, d[0].z, d[0].w, d[1].x, d[1].y, d[1].z, d[1].w};
-                UNROLLED_FOR (int o = 0; o < 8; o++) {
-                    c[o][0][0] += dout[o] * x.x, c[o][0][1] += dout[o] * x.y;
-                    c[o][0][2] += dout[o] * x.z, c[o][0][3] += dout[o] * x.w;
-                }
+                auto x = load_shared<NC>(at(x_tile, k, c0));
+                add(d_tile, k, [&](int) { return x; });
             }
         }
+    }
+    // c += dout of a pixel times x(tap).
+    template <class X>
+    __device__ void add(uint32_t d_tile, int pixel, X x) {
+        Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, pixel, o0)),
+                                    load_shared<4>(at(d_tile, pixel, o0 + 4))};
+        UNROLLED_FOR (int o = 0; o < 8; o++)
+            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
+                UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x(t).of[e];
     }
     template <class Put>
     __device__ void store(Put put) {
@@ -7241,7 +7176,7 @@ struct WeightProduct {
 };
 #endif
 
-// dw (O, taps, C + C2) = einsum('mo,mtc->otc', dout, neighbourhoods of cat([x, x2], 1)), over M pixels.
+// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels.
 // Block (tile, split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits divide the pixels'
 // tiles evenly. Per block: its split's pixels' 64 channels of dout and of x (3x3: with border) come in once,
 // for all taps. The first of the blocks that share dout's channels also writes their column sums.
@@ -7253,14 +7188,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     extern __shared__ __align__(128) unsigned char weight_shared[];
     auto& shared = *(WeightShared<Tile>*)weight_shared;
     int tid = threadIdx.x;
-    int tiles1 = ceil_div(g.C, 64), c_tiles = tiles1 + ceil_div(g.C2, 64), c_tile = blockIdx.x % c_tiles;
+    int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
+    int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
     bool second = c_tile >= tiles1;
-    const floatX* x = second ? g.x2 : g.x;
-    int channels = second ? g.C2 : g.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-    int o0 = blockIdx.x / c_tiles * 64;
+    const floatX *dout = g.dout.data, *x = second ? g.x.second.data : g.x.first.data;
+    int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+    const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
     int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
     bool sums_bias = g.bias_parts && c_tile == 0;
-    BiasSums<Tile> bias = {shared.bias, first / g.set_tiles};
+    BiasSums<Tile> bias = {shared.bias, first / set_tiles};
     if (sums_bias) bias.clear();
 
     if (TAPS > 1) {
@@ -7278,15 +7214,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             int m = tile * PIXELS + p;
             if (TAPS > 1)
                 m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
-            bool valid = m >= 0 && m < g.M && o < g.O;
-            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES),
-                       valid ? g.dout + (size_t)m * g.O + o : g.dout, valid);
+            bool valid = m >= 0 && m < M && o < O;
+            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES), valid ? dout + (size_t)m * O + o : dout,
+                       valid);
         }
         for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
             int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
             if (TAPS > 1 && r >= g.patch.rows()) break;
             int m = TAPS > 1 ? g.patch.pixel(origin, shared.offset_of_row[r]) : tile * PIXELS + r;
-            bool valid = m >= 0 && m < g.M && c < channels;
+            bool valid = m >= 0 && m < M && c < channels;
             copy_async(x_tile + swizzled(r, v, Tile::ROW_BYTES), valid ? x + (size_t)m * channels + c : x,
                        valid);
         }
@@ -7303,10 +7239,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         copy_commit();
         auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias) {
-            if (tile / g.set_tiles != bias.set) {
+            if (tile / set_tiles != bias.set) {
                 bias.flush(g, o0);
                 bias.clear();
-                bias.set = tile / g.set_tiles;
+                bias.set = tile / set_tiles;
             }
             bias.add(stage.dout);
         }
@@ -7314,11 +7250,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     }
     copy_wait<0>();
     if (sums_bias) bias.flush(g, o0);
-    int K = g.C + g.C2;
-    float* to = g.partial ? g.partial + (size_t)blockIdx.y * g.O * TAPS * K : g.dw;
+    float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
     product.store([&](int o, int tap, int c, float2 value) {
-        if (o0 + o >= g.O || c0 + c >= channels) return;
-        float2* p = (float2*)(to + ((size_t)(o0 + o) * TAPS + tap) * K + (second ? g.C : 0) + c0 + c);
+        if (o0 + o >= O || c0 + c >= channels) return;
+        size_t row = (size_t)(o0 + o) * TAPS + tap;
+        float2* p = (float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c);
         *p = g.partial ? value : make_float2(p->x + value.x, p->y + value.y);
     });
 }
@@ -7327,50 +7263,50 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 // share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8;
+    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, B = g.dout.B, O = g.dout.C;
+    int images = g.patch.images, set_tiles = g.patch.set_tiles();
     auto part = [&](int split, int set, int image) {
-        return g.bias_parts[((size_t)(split + set) * g.set_images + image) * g.O + o];
+        return g.bias_parts[((size_t)(split + set) * images + image) * O + o];
     };
     float total = 0;
-    if (g.B == 1) {
+    if (B == 1) {
 #pragma unroll 8
-        for (int s = y; s < g.splits && o < g.O; s += 32) total += part(s, 0, 0);
+        for (int s = y; s < g.splits && o < O; s += 32) total += part(s, 0, 0);
     } else {
-        for (int b = y; b < g.B && o < g.O; b += 32) {
-            int set = b / g.set_images, s1 = g.split_of((set + 1) * g.set_tiles - 1);
+        for (int b = y; b < B && o < O; b += 32) {
+            int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
             float sum = 0;
 #pragma unroll 8
-            for (int s = g.split_of(set * g.set_tiles); s <= s1; s++) sum += part(s, set, b % g.set_images);
-            if (g.per_image) g.per_image[(size_t)b * g.image_pitch + o] = (floatX)sum;
+            for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += part(s, set, b % images);
+            if (g.per_image.data) g.per_image.data[(size_t)b * g.per_image.pitch + o] = (floatX)sum;
             total += sum;
         }
     }
     sums[y][threadIdx.x % 8] = total;
     __syncthreads();
-    if (y != 0 || o >= g.O) return;
+    if (y != 0 || o >= O) return;
     for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
-    if (g.per_image && g.B == 1) g.per_image[o] = (floatX)total;
+    if (g.per_image.data && B == 1) g.per_image.data[o] = (floatX)total;
     g.dbias[o] += total;
 }
 
-// dw += the sum over splits of partial (splits, n), in a fixed order: a thread adds every eighth split, then
-// the eight meet. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
-// gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
+// dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block b
+// owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
+__global__ void weight_reduce_kernel(const WeightGradient g, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
     }
     __shared__ float4 sums[REDUCERS][32];
-    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32, partials = g.partials();
+    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4, n = g.count();
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
     if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
-    for (int first = part; i < n && first < g.partials; first += 8 * REDUCERS) {
+    for (int first = part; i < n && first < partials; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
         for (int k = 0; k < 8; k++) {
             int s = first + k * REDUCERS;
-            if (s < g.partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
+            if (s < partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
         for (int k = 0; k < 8; k++) sum += loaded[k];
     }
@@ -7382,102 +7318,74 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = old;
 }
 
-static void launch_weight_reduction(const WeightGradient& g, size_t n) {
-    int weight_blocks = g.partial ? ceil_div(n, 128) : 0, bias_blocks = g.dbias ? ceil_div(g.O, 8) : 0;
+// The memory that the splits of `g` need, and what adds up what they have left there.
+static void take_partial_sums(WeightGradient* g) {
+    const Patch& patch = g->patch;
+    size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
+    if (g->dbias) g->bias_parts = take<float>(&lane->workspace, bias_rows * patch.images * g->dout.C);
+    if (g->partials() > 1) g->partial = take<float>(&lane->workspace, g->partials() * g->count());
+}
+static void launch_weight_reduction(const WeightGradient& g) {
+    int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
+    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, n, weight_blocks);
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: the sums of all of them fit into half the workspace.
 template <int TAPS>
 static void launch_portable_weight_gradient(WeightGradient g) {
-    constexpr bool HALF = sizeof(floatX) == 2;
-    using Tile = typename std::conditional<(TAPS > 1), WeightTile<9, HALF ? 128 : 64, 1, 8, 2, 1>,
-                                           WeightTile<1, HALF ? 64 : 32, 2, 2, 4, 3>>::type;
-    if (TAPS > 1) g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, Tile::PIXELS);
-    g.tiles = TAPS > 1 ? g.patch.tiles : ceil_div(g.M, Tile::PIXELS);
-    g.set_images = TAPS > 1 ? g.patch.images : 1;
-    g.set_tiles = TAPS > 1 ? g.patch.tiles_y * g.patch.tiles_x : g.tiles;
-
-    // A block's walk over the pixels takes tiles / splits, and the reduction splits O (C + C2): together they are
+    using Tile = WeightTile<TAPS>;
+    g.patch = make_patch(g.dout, TAPS, Tile::PIXELS);
+    const int O = g.dout.C, pixel_tiles = g.patch.tiles;
+    // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
-    int tiles = ceil_div(g.O, 64) * (ceil_div(g.C, 64) + ceil_div(g.C2, 64));
-    int most = std::min(g.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
-    int balanced = (int)((HALF ? 480 : 830) * sqrtf((float)g.tiles / g.O / (g.C + g.C2)));
-    g.splits = g.partials = std::max(1, std::min(most, balanced + 1));
-
-    size_t n = (size_t)g.O * TAPS * (g.C + g.C2), bias_rows = g.splits + ceil_div(g.B, g.set_images);
-    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, bias_rows * g.set_images * g.O);
-    if (g.splits > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
+    int tiles = ceil_div(O, 64) * (ceil_div(g.x.first.C, 64) + ceil_div(g.x.second.C, 64));
+    int most = std::min(pixel_tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
+    int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
+    g.splits = std::max(1, std::min(most, balanced + 1));
+    take_partial_sums(&g);
     launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
-    launch_weight_reduction(g, n);
-}
-
-// The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
-// several runs.
-template <int TAPS>
-static void launch_weight_gradient(WeightGradient g) {
-    ASSERT(g.O % CHANNEL_MULTIPLE + g.C % CHANNEL_MULTIPLE + g.C2 % CHANNEL_MULTIPLE == 0);
-    const size_t B = TAPS > 1 ? g.patch.B : 1, T = g.M / B;
-    const size_t run = std::min(B, Borrowed::left() / 2 / (g.O * sizeof(float)));
-    for (size_t b = 0; b < B; b += run) {
-        Borrowed borrowed;
-        g.B = g.patch.B = (int)std::min(run, B - b), g.M = (int)(g.B * T);
-#ifdef HOPPER
-        if (TAPS > 1)
-            launch_hopper_weight_gradient(g);
-        else
-#endif
-            launch_portable_weight_gradient<TAPS>(g);
-        g.dout += g.M * (size_t)g.O, g.x += g.M * (size_t)g.C;
-        if (g.per_image) g.per_image += g.B * (size_t)g.image_pitch;
-    }
+    launch_weight_reduction(g);
 }
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-// A product's fields but the output's, its input being x; T: pixels of an image.
-static Gemm gemm_of(Joined x, const floatX* w, Forward options = {}) {
-    const Tensor& first = x.first;
-    Gemm g = {};
-    g.x = first.data, g.x2 = x.second.data, g.C = first.C, g.C2 = x.second.C, g.w = w;
-    g.M = first.rows(), g.T = first.H * first.W;
-    g.patch.B = first.B, g.patch.H = first.H, g.patch.W = first.W;
-    g.residual = options.residual.data, g.emb = options.emb.data, g.emb_pitch = options.emb.pitch;
-    return g;
-}
-static void take_output(Gemm* g, Joined out) {
-    g->out = out.first.data, g->out2 = out.second.data, g->N = out.C(), g->N1 = out.first.C;
-    g->moments = out.first.moments;
-}
 template <int TAPS>
 static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    Gemm g = gemm_of(x, layer.w, options);
-    take_output(&g, out);
-    g.bias = layer.bias;
-    launch_gemm<TAPS, false>(g);
+    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Conv layer, const Backward& options) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
-    Gemm g = gemm_of(dout, layer.w);
-    take_output(&g, dx);
-    if (options.accumulate) g.residual = g.out, g.residual2 = g.out2;
-    if (options.norm) g.norm = normed_of(*options.norm);
+    Gemm g = {.out = dx, .x = dout, .w = layer.w};
+    if (options.accumulate) g.residual = dx;
+    if (options.norm) g.norm = *options.norm;
     launch_gemm<TAPS, true>(g);
 }
 template <int TAPS>
 static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
-    WeightGradient g = {};
-    g.dw = layer.dw, g.dbias = layer.dbias, g.dout = dout.data;
-    g.per_image = demb.data, g.image_pitch = demb.pitch;
-    g.x = x.first.data, g.x2 = x.second.data, g.C = x.first.C, g.C2 = x.second.C;
-    g.M = dout.rows(), g.O = dout.C;
-    g.patch.B = dout.B, g.patch.H = dout.H, g.patch.W = dout.W;
-    launch_weight_gradient<TAPS>(g);
+    ASSERT(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
+    WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
+    // The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
+    // several runs.
+    const int run = (int)std::min<size_t>(dout.B, Borrowed::left() / 2 / (dout.C * sizeof(float)));
+    for (int b = 0; b < dout.B; b += run) {
+        Borrowed borrowed;
+        g.dout.B = g.x.first.B = std::min(run, dout.B - b);
+#ifdef HOPPER
+        if (TAPS > 1)
+            launch_hopper_weight_gradient(g);
+        else
+#endif
+            launch_portable_weight_gradient<TAPS>(g);
+        g.dout.data += g.dout.count(), g.x.first.data += g.x.first.count();
+        if (g.per_image.data) g.per_image.data += (size_t)run * g.per_image.pitch;
+    }
 }
 template <int TAPS>
 static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
@@ -7648,8 +7556,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 struct Box {
     int width, height, images;
 };
-// The map of x (B, H, W, C) for such boxes of 64 channels.
-static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box box) {
+// The map of x for such boxes of 64 channels.
+static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode) {
         cudaDriverEntryPointQueryResult found;
@@ -7658,13 +7566,13 @@ static CUtensorMap tensor_map(const floatX* x, int C, int W, int H, int B, Box b
         ASSERT(found == cudaDriverEntryPointSuccess);
     }
     CUtensorMap map;
-    const cuuint64_t row = (cuuint64_t)C * sizeof(floatX);
-    const cuuint64_t sizes[] = {(cuuint64_t)C, (cuuint64_t)W, (cuuint64_t)H, (cuuint64_t)B};
-    const cuuint64_t strides[] = {row, row * W, row * W * H};
+    const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
+    const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
+    const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
     const cuuint32_t extent[] = {64, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
     const cuuint32_t steps[] = {1, 1, 1, 1};
-    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, extent,
-                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent, steps,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     ASSERT(status == CUDA_SUCCESS);
     return map;
@@ -7681,12 +7589,10 @@ struct JoinedMaps {
 };
 
 struct HopperGemm : Gemm {
-    JoinedMaps x_map, out_map;  // of x and x2, a chunk's channels begin at 64 times its number
-    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x
+    JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
+    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x; 0 columns: none
     CUtensorMap w_map;
     float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
-    bool has_extra;
-    int B, chunks;
     int tiles_x, tiles_y, tiles;
     int share;  // the chunks of one of a cluster's blocks
 };
@@ -7701,25 +7607,20 @@ struct HopperTile {
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;  // one more warp: the producer
     static constexpr int BORDER = TAPS > 1;
     static constexpr Box OUTPUTS = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr int WIDE = PAIRS ? 1 : WARPGROUPS, DEEP = PAIRS ? WARPGROUPS : 1;  // in warpgroups
-    static constexpr Box PIXELS = {WIDE * OUTPUTS.width, OUTPUTS.height, DEEP* OUTPUTS.images};
+    static_assert(!PAIRS || WARPGROUPS == 1, "warpgroups lie side by side in an image");
+    static constexpr Box PIXELS = {WARPGROUPS * OUTPUTS.width, OUTPUTS.height, OUTPUTS.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
-    // From one warpgroup's first row to the next one's.
-    static constexpr int WARPGROUP_ROWS = PAIRS ? 2 * IMAGE_ROWS : OUTPUTS.width;
-    // A warpgroup's first pixel, in a tile that begins at `at`.
-    __device__ static Pixel warpgroup(Pixel at, int k) {
-        return PAIRS ? Pixel{at.b + 2 * k, at.y, at.x} : Pixel{at.b, at.y, at.x + OUTPUTS.width * k};
-    }
     __device__ static Pixel origin(const HopperGemm& g, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
-        if (PAIRS) return {tile * PIXELS.images, 0, 0};
-        return {tile / (g.tiles_x * g.tiles_y), tile / g.tiles_x % g.tiles_y * PIXELS.height,
+        return {tile / (g.tiles_x * g.tiles_y) * PIXELS.images, tile / g.tiles_x % g.tiles_y * PIXELS.height,
                 tile % g.tiles_x * PIXELS.width};
     }
+    // A warpgroup's first pixel, in a tile that begins at `at`.
+    __device__ static Pixel warpgroup(Pixel at, int k) { return {at.b, at.y, at.x + OUTPUTS.width * k}; }
 };
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
@@ -7756,7 +7657,7 @@ struct HopperGemmBlock {
     const int o = blockIdx.y * 64, warpgroup = threadIdx.x / 128;
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = WARPGROUPS == 1 ? gridDim.x : 1, rank = WARPGROUPS == 1 ? blockIdx.x : 0;
-    const int first = rank * g.share, last = min(first + g.share, g.chunks);
+    const int first = rank * g.share, last = min(first + g.share, g.chunks());
 
     __device__ __forceinline__ void produce() {  // one thread
         Ring<PATCHES> patch = {0, 1};
@@ -7771,7 +7672,7 @@ struct HopperGemmBlock {
                     full.expect(Tile::PATCH_ROWS * 128);
                     copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
                              {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
-                } else if (g.has_extra && rank == 0) {  // where the outputs will be put together
+                } else if (g.extra_map.columns && rank == 0) {  // where the outputs will be put together
                     full.expect(sizeof to.outputs);
                     for (int k = 0; k < WARPGROUPS; k++)
                         copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o),
@@ -7789,7 +7690,8 @@ struct HopperGemmBlock {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    int channel = g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.C);
+                    int channel =
+                        g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
                     if (Tile::TRANSPOSED)
                         copy_box(shared.w[stage.slot], g.w_map, full, o, {0, channel, TAPS - 1 - tap});
                     else
@@ -7813,7 +7715,7 @@ struct HopperGemmBlock {
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                    uint32_t from = shifted + warpgroup * Tile::WARPGROUP_ROWS * 128 + k * 32;
+                    uint32_t from = shifted + warpgroup * Tile::OUTPUTS.width * 128 + k * 32;
                     uint64_t b = shared_matrix(from, Tile::PITCH * 128);
                     if (Tile::PAIRS) {
                         wgmma<64, Tile::TRANSPOSED, 0>(c, a, b);
@@ -7864,8 +7766,8 @@ struct HopperEpilogue {
     const HopperGemm& g;
     const Pixel at;  // the warpgroup's first
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int images = Tile::PAIRS || g.T == 64 ? IMAGES : 1;  // that it does hold
-    const int image = Tile::TAPS == 1 ? at.x / g.T : at.b;
+    const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
+    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
     const bool gradient = Tile::TRANSPOSED && g.norm.mean;
     // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
     float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];
@@ -7874,11 +7776,12 @@ struct HopperEpilogue {
     __device__ __forceinline__ void load() {
         UNROLLED_FOR (int i = 0; i < IMAGES; i++)
             UNROLLED_FOR (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N - 1), b = min(image + (images == 1 ? 0 : i), g.B - 1);
+                int n = min(row + 8 * h, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb) added[i][h] += (float)g.emb[(size_t)b * g.emb_pitch + n];
+                if (!Tile::TRANSPOSED && g.emb.data)
+                    added[i][h] += (float)g.emb.data[(size_t)b * g.emb.pitch + n];
                 if (!gradient) continue;
-                int of = b * g.norm.G + n / (g.N / g.norm.G);
+                int of = b * g.norm.groups + n / (g.N() / g.norm.groups);
                 mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
                 shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
             }
@@ -7891,7 +7794,7 @@ struct HopperEpilogue {
         UNROLLED_FOR (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
             uint32_t r[4];
-            if (g.has_extra) load_matrices_transposed(r, rows + j * 1024);
+            if (g.extra_map.columns) load_matrices_transposed(r, rows + j * 1024);
             UNROLLED_FOR (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
@@ -7900,7 +7803,7 @@ struct HopperEpilogue {
                 if (gradient) {
                     if (g.norm.silu) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
                     sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
-                } else if (g.has_extra) {
+                } else if (g.extra_map.columns) {
                     value += extra;
                 }
             }
@@ -7929,17 +7832,20 @@ struct HopperEpilogue {
                 product[e * IMAGES / 64][e / 2 % 2] += d * d;
             }
         }
-        int pixel = Tile::TAPS == 1 ? at.x : image * g.T;  // the first, or as many as come before its part
-        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.patch.W / 8) + at.x / 8) * 128;
+        int pixel =
+            Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or as many as come before its part
+        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         UNROLLED_FOR (int h = 0; h < 2; h++) {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
             if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
                 int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                if (lane % 4 || i >= images || n >= g.N || part * (128 / images) >= g.B * g.T) continue;
+                if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows())
+                    continue;
                 if (gradient)
-                    product[i][h] *= g.norm.rstd[min(image + i, g.B - 1) * g.norm.G + n / (g.N / g.norm.G)];
-                g.sums[(size_t)part * g.N + n] = make_float2(sum[i][h], product[i][h]);
+                    product[i][h] *= g.norm.rstd[min(image + i, g.x.first.B - 1) * g.norm.groups +
+                                                 n / (g.N() / g.norm.groups)];
+                g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
             }
         }
     }
@@ -7997,38 +7903,34 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 template <class Tile>
 static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
-    const int B = TAPS == 1 ? 1 : g.patch.B, H = TAPS == 1 ? 1 : g.patch.H, W = TAPS == 1 ? g.M : g.patch.W;
-    const int K = g.C + g.C2;
-    const bool normed = g.norm.mean;
-    auto joined = [&](const floatX* x, const floatX* x2, int columns, int all, Box box) {
-        JoinedMaps maps = {tensor_map(x, columns, W, H, B, box), {}, columns};
-        if (columns < all) maps.second = tensor_map(x2, all - columns, W, H, B, box);
+    auto shaped = [](const Tensor& x) { return TAPS == 1 ? one_line(x) : x; };
+    auto joined = [&](const Joined& x, Box box) {
+        JoinedMaps maps = {tensor_map(shaped(x.first), box), {}, x.first.C};
+        if (x.second.C) maps.second = tensor_map(shaped(x.second), box);
         return maps;
     };
+    const Tensor x = shaped(g.x.first);
+    const int columns = ceil_div(g.N(), 64);
     HopperGemm h = {};
     static_cast<Gemm&>(h) = g;
-    h.x_map = joined(g.x, g.x2, g.C, K, Tile::PATCH);
-    h.x_map.columns = ceil_div(g.C, 64) * 64;
-    h.out_map = joined(g.out, g.out2, g.N1, g.N, Tile::OUTPUTS);
-    h.w_map = Tile::TRANSPOSED ? tensor_map(g.w, g.N, TAPS, K, 1, {1, 64, 1})
-                               : tensor_map(g.w, K, TAPS, g.N, 1, {1, 64, 1});
-    h.has_extra = normed || g.residual;
-    if (normed)
-        h.extra_map = joined(g.norm.x, g.norm.x2, g.norm.C, g.N, Tile::OUTPUTS);
-    else if (g.residual)
-        h.extra_map = joined(g.residual, g.residual2, g.N1, g.N, Tile::OUTPUTS);
-    h.sums = normed ? g.norm.sums : g.moments;
-    h.B = g.M / g.T, h.chunks = ceil_div(g.C, 64) + ceil_div(g.C2, 64);
-    h.tiles_x = ceil_div(W, Tile::PIXELS.width), h.tiles_y = ceil_div(H, Tile::PIXELS.height);
-    h.tiles = h.tiles_x * h.tiles_y * ceil_div(B, Tile::PIXELS.images);
+    h.x_map = joined(g.x, Tile::PATCH);
+    h.x_map.columns = g.chunks1() * 64;
+    h.out_map = joined(g.out, Tile::OUTPUTS);
+    const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
+    h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
+    const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
+    if (extra.first) h.extra_map = joined(extra, Tile::OUTPUTS);
+    h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
+    h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
+    h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
     // below were measured on an H100.
-    int columns = ceil_div(g.N, 64), splits = 1;
+    int splits = 1;
     while (Tile::WARPGROUPS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
-           h.chunks * TAPS >= 18 * splits)
+           g.chunks() * TAPS >= 18 * splits)
         splits *= 2;
-    h.share = ceil_div(h.chunks, splits);
-    splits = ceil_div(h.chunks, h.share);  // none without a chunk
+    h.share = ceil_div(g.chunks(), splits);
+    splits = ceil_div(g.chunks(), h.share);  // none without a chunk
     // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
     // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
     int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
@@ -8038,37 +7940,35 @@ static void launch_hopper_tile(const Gemm& g) {
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
 }
-// Whether the kernel above takes this product, launched here if so. The sums it leaves out are no longer
-// wanted of g.
+// Whether the kernel above takes this product, launched here if so.
 template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(Gemm* g) {
-    const int B = g->patch.B, H = g->patch.H, W = g->patch.W;
+static bool launch_hopper(const Gemm& asked) {
+    Gemm g = asked;
+    const int B = g.x.first.B, H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8;
-    if (g->N <= 16 || (g->N1 < g->N && g->N1 % 64)) return false;
-    if (TAPS == 1 && g->emb) return false;
+    auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
+    if (g.N() <= 16 || !fits(g.out)) return false;
+    if (TAPS == 1 && g.emb.data) return false;
     // A warpgroup's 128 pixels are a part of an image, or two images of 64.
     bool whole_parts =
-        g->T == 64 ? TAPS == 1 || small : g->T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
-    bool norm_fits = TRANSPOSED && (g->norm.C == g->N || g->norm.C % 64 == 0);
-    Gemm asked = *g;
-    if (!whole_parts) asked.moments = nullptr;
-    if (!whole_parts || !norm_fits) asked.norm = Normed();
-    if (asked.moments) g->moments = nullptr;
-    if (asked.norm.mean) g->norm = Normed();
+        T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
+    bool sums = whole_parts && fits(g.norm.x);
+    if (!sums) g.out.first.moments = nullptr, g.norm = {};
     if constexpr (TAPS == 1) {
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
-        bool many = ceil_div(g->M, 128) * ceil_div(g->N, 64) > 2 * gpu_multiprocessors;
+        bool many = ceil_div(g.M(), 128) * ceil_div(g.N(), 64) > 2 * gpu_multiprocessors;
         if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(asked);
+            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(g);
         else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(asked);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(g);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(asked);
-    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g->N, 64) >= 3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(asked);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(g);
+    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) >= 3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(g);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(asked);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(g);
     }
+    if (!sums) launch_gemm_sums(asked);
     return true;
 }
 
@@ -8076,7 +7976,6 @@ static bool launch_hopper(Gemm* g) {
 
 struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;
-    int cluster;  // splits in one
 };
 
 // What a block multiplies: each warpgroup has 64 output channels by 64 input channels at a line's three taps.
@@ -8141,7 +8040,8 @@ struct HopperWeightBlock {
     const int split = blockIdx.x, rank = split % g.cluster;
     const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
-    const int c_tiles = ceil_div(g.C, 64), c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+    const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
+    const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
     const int first = g.first_tile(split), last = g.first_tile(split + 1);
 
     __device__ __forceinline__ void produce() {  // one thread
@@ -8168,10 +8068,11 @@ struct HopperWeightBlock {
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
         };
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
+        const int steps = g.patch.set_tiles();  // an image
         for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / g.set_tiles, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * g.set_tiles) : last;
-            int left = (first_image + 1) * g.set_tiles - begin;  // steps of this image
+            int first_image = begin / steps, images = first_image / 8 * 8;
+            end = BIAS ? min(last, (images + 8) * steps) : last;
+            int left = (first_image + 1) * steps - begin;  // of this image
             uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
             float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
@@ -8189,15 +8090,15 @@ struct HopperWeightBlock {
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
                 if (t > begin) release();
-                if (BIAS && --left == 0) left = g.set_tiles, ones -= 16;
+                if (BIAS && --left == 0) left = steps, ones -= 16;
             }
             wgmma_wait<0>();
             release();
             if (BIAS)
                 for (int e = 0; e < 4; e++) {
                     int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
-                    if (o < g.O && image >= first_image && image <= (end - 1) / g.set_tiles)
-                        g.bias_parts[(size_t)(split + image) * g.O + o] = sums[e];
+                    if (o < O && image >= first_image && image <= (end - 1) / steps)
+                        g.bias_parts[(size_t)(split + image) * O + o] = sums[e];
                 }
         }
     }
@@ -8214,7 +8115,7 @@ struct HopperWeightBlock {
 
     // This rank's part of the tile, added up over the cluster, to device memory.
     __device__ __forceinline__ void combine() {
-        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * g.O * 9 * g.C : g.dw;
+        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * O * 9 * C : g.dw;
         int rows = WARPGROUPS * 3 * 64 / g.cluster;
 #pragma unroll 2
         for (int i = threadIdx.x; i < rows * 16; i += Tile::READERS) {
@@ -8231,8 +8132,8 @@ struct HopperWeightBlock {
                 for (int r = 1; r < 8; r++)
                     if (r < g.cluster) sum += parts[r];
             }
-            if (o >= g.O || column >= g.C) continue;
-            float* p = to + ((size_t)o * 9 + tap) * g.C + column;
+            if (o >= O || column >= C) continue;
+            float* p = to + ((size_t)o * 9 + tap) * C + column;
             if (g.partial)
                 *(float4*)p = sum;
             else
@@ -8281,18 +8182,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 }
 
 template <class Tile>
-static void launch_hopper_weight_tile(WeightGradient g, int tiles, int cluster) {
-    size_t n = (size_t)g.O * 9 * g.C;
-    g.partials = g.splits / cluster;
-    if (g.dbias) g.bias_parts = take<float>(&lane->workspace, (size_t)(g.splits + g.B) * g.O);
-    if (g.partials > 1) g.partial = take<float>(&lane->workspace, g.partials * n);
-    auto map = [&](const floatX* x, int channels, Box box) {
-        return tensor_map(x, channels, g.patch.W, g.patch.H, g.B, box);
-    };
-    HopperWeightGradient h = {g, map(g.dout, g.O, Tile::DOUT), map(g.x, g.C, Tile::X), cluster};
+static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
+    HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
     launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-                    sizeof(HopperWeightShared<Tile>), cluster, h);
-    launch_weight_reduction(g, n);
+                    sizeof(HopperWeightShared<Tile>), g.cluster, h);
 }
 
 // launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take the
@@ -8300,29 +8193,32 @@ static void launch_hopper_weight_tile(WeightGradient g, int tiles, int cluster) 
 // come in numbers that clusters don't divide); others leave partial sums. The figures are microseconds, fitted
 // to timings on an H100.
 static void launch_hopper_weight_gradient(WeightGradient g) {
-    g.patch = make_patch(g.patch.B, g.patch.H, g.patch.W, 64);
-    g.tiles = g.patch.tiles, g.set_images = 1, g.set_tiles = g.patch.tiles_y * g.patch.tiles_x;
-    int best_warpgroups = 0, best_tiles = 0, best_cluster = 0;
+    g.patch = make_patch(g.dout, 9, 64);
+    const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
+    const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
+    int best_warpgroups = 0;
     float least = FLT_MAX;
     for (int warpgroups : {3, 1}) {
-        const int tiles = ceil_div(g.O, 64) * ceil_div(g.C, 64) * (3 / warpgroups);
+        const int tiles = sum_tiles * (3 / warpgroups);
         const int resident = gpu_multiprocessors * (warpgroups == 1 ? 2 : 1);
-        for (int splits = 1; splits == 1 || (splits <= g.tiles && splits * tiles <= gpu_multiprocessors);
+        for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
             bool joined =
                 splits == 2 || ((splits == 4 || splits == 8) && splits * tiles <= resident * 10 / 11);
-            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(g.tiles, splits) *
+            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) *
                        (warpgroups == 3 ? 0.75f : 0.3f);
-            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * g.O * g.C;
+            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * O * C;
             if (us >= least) continue;
-            least = us, g.splits = splits;
-            best_warpgroups = warpgroups, best_tiles = tiles, best_cluster = joined ? splits : 1;
+            least = us, best_warpgroups = warpgroups;
+            g.splits = splits, g.cluster = joined ? splits : 1;
         }
     }
+    take_partial_sums(&g);
     if (best_warpgroups == 3)
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, best_tiles, best_cluster);
+        launch_hopper_weight_tile<HopperWeightTile<3>>(g, sum_tiles);
     else
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, best_tiles, best_cluster);
+        launch_hopper_weight_tile<HopperWeightTile<1>>(g, sum_tiles * 3);
+    launch_weight_reduction(g);
 }
 
 }  // namespace gpu

@@ -1071,7 +1071,7 @@ static void conv3x3_weight_gradient9(Problem& p) {
 // sums that stay in registers until the block is done. That is 144 + 32 sums a thread: one block a
 // multiprocessor. A launch takes 64 output channels; those after the first add to dx.
 typedef GemmTile<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
-typedef WeightTile<9, 128, 1, 8, 2, 1> JointWeight;           // the sums of dw
+typedef WeightTile<9> JointWeight;                            // the sums of dw
 enum {
     JOINT_ROWS = JointWeight::X_ROWS,
     JOINT_TABLES = (JOINT_ROWS + 128) * 4 / 128 * 128 + 128,
@@ -1183,7 +1183,7 @@ static void conv3x3_backward8(Problem& p) {
         conv3x3_weight_gradient8(p, p.sum<float>("dw"), p.in<floatX>("dout"), p.in<floatX>("x"), s);
         return;
     }
-    Patch patch = make_patch(s.B, s.H, s.W, 128);
+    Patch patch = make_patch(p.tensor_in<floatX>("x"), 9, 128);
     size_t n = (size_t)s.O * 9 * s.C;
     int slabs = ceil_div(s.C, 64), splits = std::min(patch.tiles, std::max(1, gpu_multiprocessors / slabs));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, 9, C)
