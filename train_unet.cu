@@ -54,7 +54,7 @@
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
 //        to a run
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
-//        linear and 1x1 convolution; 3x3 convolution; group norm + SiLU; attention
+//        linear layers, 1x1 and 3x3 convolutions; group norm + SiLU; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; weight gradient; launchers
