@@ -1019,7 +1019,6 @@ struct Sum2x2 {
 // ===========================================================================================================
 
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
-static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
 // moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may share
@@ -1083,6 +1082,7 @@ struct Model {
     float* target;          // (B, H, W, 3)
     float* images;          // (B, 3, H, W): clean, planar, as in the files
     int* timesteps;         // (batch_size): of the whole batch, also where B is a part of it
+    int first;              // the sample of the batch that this part begins with
     int* sources;           // (batch_size): the image of each sample, or -1 - image where it is mirrored
     StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;          // (batch_size, loss_parts)
@@ -1179,11 +1179,11 @@ static EmbedBlock embed_block(const Model* m, const Block& block, int B) {
     return e;
 }
 
-static void embed_forward(Model* m, const Block& block, int B, const int* timesteps) {
+static void embed_forward(Model* m, const Block& block, int B) {
     EmbedBlock e = embed_block(m, block, B);
     Tensor active = take_tensor(m, B, 1, e.hidden.C);
     run(TimestepEmbedding<floatX>{.out = e.sinusoids.data,
-                                  .timesteps = timesteps,
+                                  .timesteps = m->timesteps + m->first,
                                   .B = B,
                                   .C = e.sinusoids.C,
                                   .max_period = m->plan.max_period});
@@ -1629,6 +1629,21 @@ static double training_flops(const Plan& plan) {
 
 // ---- walk -------------------------------------------------------------------------------------------------
 
+// The kinds of blocks, in BlockKind's order.
+static const struct {
+    const char* name;
+    void (*forward)(Model* m, const Block& block, int B);
+    void (*backward)(Model* m, const Block& block, int B);
+} BLOCK_KINDS[] = {
+    {"embedding", embed_forward, embed_backward},
+    {"conv", conv_in_forward, conv_in_backward},
+    {"residual", res_forward, res_backward},
+    {"attention", attention_block_forward, attention_block_backward},
+    {"down", resample_forward, resample_backward},
+    {"up", resample_forward, resample_backward},
+    {"out", out_forward, out_backward},
+};
+
 static void set_scratch(Model* m, const Buffer& scratch) {
     m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
 }
@@ -1636,18 +1651,11 @@ static void set_scratch(Model* m, const Buffer& scratch) {
 // input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
 // be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
+    m->first = first;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
         set_scratch(m, block.scratch_forward);
-        switch (block.kind) {
-            case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
-            case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
-            case BLOCK_RES: res_forward(m, block, B); break;
-            case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
-            case BLOCK_DOWN:
-            case BLOCK_UP: resample_forward(m, block, B); break;
-            case BLOCK_OUT: out_forward(m, block, B); break;
-        }
+        BLOCK_KINDS[block.kind].forward(m, block, B);
     }
 }
 
@@ -1662,15 +1670,7 @@ static void unet_backward(Model* m, int B) {
         const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
         set_scratch(m, block.scratch_backward);
-        switch (block.kind) {
-            case BLOCK_EMBED: embed_backward(m, block, B); break;
-            case BLOCK_CONV_IN: conv_in_backward(m, block, B); break;
-            case BLOCK_RES: res_backward(m, block, B); break;
-            case BLOCK_ATTENTION: attention_block_backward(m, block, B); break;
-            case BLOCK_DOWN:
-            case BLOCK_UP: resample_backward(m, block, B); break;
-            case BLOCK_OUT: out_backward(m, block, B); break;
-        }
+        BLOCK_KINDS[block.kind].backward(m, block, B);
         backend_join();
     }
 }
@@ -4226,8 +4226,8 @@ static void print_plan(const Plan& plan) {
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
         std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
-               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
+        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_KINDS[b.kind].name,
+               in.c_str(), text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
 }
