@@ -1398,12 +1398,6 @@ static void add_layer(Plan* plan, Block* block, const std::string& name, std::ve
     }
 }
 
-static size_t reserve(size_t* total, size_t bytes) {
-    size_t offset = *total;
-    *total += aligned(bytes);
-    return offset;
-}
-
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
 static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int O, int skip = -1) {
     Block block;
@@ -2140,36 +2134,33 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
-    size_t total = 0, P = plan.num_floats, B = plan.batch;
-    size_t image = IMAGE_CHANNELS * plan.image_size * plan.image_size, pixels = B * image;
-    size_t whole = std::max(plan.batch, m->config.batch_size);  // of which the plan's may be a part
-    auto piece = [&](size_t bytes) { return memory + reserve(&total, bytes); };
-    m->master = (float*)piece(P * sizeof(float));
+    const Config& c = m->config;
+    size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
+    size_t whole = std::max(plan.batch, c.batch_size);  // of which the plan's may be a part
+    Arena arena = {memory, SIZE_MAX, 0};
+    auto place = [&](size_t count, auto*&... pieces) {
+        ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
+    };
+    place(P, m->master);
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
-    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)piece(P * sizeof(floatX));
-    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)piece(P * sizeof(float));
+    if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
+    for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
     if (plan.training) {
-        m->gradients = (float*)piece(P * sizeof(float));
-        m->adam_m = (float*)piece(P * sizeof(float));
-        m->adam_v = (float*)piece(P * sizeof(float));
-        m->norm_parts = (float*)piece((P / NORM_CHUNK + 1) * sizeof(float));
-        m->decays = (uint8_t*)piece(P / DECAY_CHUNK + 1);
+        place(P, m->gradients, m->adam_m, m->adam_v);
+        place(P / NORM_CHUNK + 1, m->norm_parts);
+        place(P / DECAY_CHUNK + 1, m->decays);
     }
-    m->arena = piece(plan.arena_bytes);
-    m->input = (floatX*)piece(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
-    m->target = (float*)piece(pixels * sizeof(float));
-    m->images = (float*)piece(pixels * sizeof(float));
-    m->timesteps = (int*)piece(whole * sizeof(int));
-    m->sources = (int*)piece(whole * sizeof(int));
-    m->state = (StepState*)piece((1 + RESULT_SLOTS) * sizeof(StepState));
-    m->signal = (float*)piece(m->config.diffusion_steps * sizeof(float));
-    m->noise = (float*)piece(m->config.diffusion_steps * sizeof(float));
-    m->loss_weights = (float*)piece(m->config.diffusion_steps * sizeof(float));
-    m->losses = (float*)piece(whole * loss_parts((int)image) * sizeof(float));
-    m->begins = (PictureNoise*)piece(B * sizeof(PictureNoise));
-    m->limits = (float*)piece(B * sizeof(float));
-    return total;
+    place(plan.arena_bytes, m->arena);
+    place(B * pixels * PIXEL, m->input);
+    place(B * pixels * IMAGE_CHANNELS, m->target, m->images);
+    place(whole, m->timesteps, m->sources);
+    place(1 + RESULT_SLOTS, m->state);
+    place(c.diffusion_steps, m->signal, m->noise, m->loss_weights);
+    place(whole * loss_parts((int)pixels * IMAGE_CHANNELS), m->losses);
+    place(B, m->begins);
+    place(B, m->limits);
+    return arena.used;
 }
 
 // A model that has sizes and no memory yet.
