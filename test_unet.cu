@@ -1514,7 +1514,8 @@ static std::vector<float> gradients_of(const Model* m) {
     return downloaded(m->gradients, m->plan.num_parameters);
 }
 static std::vector<float> output_values(const Model* m, int B) {
-    return downloaded(unet_output(m), (size_t)B * IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size);
+    return downloaded(unet_output(m),
+                      (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size);
 }
 
 // Every layer's memory as if nobody had ever written there: bytes of 255 are NaN in any float type.

@@ -1050,15 +1050,15 @@ struct Block {
     Buffer scratch_forward, scratch_backward;
 };
 
+static int embedding_width(const Config& c) { return 4 * c.num_channels; }
+
 struct Plan {
     std::vector<Block> blocks;
     std::vector<Parameter> tensors;
     size_t num_parameters;
     size_t num_floats;  // that they take in memory
     size_t arena_bytes;
-    int batch, image_size, norm_groups, num_head_channels, embed,
-        base;  // base = num_channels, embed = 4 * base
-    int max_period;
+    int batch;
     bool training;
 };
 
@@ -1138,7 +1138,7 @@ static Conv layer_of(const Model* m, const Block& block, int n) {
 }
 // Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
-    Norm norm = {.x = x, .groups = m->plan.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
+    Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
     size_t w = m->plan.tensors[block.param + 2 * n].offset,
            bias = m->plan.tensors[block.param + 2 * n + 1].offset;
     norm.w = m->fp32_params + w, norm.bias = m->fp32_params + bias;
@@ -1162,31 +1162,29 @@ static float2* take_sums(Model* m, int B, int H, int C) {
 enum { EMBED_LINEAR1, EMBED_LINEAR2 };
 
 struct EmbedBlock {
-    Tensor sinusoids;                   // (B, num_channels)
-    Tensor hidden, linear2, embedding;  // (B, E)
-    Linear linear1_layer, linear2_layer;
-    // The residual blocks' embedding layers in one; their parameters lie first, and together: join_projections.
-    Linear projections;
+    const Model* m;
+    const Block& block;
+    int B, E = embedding_width(m->config);
+    Tensor sinusoids = tensor_at(m, block.inner, B, 1, block.C);
+    Tensor hidden = part(0), linear2 = part(1), embedding = part(2);
+    Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
+    Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
+    // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
+    Linear projections = layer_at(m, 0, (size_t)E* block.O);
+
+    Tensor part(int n) const {  // (B, E)
+        return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
+    }
 };
-static EmbedBlock embed_block(const Model* m, const Block& block, int B) {
-    int E = m->plan.embed, O = block.O;
-    EmbedBlock e;
-    e.sinusoids = tensor_at(m, block.inner, B, 1, m->plan.base);
-    e.hidden = e.linear2 = e.embedding = tensor_at(m, block.hidden, B, 1, E);
-    e.linear2.data = e.hidden.data + (size_t)B * E, e.embedding.data = e.linear2.data + (size_t)B * E;
-    e.linear1_layer = layer_of(m, block, EMBED_LINEAR1), e.linear2_layer = layer_of(m, block, EMBED_LINEAR2);
-    e.projections = layer_at(m, 0, (size_t)E * O);  // where join_projections puts them
-    return e;
-}
 
 static void embed_forward(Model* m, const Block& block, int B) {
-    EmbedBlock e = embed_block(m, block, B);
-    Tensor active = take_tensor(m, B, 1, e.hidden.C);
+    EmbedBlock e = {m, block, B};
+    Tensor active = take_tensor(m, B, 1, e.E);
     run(TimestepEmbedding<floatX>{.out = e.sinusoids.data,
                                   .timesteps = m->timesteps + m->first,
                                   .B = B,
                                   .C = e.sinusoids.C,
-                                  .max_period = m->plan.max_period});
+                                  .max_period = m->config.max_period});
     linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
     run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
     linear_forward(e.linear2, active, e.linear2_layer);
@@ -1195,9 +1193,9 @@ static void embed_forward(Model* m, const Block& block, int B) {
 }
 
 static void embed_backward(Model* m, const Block& block, int B) {
-    EmbedBlock e = embed_block(m, block, B);
-    Tensor active = take_tensor(m, B, 1, e.hidden.C), dlinear2 = take_tensor(m, B, 1, e.hidden.C),
-           dhidden = take_tensor(m, B, 1, e.hidden.C);
+    EmbedBlock e = {m, block, B};
+    Tensor active = take_tensor(m, B, 1, e.E), dlinear2 = take_tensor(m, B, 1, e.E),
+           dhidden = take_tensor(m, B, 1, e.E);
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
     linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
     run(SiluBackward<floatX>{
@@ -1226,29 +1224,21 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock {
-    Joined x;
-    Tensor h, out;
-    Norm norm1, norm2;
-    Conv conv1, conv2;
-    bool widens;
-    Linear skip;  // where it widens
-    Rows emb;     // of the embedding's projections, the block's channels
+    const Model* m;
+    const Block& block;
+    int B;
+    Joined x = input_of(m, block, B);
+    Tensor h = tensor_at(m, block.hidden, B, block.H, block.O), out = output_of(m, block, B);
+    Norm norm1 = norm_of(m, block, RES_NORM1, x, 0), norm2 = norm_of(m, block, RES_NORM2, h, 1);
+    Conv conv1 = layer_of(m, block, RES_CONV1), conv2 = layer_of(m, block, RES_CONV2);
+    bool widens = x.C() != block.O;
+    Linear skip = widens ? layer_of(m, block, RES_SKIP) : Linear();
+    // The block's channels of the embedding's projections.
+    Rows emb = {output_of(m, m->plan.blocks[0], B).data + block.emb, m->plan.blocks[0].O};
 };
-static ResBlock res_block(const Model* m, const Block& block, int B) {
-    const Block& embedding = m->plan.blocks[0];
-    ResBlock r;
-    r.x = input_of(m, block, B), r.out = output_of(m, block, B);
-    r.h = tensor_at(m, block.hidden, B, block.H, block.O);
-    r.norm1 = norm_of(m, block, RES_NORM1, r.x, 0), r.norm2 = norm_of(m, block, RES_NORM2, r.h, 1);
-    r.conv1 = layer_of(m, block, RES_CONV1), r.conv2 = layer_of(m, block, RES_CONV2);
-    r.widens = r.x.C() != block.O;
-    if (r.widens) r.skip = layer_of(m, block, RES_SKIP);
-    r.emb = {output_of(m, embedding, B).data + block.emb, embedding.O};
-    return r;
-}
 
 static void res_forward(Model* m, const Block& block, int B) {
-    ResBlock r = res_block(m, block, B);
+    ResBlock r = {m, block, B};
     Tensor normed = take_tensor(m, B, block.H, std::max(r.x.C(), block.O)), residual = r.x.first;
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
     if (KEEPS_MOMENTS) r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
@@ -1264,7 +1254,7 @@ static void res_forward(Model* m, const Block& block, int B) {
 }
 
 static void res_backward(Model* m, const Block& block, int B) {
-    ResBlock r = res_block(m, block, B);
+    ResBlock r = {m, block, B};
     Joined dx = input_gradient_of(m, block, B);
     Tensor dout = output_gradient_of(m, block, B), dh = r.h;
     Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
@@ -1292,24 +1282,19 @@ static void res_backward(Model* m, const Block& block, int B) {
 enum { ATT_NORM, ATT_QKV, ATT_PROJ };
 
 struct AttentionBlock {
-    Tensor x, qkv, joined;
-    Norm norm;
-    float* lse;
-    int heads;
+    const Model* m;
+    const Block& block;
+    int B;
+    Tensor x = input_of(m, block, B).first;
+    Tensor qkv = tensor_at(m, block.hidden, B, block.H, 3 * block.C);
+    Tensor joined = tensor_at(m, block.inner, B, block.H, block.C);
+    Norm norm = norm_of(m, block, ATT_NORM, x);
+    float* lse = norm.rstd + (size_t)B * norm.groups;
+    int heads = block.C / m->config.num_head_channels;
 };
-static AttentionBlock attention_block(const Model* m, const Block& block, int B) {
-    AttentionBlock a;
-    a.x = input_of(m, block, B).first;
-    a.qkv = tensor_at(m, block.hidden, B, block.H, 3 * block.C);
-    a.joined = tensor_at(m, block.inner, B, block.H, block.C);
-    a.norm = norm_of(m, block, ATT_NORM, a.x);
-    a.lse = a.norm.rstd + (size_t)B * a.norm.groups;
-    a.heads = block.C / m->plan.num_head_channels;
-    return a;
-}
 
 static void attention_block_forward(Model* m, const Block& block, int B) {
-    AttentionBlock a = attention_block(m, block, B);
+    AttentionBlock a = {m, block, B};
     Tensor normed = take_tensor(m, B, block.H, block.C);
     groupnorm_forward(normed, a.norm);
     linear_forward(a.qkv, normed, layer_of(m, block, ATT_QKV));
@@ -1318,7 +1303,7 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
 }
 
 static void attention_block_backward(Model* m, const Block& block, int B) {
-    AttentionBlock a = attention_block(m, block, B);
+    AttentionBlock a = {m, block, B};
     Tensor dout = output_gradient_of(m, block, B), dqkv = take_tensor(m, B, block.H, 3 * block.C);
     Tensor normed = take_tensor(m, B, block.H, block.C), djoined = take_tensor(m, B, block.H, block.C);
     Tensor dnormed = djoined;  // one after the other
@@ -1399,19 +1384,18 @@ static void add_layer(Plan* plan, Block* block, const std::string& name, std::ve
 }
 
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
-static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int O, int skip = -1) {
-    Block block;
-    memset(&block, 0, sizeof block);
-    int index = (int)plan->blocks.size();
-    Block* previous = index ? &plan->blocks.back() : nullptr;
-    block.kind = kind, block.O = O, block.skip = skip, block.input = index - 1;
+static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::string& name, int O,
+                      int skip = -1) {
+    Block block = Block();
+    block.kind = kind, block.O = O, block.skip = skip, block.input = (int)plan->blocks.size() - 1;
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    if (kind == BLOCK_EMBED || kind == BLOCK_CONV_IN) {
-        block.input = -1;
-        block.C = kind == BLOCK_EMBED ? plan->base : (int)IMAGE_CHANNELS;
-        block.H = kind == BLOCK_EMBED ? 1 : plan->image_size;
+    if (kind == BLOCK_EMBED) {
+        block.C = c.num_channels, block.H = 1;
+    } else if (kind == BLOCK_CONV_IN) {
+        block.C = IMAGE_CHANNELS, block.H = c.image_size, block.input = -1;
     } else {
-        block.C = previous->O, block.H = previous->out_H;
+        const Block& previous = plan->blocks.back();
+        block.C = previous.O, block.H = previous.out_H;
     }
     if (skip >= 0) {
         block.C2 = plan->blocks[skip].O;
@@ -1421,14 +1405,14 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
     int K = block.C + block.C2;
     switch (kind) {
         case BLOCK_EMBED:
-            add_layer(plan, &block, "0.", {O, plan->base}, INIT_UNIFORM);
+            add_layer(plan, &block, "0.", {O, block.C}, INIT_UNIFORM);
             add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
             break;
         case BLOCK_CONV_IN: add_layer(plan, &block, "", {O, K, 3, 3}, INIT_UNIFORM); break;
         case BLOCK_RES:
             add_layer(plan, &block, "in_layers.0.", {K}, INIT_ONES);
             add_layer(plan, &block, "in_layers.2.", {O, K, 3, 3}, INIT_UNIFORM);
-            add_layer(plan, &block, "emb_layers.1.", {O, plan->embed}, INIT_UNIFORM);
+            add_layer(plan, &block, "emb_layers.1.", {O, embedding_width(c)}, INIT_UNIFORM);
             add_layer(plan, &block, "out_layers.0.", {O}, INIT_ONES);
             add_layer(plan, &block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
             if (K != O) add_layer(plan, &block, "skip_connection.", {O, K, 1, 1}, INIT_UNIFORM);
@@ -1446,7 +1430,6 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
         case BLOCK_UP: break;
     }
     plan->blocks.push_back(block);
-    return &plan->blocks.back();
 }
 
 // Makes the residual blocks' embedding layers one layer: block 0 has all their outputs, and their weights lie
@@ -1475,15 +1458,15 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
 // forward read, but for what the resampling blocks read and the embedding's output. The network's own output
 // stays for the caller. take() stops the program where scratch is counted too small.
-static void size_buffers(Plan* plan) {
+static void size_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
     size_t B = plan->batch;
     auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = plan->embed, wide = std::max(C + b.C2, O);
+        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
         size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
-        size_t norm = 2 * B * plan->norm_groups, parts = norm_parts((int)T);
+        size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)T);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
                moments = KEEPS_MOMENTS * aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
@@ -1498,7 +1481,7 @@ static void size_buffers(Plan* plan) {
                 break;
             case BLOCK_ATTENTION:
                 hidden = bytes_of(3 * B * T * C), inner = bytes_of(B * T * C);
-                stats = norm + B * (C / plan->num_head_channels) * T;
+                stats = norm + B * (C / c.num_head_channels) * T;
                 forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
             case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
@@ -1534,7 +1517,6 @@ static void size_buffers(Plan* plan) {
 
 // Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
 static void place_buffers(Plan* plan) {
-    size_buffers(plan);
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks)
         for (Buffer* buffer : buffers_of(&block))
@@ -1555,51 +1537,49 @@ static void place_buffers(Plan* plan) {
 
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = Plan();
-    plan.batch = batch, plan.training = training, plan.image_size = c.image_size,
-    plan.norm_groups = c.norm_groups;
-    plan.num_head_channels = c.num_head_channels, plan.base = c.num_channels, plan.embed = 4 * c.num_channels;
-    plan.max_period = c.max_period;
-    int levels = list_length(c.channel_mult), size = c.image_size, count = 0;
+    plan.batch = batch, plan.training = training;
+    int levels = list_length(c.channel_mult), width = c.num_channels * c.channel_mult[0], count = 0, part = 0;
     std::vector<int> skips;
+    std::string group;  // of blocks, which it numbers
+    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
+    auto add = [&](BlockKind kind, int skip = -1) {
+        add_block(&plan, c, kind, text("%s.%d", group.c_str(), part++), width, skip);
+    };
+    auto add_attention = [&] {
+        if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
+    };
     auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
-    add_block(&plan, BLOCK_EMBED, "time_embed", plan.embed);
-    add_block(&plan, BLOCK_CONV_IN, text("input_blocks.%d.0", count++), c.num_channels * c.channel_mult[0]);
-    encoder_output();
+    add_block(&plan, c, BLOCK_EMBED, "time_embed", embedding_width(c));
     for (int level = 0; level < levels; level++) {
-        int width = c.num_channels * c.channel_mult[level];
-        for (int i = 0; i < c.num_res_blocks; i++, count++) {
-            add_block(&plan, BLOCK_RES, text("input_blocks.%d.0", count), width);
-            if (attends(c, size)) add_block(&plan, BLOCK_ATTENTION, text("input_blocks.%d.1", count), width);
+        begin_group(text("input_blocks.%d", count++));
+        add(level ? BLOCK_DOWN : BLOCK_CONV_IN);
+        encoder_output();
+        width = c.num_channels * c.channel_mult[level];
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            begin_group(text("input_blocks.%d", count++));
+            add(BLOCK_RES);
+            add_attention();
             encoder_output();
         }
-        if (level == levels - 1) break;
-        add_block(&plan, BLOCK_DOWN, text("input_blocks.%d.0", count++), width);
-        encoder_output();
-        size /= 2;
     }
-    int width = plan.blocks.back().O;
-    add_block(&plan, BLOCK_RES, "middle_block.0", width);
-    add_block(&plan, BLOCK_ATTENTION, "middle_block.1", width);
-    add_block(&plan, BLOCK_RES, "middle_block.2", width);
+    begin_group("middle_block");
+    for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
     count = 0;
     for (int level = levels - 1; level >= 0; level--) {
         width = c.num_channels * c.channel_mult[level];
-        for (int i = 0; i <= c.num_res_blocks; i++, count++) {
-            int part = 0, skip = skips.back();
+        for (int i = 0; i <= c.num_res_blocks; i++) {
+            begin_group(text("output_blocks.%d", count++));
+            add(BLOCK_RES, skips.back());
             skips.pop_back();
-            add_block(&plan, BLOCK_RES, text("output_blocks.%d.%d", count, part++), width, skip);
-            if (attends(c, size))
-                add_block(&plan, BLOCK_ATTENTION, text("output_blocks.%d.%d", count, part++), width);
-            if (level && i == c.num_res_blocks) {
-                add_block(&plan, BLOCK_UP, text("output_blocks.%d.%d", count, part++), width);
-                size *= 2;
-            }
+            add_attention();
+            if (level && i == c.num_res_blocks) add(BLOCK_UP);
         }
     }
     ASSERT(skips.empty());
-    add_block(&plan, BLOCK_OUT, "out", IMAGE_CHANNELS);
+    add_block(&plan, c, BLOCK_OUT, "out", IMAGE_CHANNELS);
     join_projections(&plan);
+    size_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
 }
@@ -2293,7 +2273,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
 
 // Mean of the squared error of the first B samples against their targets, without weights.
 static double loss_of(const Model* m, int B) {
-    int n = IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size;
+    int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
     std::vector<float> losses((size_t)B * loss_parts(n));
     backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
     double sum = 0;
