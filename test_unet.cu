@@ -788,12 +788,15 @@ static void test_embedding(int B, int C) {
     Floats weights(n);
     check("timestep embedding", shape, {{&sinusoids, WRITTEN, "out", LIMIT}}, [&](auto on) {
         on.run(TimestepEmbedding<typename decltype(on)::T>{
-            .out = on(sinusoids), .timesteps = on(t), .B = B, .C = C, .max_period = 10000});
+            .out = {on(sinusoids), B, 1, 1, C}, .timesteps = on(t), .max_period = 10000});
     });
-    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}},
-          [&](auto on) { on.run(SiluForward<typename decltype(on)::T>{.out = on(y), .x = on(x), .n = n}); });
+    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}}, [&](auto on) {
+        typename decltype(on)::Tensor out = {on(y), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
+        on.run(SiluForward<typename decltype(on)::T>{.out = out, .x = from});
+    });
     check("SiLU backward", shape, {{&dout, KEPT, "dx", LIMIT}}, [&](auto on) {
-        on.run(SiluBackward<typename decltype(on)::T>{.dx = on(dout), .dout = on(dout), .x = on(x), .n = n});
+        typename decltype(on)::Tensor dx = {on(dout), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
+        on.run(SiluBackward<typename decltype(on)::T>{.dx = dx, .dout = dx, .x = from});
     });
     check("fill timesteps", shape, {{&t, WRITTEN, "timesteps", EXACT}},
           [&](auto on) { on.run(FillTimesteps{.timesteps = on(t), .n = B, .value = 731}); });
@@ -3274,18 +3277,16 @@ static void pointwise_case(const Case& c, Verdict* v) {
     if (c.is("embedding")) {
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         std::vector<float> out = blank(t.size() * c.arg(0));
-        cpu::run(TimestepEmbedding<float>{.out = out.data(),
-                                          .timesteps = t.data(),
-                                          .B = (int)t.size(),
-                                          .C = c.arg(0),
-                                          .max_period = c.arg(1)});
+        Tensor sinusoids = tensor_of(out, (int)t.size(), 1, 1, c.arg(0));
+        cpu::run(TimestepEmbedding<float>{.out = sinusoids, .timesteps = t.data(), .max_period = c.arg(1)});
         v->compare("out", out, c.at("out"));
         return;
     }
     std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(x.size()), dx = out;
     if (c.is("silu")) {
-        cpu::run(SiluForward<float>{.out = out.data(), .x = x.data(), .n = x.size()});
-        cpu::run(SiluBackward<float>{.dx = dx.data(), .dout = dout.data(), .x = x.data(), .n = x.size()});
+        auto row = [](std::vector<float>& values) { return tensor_of(values, 1, 1, 1, (int)values.size()); };
+        cpu::run(SiluForward<float>{.out = row(out), .x = row(x)});
+        cpu::run(SiluBackward<float>{.dx = row(dx), .dout = row(dout), .x = row(x)});
         v->compare("out", out, c.at("out"));
     } else {  // mse; args: B, elements of a sample, timesteps
         int B = c.arg(0), n = c.arg(1), T = c.arg(2);

@@ -853,18 +853,18 @@ HOST_DEVICE static inline void store(T* to, const Vector<T, N>& values) {
 // item is an angle, formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
 template <typename T>
 struct TimestepEmbedding {
-    T* out;
+    TensorOf<T> out;
     const int* timesteps;
-    int B, C, max_period;
+    int max_period;
 
-    Items items() const { return {(size_t)B * (C / 2), "embedding, SiLU", (double)sizeof(T) * B * C}; }
+    Items items() const { return {out.count() / 2, "embedding, SiLU", (double)sizeof(T) * out.count()}; }
     HOST_DEVICE void operator()(size_t item) const {
-        int half = C / 2, i = (int)(item % half);
+        int half = out.C / 2, i = (int)(item % half);
         size_t b = item / half;
         double sine, cosine;
         sincos(timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
-        out[b * C + i] = (T)(float)cosine;
-        out[b * C + half + i] = (T)(float)sine;
+        out.data[b * out.C + i] = (T)(float)cosine;
+        out.data[b * out.C + half + i] = (T)(float)sine;
     }
 };
 
@@ -933,25 +933,26 @@ HOST_DEVICE static inline float silu_gradient(float x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// F.silu(x): x * sigmoid(x), all (n); only the embedding needs it alone, elsewhere group norm carries it. An
-// item is an element.
+// F.silu(x): x * sigmoid(x); only the embedding needs it alone, elsewhere group norm carries it. An item is an
+// element.
 template <typename T>
 struct SiluForward {
-    T* out;
-    const T* x;
-    size_t n;
+    TensorOf<T> out, x;
 
-    Items items() const { return {n, "embedding, SiLU", 2.0 * sizeof(T) * n}; }
-    HOST_DEVICE void operator()(size_t i) const { out[i] = (T)((float)x[i] * sigmoid((float)x[i])); }
+    Items items() const { return {x.count(), "embedding, SiLU", 2.0 * sizeof(T) * x.count()}; }
+    HOST_DEVICE void operator()(size_t i) const {
+        float value = (float)x.data[i];
+        out.data[i] = (T)(value * sigmoid(value));
+    }
 };
 template <typename T>
 struct SiluBackward {
-    T* dx;
-    const T *dout, *x;
-    size_t n;
+    TensorOf<T> dx, dout, x;
 
-    Items items() const { return {n, "embedding, SiLU", 3.0 * sizeof(T) * n}; }
-    HOST_DEVICE void operator()(size_t i) const { dx[i] = (T)((float)dout[i] * silu_gradient((float)x[i])); }
+    Items items() const { return {x.count(), "embedding, SiLU", 3.0 * sizeof(T) * x.count()}; }
+    HOST_DEVICE void operator()(size_t i) const {
+        dx.data[i] = (T)((float)dout.data[i] * silu_gradient((float)x.data[i]));
+    }
 };
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
@@ -1170,7 +1171,7 @@ struct EmbedBlock {
     Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
     Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at(m, 0, (size_t)E* block.O);
+    Linear projections = layer_at(m, 0, (size_t)block.O* E);
 
     Tensor part(int n) const {  // (B, E)
         return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
@@ -1180,15 +1181,11 @@ struct EmbedBlock {
 static void embed_forward(Model* m, const Block& block, int B) {
     EmbedBlock e = {m, block, B};
     Tensor active = take_tensor(m, B, 1, e.E);
-    run(TimestepEmbedding<floatX>{.out = e.sinusoids.data,
-                                  .timesteps = m->timesteps + m->first,
-                                  .B = B,
-                                  .C = e.sinusoids.C,
-                                  .max_period = m->config.max_period});
+    run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period});
     linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
-    run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
+    run(SiluForward<floatX>{.out = active, .x = e.hidden});
     linear_forward(e.linear2, active, e.linear2_layer);
-    run(SiluForward<floatX>{.out = e.embedding.data, .x = e.linear2.data, .n = e.embedding.count()});
+    run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
     linear_forward(output_of(m, block, B), e.embedding, e.projections);
 }
 
@@ -1198,12 +1195,10 @@ static void embed_backward(Model* m, const Block& block, int B) {
            dhidden = take_tensor(m, B, 1, e.E);
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
     linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
-    run(SiluBackward<floatX>{
-        .dx = dlinear2.data, .dout = dembedding.data, .x = e.linear2.data, .n = dlinear2.count()});
-    run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
+    run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
+    run(SiluForward<floatX>{.out = active, .x = e.hidden});
     linear_backward(dactive, dlinear2, active, e.linear2_layer);
-    run(SiluBackward<floatX>{
-        .dx = dhidden.data, .dout = dactive.data, .x = e.hidden.data, .n = dhidden.count()});
+    run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = e.hidden});
     linear_backward({}, dhidden, e.sinusoids, e.linear1_layer);
 }
 
