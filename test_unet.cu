@@ -825,20 +825,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Pair<StepState> state(std::vector<StepState>(1, some_step));
     check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
           [&](auto on) {
-              on.run(AddNoise<typename decltype(on)::T>{.x_t = on(x_t),
+              Noising by = {on(signal), on(noise), predict, 0.3f, 77};
+              Samples samples = {5, on(t), with_state ? &on(state)->step : nullptr};
+              on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
                                                         .images = on(images),
-                                                        .timesteps = on(t),
-                                                        .signal = on(signal),
-                                                        .noise = on(noise),
-                                                        .B = B,
-                                                        .pixels = H * W,
-                                                        .predict = predict,
-                                                        .offset = with_state ? 0.3f : 0.0f,
-                                                        .seed = 77,
-                                                        .stream = STREAM_NOISE,
-                                                        .first = 5,
-                                                        .step = with_state ? &on(state)->step : nullptr});
+                                                        .by = by,
+                                                        .samples = samples});
           });
     target.upload();
 
@@ -847,13 +840,15 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     noises.back() = {7, 4000000000u, 0.8f, 0.6f};
     Pair<PictureNoise> begins(noises);
     Floats limits(B, 0.1f), saved(n);
-    check("start pictures", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, [&](auto on) {
-        on.run(StartPictures<typename decltype(on)::T>{
-            .x = on(x), .input = on(input), .begins = on(begins), .B = B, .pixels = H * W});
-    });
+    auto drawing = [&](auto on) {
+        return Drawing<typename decltype(on)::T>{
+            {on(input), B, H, W, PIXEL}, on(x), on(saved), on(begins), on(limits)};
+    };
+    check("start pictures", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output},
+          [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
-            SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, sampler_limits,
                   cpu::sampler_limits,
@@ -862,16 +857,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
             check("update pictures", shape,
                   {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
                   [&](auto on) {
-                      on.run(UpdatePictures<typename decltype(on)::T>{.x = on(x),
-                                                                      .saved = on(saved),
-                                                                      .input = on(input),
-                                                                      .out = on(out),
-                                                                      .limits = on(limits),
-                                                                      .begins = on(begins),
-                                                                      .step = s,
-                                                                      .B = B,
-                                                                      .pixels = H * W,
-                                                                      .call = 9});
+                      on.run(UpdatePictures<typename decltype(on)::T>{drawing(on), on(out), s});
                   });
         }
     for (bool training : {true, false}) {
@@ -3470,9 +3456,9 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         std::vector<PictureNoise> begins = noise_of_seeds({c.word(8), c.word(9)});
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
-        cpu::run(StartPictures<float>{
-            .x = x.data(), .input = input.data(), .begins = begins.data(), .B = B, .pixels = H * H});
-        uint32_t call = 0;
+        Drawing<float> drawing = {tensor_of(input, B, H, H, IMAGE_CHANNELS), x.data(), saved.data(),
+                                  begins.data(), limits.data()};
+        cpu::run(StartPictures<float>{drawing});
         for (const SamplerStep& s : make_sampler(config)) {
             double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
             for (size_t i = 0; i < x.size(); i++) {
@@ -3483,16 +3469,7 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0);
             }
             cpu::sampler_limits(limits.data(), x.data(), out.data(), s, B, image);
-            cpu::run(UpdatePictures<float>{.x = x.data(),
-                                           .saved = saved.data(),
-                                           .input = input.data(),
-                                           .out = out.data(),
-                                           .limits = limits.data(),
-                                           .begins = begins.data(),
-                                           .step = s,
-                                           .B = B,
-                                           .pixels = H * H,
-                                           .call = ++call});
+            cpu::run(UpdatePictures<float>{drawing, out.data(), s});
         }
         wrong = x.size() != n;
         for (size_t i = 0; i < n && !wrong; i++) {

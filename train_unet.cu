@@ -1113,8 +1113,11 @@ static Tensor output_of(const Model* m, const Block& block, int B) {
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
     return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
 }
+static Tensor unet_input(const Model* m, int B) {
+    return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
+}
 static Joined input_of(const Model* m, const Block& block, int B) {
-    if (block.kind == BLOCK_CONV_IN) return Tensor{m->input, B, block.H, block.H, PIXEL};
+    if (block.kind == BLOCK_CONV_IN) return unet_input(m, B);
     const Block* blocks = m->plan.blocks.data();
     return {output_of(m, blocks[block.input], B),
             block.skip < 0 ? Tensor() : output_of(m, blocks[block.skip], B)};
@@ -1701,7 +1704,10 @@ static std::vector<int> space_timesteps(int T, int count) {
 // lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels, b, first, n;  // pixels = H W; the first of n
-    static size_t count(int B, int pixels) { return (size_t)B * ceil_div(pixels, 4); }
+    template <typename T>
+    static size_t count(TensorOf<T> images) {
+        return (size_t)images.B * ceil_div(images.H * images.W, 4);
+    }
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items), first = 4 * (int)(item % items);
@@ -1713,45 +1719,56 @@ struct FourPixels {
     }
 };
 
+// What noising goes by at every step.
+struct Noising {
+    const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    int predict;
+    float offset;
+    uint32_t seed;
+};
+// The samples of a batch from `first` on: their timesteps, and the step that they belong to; null: validation,
+// whose noise is another, always the same and without offset.
+struct Samples {
+    int first;
+    const int* timesteps;
+    const int64_t* step;
+};
+
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
 // eps has `offset` times one more normal, the same for all pixels of a channel, so that the network learns to
 // move a picture's mean.
 template <typename T>
 struct AddNoise {
-    T* x_t;                       // (B, H, W, PIXEL)
-    float* target;                // (B, H, W, 3)
-    const float* images;          // (B, 3, H, W): x0
-    const int* timesteps;         // (B)
-    const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
-    int B, pixels;                // pixels = H W
-    int predict;
-    float offset;
-    uint32_t seed;
-    Stream stream;
-    uint32_t first;       // image b's noise is that of sample first + b
-    const int64_t* step;  // null: 0
+    TensorOf<T> x_t;
+    float* target;        // (B, H, W, 3)
+    const float* images;  // (B, 3, H, W): x0
+    Noising by;
+    Samples samples;
 
     Items items() const {
-        return {FourPixels::count(B, pixels), "noising",
-                (2.0 * sizeof(float) + sizeof(T)) * IMAGE_CHANNELS * B * pixels};
+        return {FourPixels::count(x_t), "noising",
+                (2.0 * sizeof(float) + sizeof(T)) * IMAGE_CHANNELS * x_t.rows()};
     }
     HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, pixels);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
-        float alpha = signal[timesteps[four.b]], sigma = noise[timesteps[four.b]], shift[4] = {};
-        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
+        FourPixels four(item, x_t.H * x_t.W);
+        const int64_t* step = samples.step;
+        uint32_t s = step ? (uint32_t)*step : 0, sample = samples.first + four.b;
+        int t = samples.timesteps[four.b];
+        float alpha = by.signal[t], sigma = by.noise[t], offset = step ? by.offset : 0, shift[4] = {};
+        if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
         UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4];
-            random_normals_at(normal, seed, stream, four.element(c), sample, s);
+            random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
+                              sample, s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + four.element(c) + i];
+                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
                 size_t at = four.at(i, c);
-                set_padded(x_t, at, alpha * x0 + sigma * eps);
-                target[at] = predict == PREDICT_EPS ? eps
-                             : predict == PREDICT_V ? alpha * eps - sigma * x0
-                                                    : x0;
+                set_padded(x_t.data, at, alpha * x0 + sigma * eps);
+                target[at] = by.predict == PREDICT_EPS ? eps
+                             : by.predict == PREDICT_V ? alpha * eps - sigma * x0
+                                                       : x0;
             }
         }
     }
@@ -1765,7 +1782,8 @@ struct AddNoise {
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
 // with the old x and saved on the right.
 struct SamplerStep {
-    int timestep;  // what the network is told
+    uint32_t number;  // of the call, counted from 1
+    int timestep;     // what the network is told
     int threshold;
     float from_x, from_out, to_x0, to_x, to_saved, sigma;
     float save_x0, save_x;  // 1 and 0, so that x0 itself is saved, but where Heun's step has a second call
@@ -1799,10 +1817,12 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
     std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
+    std::vector<SamplerStep> calls;
     auto call_at = [&](int timestep) {
         double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
         SamplerStep s = SamplerStep();
-        s.timestep = timestep, s.threshold = c.threshold, s.save_x0 = 1;
+        s.number = (uint32_t)calls.size() + 1, s.timestep = timestep;
+        s.threshold = c.threshold, s.save_x0 = 1;
         switch (c.predict) {
             case PREDICT_EPS: s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha); break;
             case PREDICT_V: s.from_x = (float)alpha, s.from_out = (float)-noise; break;
@@ -1811,7 +1831,6 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         return s;
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
-    std::vector<SamplerStep> calls;
     for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
         double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
         double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
@@ -1870,17 +1889,24 @@ struct PictureNoise {
     float weight, other_weight;
 };
 
+// Pictures that are being drawn at the same time.
+template <typename T>
+struct Drawing {
+    TensorOf<T> input;           // x for the network
+    float *x, *saved;            // (B, H, W, 3)
+    const PictureNoise* begins;  // (B)
+    float* limits;               // (B): of dynamic thresholding
+};
+
 // x begins as noise. A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
 template <typename T>
 struct StartPictures {
-    float* x;                    // (B, H, W, 3): noise
-    T* input;                    // (B, H, W, PIXEL): the same for the network
-    const PictureNoise* begins;  // (B)
-    int B, pixels;
+    Drawing<T> drawing;
 
-    Items items() const { return {FourPixels::count(B, pixels)}; }
+    Items items() const { return {FourPixels::count(drawing.input)}; }
     HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, pixels);
+        const auto& [input, x, saved, begins, limits] = drawing;
+        FourPixels four(item, input.H * input.W);
         PictureNoise from = begins[four.b];
         UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4], other[4] = {};
@@ -1890,7 +1916,7 @@ struct StartPictures {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 x[at] = from.weight * normal[i] + from.other_weight * other[i];
-                set_padded(input, at, x[at]);
+                set_padded(input.data, at, x[at]);
             }
         }
     }
@@ -1899,22 +1925,19 @@ struct StartPictures {
 // x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x: see SamplerStep.
 template <typename T>
 struct UpdatePictures {
-    float *x, *saved;     // (B, H, W, 3), in place
-    T* input;             // (B, H, W, PIXEL): x for the network
-    const T* out;         // (B, H, W, PIXEL): the network's answer
-    const float* limits;  // (B): see below
-    const PictureNoise* begins;
+    Drawing<T> drawing;
+    const T* out;  // (B, H, W, PIXEL): the network's answer
     SamplerStep step;
-    int B, pixels;
-    uint32_t call;  // of the network, counted from 1
 
-    Items items() const { return {FourPixels::count(B, pixels)}; }
+    Items items() const { return {FourPixels::count(drawing.input)}; }
     HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, pixels);
+        const auto& [input, x, saved, begins, limits] = drawing;
+        FourPixels four(item, input.H * input.W);
         UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4] = {};
             if (step.sigma > 0)
-                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0, call);
+                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                                  step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
@@ -1922,7 +1945,7 @@ struct UpdatePictures {
                 x[at] =
                     step.to_x0 * x0 + step.to_x * old + step.to_saved * saved[at] + step.sigma * normal[i];
                 saved[at] = step.save_x0 * x0 + step.save_x * old;
-                set_padded(input, at, x[at]);
+                set_padded(input.data, at, x[at]);
             }
         }
     }
@@ -2469,23 +2492,11 @@ static void prepare_steps(Trainer* t) {
     t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
 }
 
-// Noises the model's B images: samples `first` and following of `stream` at this step (null: 0).
-static void add_noise(Model* m, int B, const int* timesteps, float offset, Stream stream, int first,
-                      const int64_t* step) {
-    run(AddNoise<floatX>{.x_t = m->input,
-                         .target = m->target,
-                         .images = m->images,
-                         .timesteps = timesteps,
-                         .signal = m->signal,
-                         .noise = m->noise,
-                         .B = B,
-                         .pixels = m->config.image_size * m->config.image_size,
-                         .predict = m->config.predict,
-                         .offset = offset,
-                         .seed = m->config.seed,
-                         .stream = stream,
-                         .first = (uint32_t)first,
-                         .step = step});
+// Noises the model's B images.
+static void add_noise(Model* m, int B, const Samples& samples) {
+    const Config& c = m->config;
+    Noising by = {m->signal, m->noise, c.predict, c.offset_noise, c.seed};
+    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, samples});
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
@@ -2495,16 +2506,12 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
     size_t P = m->plan.num_floats;
-    run(BeginStep{.state = m->state,
-                  .timesteps = m->timesteps,
-                  .sources = m->sources,
-                  .source = t->source,
-                  .hyper = c.optimiser});
+    run(BeginStep{m->state, m->timesteps, m->sources, t->source, c.optimiser});
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-        add_noise(m, B, m->timesteps + first, c.offset_noise, STREAM_NOISE, first, &m->state->step);
+        add_noise(m, B, {first, m->timesteps + first, &m->state->step});
         unet_forward(m, B, first);
         mean_squared_error({.losses = m->losses + (size_t)first * loss_parts(elements),
                             .dout = unet_output_gradient(m),
@@ -2610,7 +2617,7 @@ static double validation_loss(Trainer* t) {
         }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        add_noise(m, B, m->timesteps, 0, STREAM_VAL_NOISE, first, nullptr);
+        add_noise(m, B, {first, m->timesteps, nullptr});
         unet_forward(m, B);
         mean_squared_error({.losses = m->losses,
                             .out = unet_output(m),
@@ -2691,24 +2698,16 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         if (B != recorded) backend_forget(&network);
         recorded = B;
         backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
-        run(StartPictures<floatX>{.x = x, .input = m->input, .begins = m->begins, .B = B, .pixels = H * H});
+        Drawing<floatX> drawing = {unet_input(m, B), x, saved, m->begins, m->limits};
+        run(StartPictures<floatX>{drawing});
         backend_zero(saved, pixels * sizeof(float));  // it is multiplied by 0, and may hold a NaN
-        for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
-            const SamplerStep& s = calls[i];
+        for (const SamplerStep& s : calls) {
+            if (stop_requested) break;
             run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
             backend_replay(&network, [&] { unet_forward(m, B); });
             if (s.threshold == THRESHOLD_DYNAMIC)
                 sampler_limits(m->limits, x, unet_output(m), s, B, elements);
-            run(UpdatePictures<floatX>{.x = x,
-                                       .saved = saved,
-                                       .input = m->input,
-                                       .out = unet_output(m),
-                                       .limits = m->limits,
-                                       .begins = m->begins,
-                                       .step = s,
-                                       .B = B,
-                                       .pixels = H * H,
-                                       .call = (uint32_t)i + 1});
+            run(UpdatePictures<floatX>{drawing, unet_output(m), s});
             progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
             for (; column < columns && step == step_of(column); column++)
