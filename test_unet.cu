@@ -1038,17 +1038,10 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
            {&v, KEPT, "v", limit},
            {&working, KEPT, "working copy", accepted ? LIMIT : EXACT}},
           [&](auto on) {
-              on.run(
-                  UpdateWeights<typename decltype(on)::T>{.w = on(w),
-                                                          .ema = {on(ema[0], emas > 0), on(ema[1], emas > 1),
-                                                                  on(ema[2], emas > 2), on(ema[3], emas > 3)},
-                                                          .working = on(working),
-                                                          .m = on(m),
-                                                          .v = on(v),
-                                                          .gradient = on(gradient),
-                                                          .decays = on(decays),
-                                                          .n = n,
-                                                          .state = on(state)});
+              OptimiserMemory p = {
+                  .master = on(w), .adam_m = on(m), .adam_v = on(v), .gradients = on(gradient)};
+              for (int k = 0; k < MAX_EMAS; k++) p.ema[k] = on(ema[k], emas > k);
+              on.run(UpdateWeights<typename decltype(on)::T>{p, on(working), on(decays), n, on(state)});
           });
     std::vector<float> device_w = w.download();
     std::vector<floatX> device_working = working.download();
@@ -2217,8 +2210,8 @@ static void test_threads() {
         prepare_steps(&t);
         double sum = 0;
         for (int step = 0; step < 3; step++) {
-            StepResult result = train_step(&t);
-            sum += result.loss + result.norm;
+            StepState result = train_step(&t);
+            sum += (double)result.loss + result.norm;
         }
         losses.push_back(sum);
         weights.push_back(downloaded(t.model.master, t.model.plan.num_parameters));

@@ -1066,25 +1066,29 @@ struct Plan {
 struct StepState;     // of the step under way: see OPTIMISER
 struct PictureNoise;  // where a picture begins: see DIFFUSION
 
+// What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
+struct OptimiserMemory {
+    float* master;
+    float* ema[MAX_EMAS];  // null where there are fewer
+    float *adam_m, *adam_v;
+    float* gradients;
+};
+
 // TRAINING owns the memory; a block sees it through these.
-struct Model {
+struct Model : OptimiserMemory {
     Config config;
     Plan plan;
     floatX* weights;  // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
-    float* master;    // (num_floats)
     const float* fp32_params;  // what `weights` were rounded from: master, or an EMA
-    float* gradients;          // (num_floats)
-    float *adam_m, *adam_v;
-    float* ema[MAX_EMAS];   // null where there are fewer
-    uint8_t* decays;        // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
-    char* arena;            // activations, their gradients, scratch: where the plan says
-    Arena scratch;          // the part of it that the block under way may take from
-    floatX* input;          // (B, H, W, PIXEL): the noised images
-    float* target;          // (B, H, W, 3)
-    float* images;          // (B, 3, H, W): clean, planar, as in the files
-    int* timesteps;         // (batch_size): of the whole batch, also where B is a part of it
-    int first;              // the sample of the batch that this part begins with
-    int* sources;           // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    uint8_t* decays;           // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
+    char* arena;               // activations, their gradients, scratch: where the plan says
+    Arena scratch;             // the part of it that the block under way may take from
+    floatX* input;             // (B, H, W, PIXEL): the noised images
+    float* target;             // (B, H, W, 3)
+    float* images;             // (B, 3, H, W): clean, planar, as in the files
+    int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
+    int first;                 // the sample of the batch that this part begins with
+    int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;          // (batch_size, loss_parts)
     float* norm_parts;      // one a NORM_CHUNK of the parameters
@@ -1973,9 +1977,9 @@ static void sampler_limits(float* limits, const float* x, const floatX* out, Sam
 // What an update of the weights depends on, besides the gradient.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps;
-    float correction1, correction2;  // 1 - beta^n
-    float ema_weight[MAX_EMAS];      // share of the new weights in each running mean
-    float clip;                      // factor of the gradient
+    float correction1, correction2;   // 1 - beta^n
+    float ema_weight[MAX_EMAS] = {};  // share of the new weights in each running mean
+    float clip = 1;                   // factor of the gradient
 };
 
 // What --skip_outliers goes by; the section `state` of a checkpoint.
@@ -2012,18 +2016,15 @@ static void squared_norm(float* parts, const float* x, size_t n);
 // bytes. The state says how, and a step that is not accepted changes nothing. An item is four parameters.
 template <typename T>
 struct UpdateWeights {
-    float* w;
-    float* ema[MAX_EMAS];  // null where there are fewer
-    T* working;            // the weights as the layers read them; null where they read w
-    float *m, *v;
-    const float* gradient;
+    OptimiserMemory memory;
+    T* working;             // the weights as the layers read them; null where they read master
     const uint8_t* decays;  // (n / DECAY_CHUNK rounded up)
     size_t n;
     const StepState* state;
 
     Items items() const {
         double bytes = 7.0 * sizeof(float) + (working ? sizeof(T) : 0);
-        for (float* mean : ema) bytes += mean ? 2 * sizeof(float) : 0;
+        for (float* mean : memory.ema) bytes += mean ? 2 * sizeof(float) : 0;
         return {(n + 3) / 4, "AdamW", bytes * n};
     }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2038,6 +2039,7 @@ struct UpdateWeights {
     template <int N>
     HOST_DEVICE void update(size_t i) const {
         const AdamW a = state->update;
+        const auto& [w, ema, m, v, gradient] = memory;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = decays[i / DECAY_CHUNK] ? 1.0f - a.lr * a.weight_decay : 1.0f;
         Vector<float, N> ema_n[MAX_EMAS];
@@ -2078,15 +2080,9 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 // The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
-    AdamW a = {(float)learning_rate(c, s),
-               c.weight_decay,
-               c.beta1,
-               c.beta2,
-               c.adam_eps,
-               (float)(1 - pow((double)c.beta1, n)),
-               (float)(1 - pow((double)c.beta2, n)),
-               {},
-               1.0f};
+    float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
+          correction2 = (float)(1 - pow((double)c.beta2, n));
+    AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
     for (int k = 0; k < MAX_EMAS; k++) {
         double rate = c.ema_rate[k];
         a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
@@ -2527,15 +2523,8 @@ static void enqueue_step(Trainer* t) {
     squared_norm(m->norm_parts, m->gradients, P);
     finish_step(m->state, {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps},
                 m->norm_parts, P, c.optimiser);
-    run(UpdateWeights<floatX>{.w = m->master,
-                              .ema = {m->ema[0], m->ema[1], m->ema[2], m->ema[3]},
-                              .working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights,
-                              .m = m->adam_m,
-                              .v = m->adam_v,
-                              .gradient = m->gradients,
-                              .decays = m->decays,
-                              .n = P,
-                              .state = m->state});
+    floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
+    run(UpdateWeights<floatX>{*m, working, m->decays, P, m->state});
 }
 
 static void send_orders(Trainer* t, long last_epoch) {
@@ -2557,13 +2546,8 @@ static void begin_next_step(Trainer* t) {
     t->begun++;
 }
 
-struct StepResult {
-    double loss, norm;
-    bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
-};
-
 // The result of the oldest step that was begun and not yet awaited.
-static StepResult await_step(Trainer* t) {
+static StepState await_step(Trainer* t) {
     int slot = (int)(t->step % RESULT_SLOTS);
     backend_await(slot);
     const StepState& result = t->results.as<StepState>()[slot];
@@ -2574,12 +2558,12 @@ static StepResult await_step(Trainer* t) {
         t->quartile_sums[q] += result.quartile_sums[q];
         t->quartile_counts[q] += result.quartile_counts[q];
     }
-    return {result.loss, result.norm};
+    return result;
 }
 
 #ifdef TESTING
 // One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
-static StepResult train_step(Trainer* t) {
+static StepState train_step(Trainer* t) {
     begin_next_step(t);
     return await_step(t);
 }
@@ -2848,7 +2832,7 @@ static long next_pause(const Trainer& t) {
 }
 
 // A loss or gradient that is not finite ends the run, with what to do about it.
-static void give_up(Trainer* t, const StepResult& result) {
+static void give_up(Trainer* t, const StepState& result) {
     t->metrics.close();
     std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
                 advice = "the weights before it are " + saved + ": resume from there";
@@ -2875,7 +2859,7 @@ struct Pace {
     void pause(double seconds) { start += seconds, log_start += seconds; }
 };
 
-static void log_step(Trainer* t, const StepResult& result, const Pace& pace, double now) {
+static void log_step(Trainer* t, const StepState& result, const Pace& pace, double now) {
     const Config& c = t->model.config;
     double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
@@ -2898,7 +2882,7 @@ static void log_step(Trainer* t, const StepResult& result, const Pace& pace, dou
 
 // A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
 // terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepResult& result, Pace* pace) {
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     double now = seconds_now();
     pace->step(t->step, now);
@@ -2928,8 +2912,8 @@ static void train(Trainer* t) {
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
         while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepResult result = await_step(t);
-        if (!result.finite()) give_up(t, result);
+        StepState result = await_step(t);
+        if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
         double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
@@ -2938,7 +2922,7 @@ static void train(Trainer* t) {
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
     double seconds = seconds_now() - pace.start;
     if (isatty(1)) printf("\r\033[K");
     if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
