@@ -758,16 +758,16 @@ static void test_resample(int B, int H, int W, int C) {  // H, W: the small side
             Before before = adding ? KEPT : WRITTEN;
             std::string how = shape + (adding ? " adding" : "");
             check("repeat 2x2", how, {{&to_big, before, "out", LIMIT}}, [&](auto on) {
-                on.run(Repeat2x2<typename decltype(on)::T>{.out = {on(to_big), B, 2 * H, 2 * W, C},
-                                                           .x = {on(small), B, H, W, C},
-                                                           .factor = factor,
-                                                           .accumulate = adding});
+                on.run(Resample<typename decltype(on)::T>{.out = {on(to_big), B, 2 * H, 2 * W, C},
+                                                          .x = {on(small), B, H, W, C},
+                                                          .factor = factor,
+                                                          .accumulate = adding});
             });
             check("sum 2x2", how, {{&to_small, before, "out", LIMIT}}, [&](auto on) {
-                on.run(Sum2x2<typename decltype(on)::T>{.out = {on(to_small), B, H, W, C},
-                                                        .x = {on(big), B, 2 * H, 2 * W, C},
-                                                        .factor = factor,
-                                                        .accumulate = adding});
+                on.run(Resample<typename decltype(on)::T>{.out = {on(to_small), B, H, W, C},
+                                                          .x = {on(big), B, 2 * H, 2 * W, C},
+                                                          .factor = factor,
+                                                          .accumulate = adding});
             });
         }
 }
@@ -3242,12 +3242,12 @@ static void resample_case(const Case& c, Verdict* v) {
     Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
         Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
-        run(Repeat2x2<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
-        run(Sum2x2<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
+        run(Resample<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
+        run(Resample<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
     } else {
         Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
-        run(Sum2x2<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
-        run(Repeat2x2<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
+        run(Resample<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
+        run(Resample<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }

@@ -970,18 +970,22 @@ struct Pixels2x2 {
 };
 
 template <typename T>
-struct Repeat2x2 {
-    TensorOf<T> out, x;
-    float factor;     // of each number
-    bool accumulate;  // to what `out` holds
+struct Resample {
+    TensorOf<T> out, x;  // one of them twice as high and wide as the other
+    float factor;        // of each number
+    bool accumulate;     // to what `out` holds
 
     enum { N = 16 / sizeof(T) };
     Items items() const {
-        return {x.count() / N, "resampling", (accumulate ? 9.0 : 5.0) * sizeof(T) * x.count()};
+        return {std::min(out.count(), x.count()) / N, "resampling",
+                (double)sizeof(T) * (x.count() + (accumulate ? 2 : 1) * out.count())};
     }
     HOST_DEVICE void operator()(size_t item) const {
-        Pixels2x2 pixels(item * N, x.W, x.C);
-        Vector<T, N> source = load<N>(x.data + item * N), result[4] = {};
+        out.H > x.H ? repeat(item * N, Pixels2x2(item * N, x.W, x.C))
+                    : sum(item * N, Pixels2x2(item * N, out.W, out.C));
+    }
+    HOST_DEVICE void repeat(size_t i, const Pixels2x2& pixels) const {
+        Vector<T, N> source = load<N>(x.data + i), result[4] = {};
         for (int j = 0; j < 4; j++)
             if (accumulate) result[j] = load<N>(out.data + pixels.at[j]);
         for (int j = 0; j < 4; j++)
@@ -989,29 +993,16 @@ struct Repeat2x2 {
                 result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
         for (int j = 0; j < 4; j++) store(out.data + pixels.at[j], result[j]);
     }
-};
-
-template <typename T>
-struct Sum2x2 {
-    TensorOf<T> out, x;
-    float factor;
-    bool accumulate;
-
-    enum { N = 16 / sizeof(T) };
-    Items items() const {
-        return {out.count() / N, "resampling", (accumulate ? 6.0 : 5.0) * sizeof(T) * out.count()};
-    }
-    HOST_DEVICE void operator()(size_t item) const {
-        Pixels2x2 pixels(item * N, out.W, out.C);
+    HOST_DEVICE void sum(size_t i, const Pixels2x2& pixels) const {
         Vector<T, N> source[4], result = {};
         for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + pixels.at[j]);
-        if (accumulate) result = load<N>(out.data + item * N);
+        if (accumulate) result = load<N>(out.data + i);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
                   bottom = (float)source[2].of[k] + (float)source[3].of[k];
             result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
         }
-        store(out.data + item * N, result);
+        store(out.data + i, result);
     }
 };
 
@@ -1069,7 +1060,7 @@ struct PictureNoise;  // where a picture begins: see DIFFUSION
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
 struct OptimiserMemory {
     float* master;
-    float* ema[MAX_EMAS];  // null where there are fewer
+    float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
     float* gradients;
 };
@@ -1320,22 +1311,15 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
 
-// Each one's backward is the other.
-static void resample(const Block& block, bool grow, Tensor out, Tensor x, bool accumulate) {
-    float factor = block.kind == BLOCK_UP ? 1 : 0.25f;
-    if (grow)
-        run(Repeat2x2<floatX>{.out = out, .x = x, .factor = factor, .accumulate = accumulate});
-    else
-        run(Sum2x2<floatX>{.out = out, .x = x, .factor = factor, .accumulate = accumulate});
-}
+static float resample_factor(const Block& block) { return block.kind == BLOCK_UP ? 1 : 0.25f; }
 static void resample_forward(Model* m, const Block& block, int B) {
     Tensor out = output_of(m, block, B);
-    resample(block, block.kind == BLOCK_UP, out, input_of(m, block, B).first, false);
+    run(Resample<floatX>{out, input_of(m, block, B).first, resample_factor(block), false});
     channel_moments(out);
 }
 static void resample_backward(Model* m, const Block& block, int B) {
-    Tensor dx = input_gradient_of(m, block, B).first;
-    resample(block, block.kind == BLOCK_DOWN, dx, output_gradient_of(m, block, B), block.accumulate);
+    Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
+    run(Resample<floatX>{dx, dout, resample_factor(block), block.accumulate});
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
