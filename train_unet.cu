@@ -1451,22 +1451,22 @@ static void size_buffers(Plan* plan, const Config& c) {
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
         size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
-        size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
+        size_t stats = 0, forward = 0, backward = 0;
         size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)T);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
                moments = KEEPS_MOMENTS * aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
-                hidden = bytes_of(3 * B * E), inner = bytes_of(B * C);
+                b.hidden.bytes = bytes_of(3 * B * E), b.inner.bytes = bytes_of(B * C);
                 forward = bytes_of(B * E), backward = 3 * bytes_of(B * E);
                 break;
             case BLOCK_RES:
-                hidden = bytes_of(B * T * O), stats = 2 * norm;
+                b.hidden.bytes = bytes_of(B * T * O), stats = 2 * norm;
                 forward = bytes_of(B * T * wide) + moments;
                 backward = 2 * bytes_of(B * T * wide) + sums;
                 break;
             case BLOCK_ATTENTION:
-                hidden = bytes_of(3 * B * T * C), inner = bytes_of(B * T * C);
+                b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
                 stats = norm + B * (C / c.num_head_channels) * T;
                 forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
@@ -1478,12 +1478,12 @@ static void size_buffers(Plan* plan, const Config& c) {
         int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
         size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
-        b.hidden = {0, hidden, i, kept};
+        b.stats.bytes = aligned(stats * sizeof(float));
+        for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
+            read_again->first = i, read_again->last = kept;
         bool normed = KEEPS_MOMENTS && b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
         size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
         b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
-        b.inner = {0, inner, i, kept};
-        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given
             b.gradient = {0, out, i == n - 1 ? n : back, back};
@@ -2456,16 +2456,12 @@ static void prepare_steps(Trainer* t) {
     if (!t->order.data || !t->host_order.data || !t->results.data)
         fail("could not allocate %s for the order of the images",
              human_bytes(2.0 * (double)order_bytes).c_str());
-    t->source = {floats ? nullptr : (const uint8_t*)pixels,
-                 floats ? (const float*)pixels : nullptr,
-                 t->order.as<int>(),
-                 data.count,
-                 slots,
-                 c.batch_size,
-                 c.image_size,
-                 c.flip,
-                 c.diffusion_steps,
-                 c.seed};
+    BatchSource* source = &t->source;
+    source->bytes = floats ? nullptr : (const uint8_t*)pixels;
+    source->floats = floats ? (const float*)pixels : nullptr;
+    source->order = t->order.as<int>(), source->count = data.count, source->slots = slots;
+    source->batch = c.batch_size, source->size = c.image_size, source->flip = c.flip;
+    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed;
     StepState state = StepState();
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
@@ -2649,7 +2645,7 @@ struct Progress {
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<PictureNoise>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
-    int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
+    int elements = IMAGE_CHANNELS * c.image_size * c.image_size, count = (int)begins.size();
     auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
         return columns > 1 ? column * last / (columns - 1) : last;
     };
@@ -2657,18 +2653,17 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
-    float *x = m->target, *saved = m->images;  // (B, H, W, 3)
+    float *x = m->target, *saved = m->images;
     Progress progress = {show_progress, (long)calls.size() * ceil_div(count, m->plan.batch)};
     Recording network;
     for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
-        size_t pixels = (size_t)B * elements;
-        if (B != recorded) backend_forget(&network);
-        recorded = B;
+        int B = std::min(m->plan.batch, count - first), step = 0;
+        size_t bytes = (size_t)B * elements * sizeof(float);
+        if (B < m->plan.batch) backend_forget(&network);  // it was recorded for a larger batch
         backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
         Drawing<floatX> drawing = {unet_input(m, B), x, saved, m->begins, m->limits};
         run(StartPictures<floatX>{drawing});
-        backend_zero(saved, pixels * sizeof(float));  // it is multiplied by 0, and may hold a NaN
+        backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
         for (const SamplerStep& s : calls) {
             if (stop_requested) break;
             run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
@@ -2678,13 +2673,13 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             run(UpdatePictures<floatX>{drawing, unet_output(m), s});
             progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
-            for (; column < columns && step == step_of(column); column++)
-                for (int b = 0; b < B; b++)
+            for (int column = 0; column < columns; column++)
+                for (int b = 0; b < B && step == step_of(column); b++)
                     backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
                                      saved + (size_t)b * elements, elements * sizeof(float));
             step++;
         }
-        backend_download(pictures->data() + (size_t)first * elements, x, pixels * sizeof(float));
+        backend_download(pictures->data() + (size_t)first * elements, x, bytes);
     }
     use_weights(m, m->master);
     return !stop_requested;
@@ -2779,14 +2774,11 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
-    if (t.step < c.steps) {
-        say("continue:   ./train_unet --resume %s", shell_word(c.out_dir).c_str());
-    } else {
-        bool over =
-            t.step && !(learning_rate(c.optimiser, t.step) > 0);  // a schedule that has come to its end
-        say("continue:   ./train_unet --resume %s --steps %ld%s", shell_word(c.out_dir).c_str(),
-            std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
-    }
+    std::string more;
+    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
+    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
+        more += " --lr_schedule constant";  // the schedule has come to its end
+    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
 }
 
 static void validate(Trainer* t) {
@@ -2830,11 +2822,13 @@ static void give_up(Trainer* t, const StepState& result) {
 
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
 struct Pace {
-    long first, counted,
-        logged;  // steps: that the run began after, that start belongs to, of the log's newest line
-    double start, log_start;  // seconds: of the run without its first step, of that line
-    double shown;             // when a line of either kind was printed
-    double rate;              // steps a second
+    long first;                    // the step that the run began after
+    long counted = first;          // the step that `start` belongs to: the first does not count
+    long logged = first;           // the step of the log's newest line
+    double start = seconds_now();  // of the steps that count
+    double log_start = start;      // of those since that line
+    double shown = start;          // when a line of either kind was printed
+    double rate = 0;               // steps a second
     void step(long n, double now) {
         // the first step, in which much is set up, counts only while there is no other
         rate = (double)(n - counted) / (now - start);
@@ -2891,8 +2885,7 @@ static void train(Trainer* t) {
     t->peak = backend_peak(&source);
     t->saved = t->step;
     make_up(t);
-    double start = seconds_now();
-    Pace pace = {t->step, t->step, t->step, start, start, start, 0};
+    Pace pace = {t->step};
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
         while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
