@@ -1138,8 +1138,8 @@ static Conv layer_of(const Model* m, const Block& block, int n) {
 // Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
     Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
-    size_t w = m->plan.tensors[block.param + 2 * n].offset,
-           bias = m->plan.tensors[block.param + 2 * n + 1].offset;
+    const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
+    size_t w = tensors[0].offset, bias = tensors[1].offset;
     norm.w = m->fp32_params + w, norm.bias = m->fp32_params + bias;
     if (m->gradients) norm.dw = m->gradients + w, norm.dbias = m->gradients + bias;
     size_t statistics = (size_t)x.first.B * norm.groups;
@@ -1412,8 +1412,7 @@ static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::st
             add_layer(plan, &block, "0.", {K}, INIT_ONES);
             add_layer(plan, &block, "2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
-        case BLOCK_DOWN:
-        case BLOCK_UP: break;
+        default: break;
     }
     plan->blocks.push_back(block);
 }
@@ -1471,9 +1470,7 @@ static void size_buffers(Plan* plan, const Config& c) {
                 forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
             case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
-            case BLOCK_CONV_IN:
-            case BLOCK_DOWN:
-            case BLOCK_UP: break;
+            default: break;
         }
         int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
         size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
@@ -1773,8 +1770,9 @@ struct SamplerStep {
     uint32_t number;  // of the call, counted from 1
     int timestep;     // what the network is told
     int threshold;
-    float from_x, from_out, to_x0, to_x, to_saved, sigma;
-    float save_x0, save_x;  // 1 and 0, so that x0 itself is saved, but where Heun's step has a second call
+    float from_x, from_out;
+    float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
+    float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
 };
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
@@ -1807,16 +1805,11 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
     std::vector<SamplerStep> calls;
     auto call_at = [&](int timestep) {
-        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-        SamplerStep s = SamplerStep();
-        s.number = (uint32_t)calls.size() + 1, s.timestep = timestep;
-        s.threshold = c.threshold, s.save_x0 = 1;
-        switch (c.predict) {
-            case PREDICT_EPS: s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha); break;
-            case PREDICT_V: s.from_x = (float)alpha, s.from_out = (float)-noise; break;
-            case PREDICT_X0: s.from_x = 0, s.from_out = 1; break;
-        }
-        return s;
+        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
+        if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
+        if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
+        uint32_t number = (uint32_t)calls.size() + 1;
+        return SamplerStep{number, timestep, c.threshold, (float)from_x, (float)from_out};
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
     for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
