@@ -2731,11 +2731,6 @@ static void save_samples(Trainer* t) {
                broken);
 }
 
-// TFLOP/s of the model's own operations at so many milliseconds a step.
-static double model_tflops(const Model& m, double ms) {
-    return 1e-9 * training_flops(m.plan) * m.config.batch_size / ms;
-}
-
 // The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
 static std::string take_quartiles(Trainer* t) {
     std::string list;
@@ -2834,7 +2829,8 @@ static void log_step(Trainer* t, const StepState& result, const Pace& pace, doub
     const Config& c = t->model.config;
     double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = model_tflops(t->model, ms);
+           tflops =
+               1e-9 * training_flops(t->model.plan) * c.batch_size / ms;  // of the model's own operations
     std::string to_go = human_time((double)(c.steps - t->step) / pace.rate);
     printf(
         "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
