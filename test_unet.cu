@@ -763,16 +763,16 @@ static void test_resample(int B, int H, int W, int C) {  // H, W: the small side
             Before before = adding ? KEPT : WRITTEN;
             std::string how = shape + (adding ? " adding" : "");
             check("repeat 2x2", how, {{&to_big, before, "out", LIMIT}}, [&](auto on) {
-                on.run(Repeat2x2<typename decltype(on)::T>{.out = {on(to_big), B, 2 * H, 2 * W, C},
-                                                           .x = {on(small), B, H, W, C},
-                                                           .factor = factor,
-                                                           .accumulate = adding});
+                on.run(Resample<typename decltype(on)::T>{.out = {on(to_big), B, 2 * H, 2 * W, C},
+                                                          .x = {on(small), B, H, W, C},
+                                                          .factor = factor,
+                                                          .accumulate = adding});
             });
             check("sum 2x2", how, {{&to_small, before, "out", LIMIT}}, [&](auto on) {
-                on.run(Sum2x2<typename decltype(on)::T>{.out = {on(to_small), B, H, W, C},
-                                                        .x = {on(big), B, 2 * H, 2 * W, C},
-                                                        .factor = factor,
-                                                        .accumulate = adding});
+                on.run(Resample<typename decltype(on)::T>{.out = {on(to_small), B, H, W, C},
+                                                          .x = {on(big), B, 2 * H, 2 * W, C},
+                                                          .factor = factor,
+                                                          .accumulate = adding});
             });
         }
 }
@@ -793,12 +793,15 @@ static void test_embedding(int B, int C) {
     Floats weights(n);
     check("timestep embedding", shape, {{&sinusoids, WRITTEN, "out", LIMIT}}, [&](auto on) {
         on.run(TimestepEmbedding<typename decltype(on)::T>{
-            .out = on(sinusoids), .timesteps = on(t), .B = B, .C = C, .max_period = 10000});
+            .out = {on(sinusoids), B, 1, 1, C}, .timesteps = on(t), .max_period = 10000});
     });
-    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}},
-          [&](auto on) { on.run(SiluForward<typename decltype(on)::T>{.out = on(y), .x = on(x), .n = n}); });
+    check("SiLU forward", shape, {{&y, WRITTEN, "out", LIMIT}}, [&](auto on) {
+        typename decltype(on)::Tensor out = {on(y), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
+        on.run(SiluForward<typename decltype(on)::T>{.out = out, .x = from});
+    });
     check("SiLU backward", shape, {{&dout, KEPT, "dx", LIMIT}}, [&](auto on) {
-        on.run(SiluBackward<typename decltype(on)::T>{.dx = on(dout), .dout = on(dout), .x = on(x), .n = n});
+        typename decltype(on)::Tensor dx = {on(dout), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
+        on.run(SiluBackward<typename decltype(on)::T>{.dx = dx, .dout = dx, .x = from});
     });
     check("fill timesteps", shape, {{&t, WRITTEN, "timesteps", EXACT}},
           [&](auto on) { on.run(FillTimesteps{.timesteps = on(t), .n = B, .value = 731}); });
@@ -827,20 +830,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Pair<StepState> state(std::vector<StepState>(1, some_step));
     check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
           [&](auto on) {
-              on.run(AddNoise<typename decltype(on)::T>{.x_t = on(x_t),
+              Noising by = {on(signal), on(noise), predict, 0.3f, 77};
+              Samples samples = {5, on(t), with_state ? &on(state)->step : nullptr};
+              on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
                                                         .images = on(images),
-                                                        .timesteps = on(t),
-                                                        .signal = on(signal),
-                                                        .noise = on(noise),
-                                                        .B = B,
-                                                        .pixels = H * W,
-                                                        .predict = predict,
-                                                        .offset = with_state ? 0.3f : 0.0f,
-                                                        .seed = 77,
-                                                        .stream = STREAM_NOISE,
-                                                        .first = 5,
-                                                        .step = with_state ? &on(state)->step : nullptr});
+                                                        .by = by,
+                                                        .samples = samples});
           });
     target.upload();
 
@@ -849,36 +845,24 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     noises.back() = {7, 4000000000u, 0.8f, 0.6f};
     Pair<PictureNoise> begins(noises);
     Floats limits(B, 0.1f), saved(n);
-    check("start pictures", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output}, [&](auto on) {
-        on.run(StartPictures<typename decltype(on)::T>{
-            .x = on(x), .input = on(input), .begins = on(begins), .B = B, .pixels = H * W});
-    });
+    auto drawing = [&](auto on) {
+        return Drawing<typename decltype(on)::T>{
+            {on(input), B, H, W, PIXEL}, on(x), on(saved), on(begins), on(limits)};
+    };
+    check("start pictures", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output},
+          [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
-            SamplerStep s = {500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
-                on.run(ThresholdLimits<typename decltype(on)::T>{.limits = on(limits),
-                                                                 .x = on(x),
-                                                                 .out = on(out),
-                                                                 .step = s,
-                                                                 .B = B,
-                                                                 .elements = elements});
+                on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), on(out), s});
             });
             limits.upload();
             check("update pictures", shape,
                   {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
                   [&](auto on) {
-                      on.run(UpdatePictures<typename decltype(on)::T>{.x = on(x),
-                                                                      .saved = on(saved),
-                                                                      .input = on(input),
-                                                                      .out = on(out),
-                                                                      .limits = on(limits),
-                                                                      .begins = on(begins),
-                                                                      .step = s,
-                                                                      .B = B,
-                                                                      .pixels = H * W,
-                                                                      .call = 9});
+                      on.run(UpdatePictures<typename decltype(on)::T>{drawing(on), on(out), s});
                   });
         }
     for (bool training : {true, false}) {
@@ -1067,17 +1051,10 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
            {&v, KEPT, "v", limit},
            {&working, KEPT, "working copy", accepted ? LIMIT : EXACT}},
           [&](auto on) {
-              on.run(
-                  UpdateWeights<typename decltype(on)::T>{.w = on(w),
-                                                          .ema = {on(ema[0], emas > 0), on(ema[1], emas > 1),
-                                                                  on(ema[2], emas > 2), on(ema[3], emas > 3)},
-                                                          .working = on(working),
-                                                          .m = on(m),
-                                                          .v = on(v),
-                                                          .gradient = on(gradient),
-                                                          .decays = on(decays),
-                                                          .n = n,
-                                                          .state = on(state)});
+              OptimiserMemory p = {
+                  .master = on(w), .adam_m = on(m), .adam_v = on(v), .gradients = on(gradient)};
+              for (int k = 0; k < MAX_EMAS; k++) p.ema[k] = on(ema[k], emas > k);
+              on.run(UpdateWeights<typename decltype(on)::T>{p, on(working), on(decays), n, on(state)});
           });
     std::vector<float> device_w = w.download();
     std::vector<floatX> device_working = working.download();
@@ -1532,7 +1509,8 @@ static std::vector<float> gradients_of(const Model* m) {
     return downloaded(m->gradients, m->plan.num_parameters);
 }
 static std::vector<float> output_values(const Model* m, int B) {
-    return downloaded(unet_output(m), (size_t)B * IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size);
+    return downloaded(unet_output(m),
+                      (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size);
 }
 
 // Every layer's memory as if nobody had ever written there: bytes of 255 are NaN in any float type.
@@ -2245,8 +2223,8 @@ static void test_threads() {
         prepare_steps(&t);
         double sum = 0;
         for (int step = 0; step < 3; step++) {
-            StepResult result = train_step(&t);
-            sum += result.loss + result.norm;
+            StepState result = train_step(&t);
+            sum += (double)result.loss + result.norm;
         }
         losses.push_back(sum);
         weights.push_back(downloaded(t.model.master, t.model.plan.num_parameters));
@@ -3280,12 +3258,12 @@ static void resample_case(const Case& c, Verdict* v) {
     Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
         Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
-        run(Repeat2x2<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
-        run(Sum2x2<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
+        run(Resample<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
+        run(Resample<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
     } else {
         Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
-        run(Sum2x2<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
-        run(Repeat2x2<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
+        run(Resample<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
+        run(Resample<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }
@@ -3294,18 +3272,16 @@ static void pointwise_case(const Case& c, Verdict* v) {
     if (c.is("embedding")) {
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         std::vector<float> out = blank(t.size() * c.arg(0));
-        cpu::run(TimestepEmbedding<float>{.out = out.data(),
-                                          .timesteps = t.data(),
-                                          .B = (int)t.size(),
-                                          .C = c.arg(0),
-                                          .max_period = c.arg(1)});
+        Tensor sinusoids = tensor_of(out, (int)t.size(), 1, 1, c.arg(0));
+        cpu::run(TimestepEmbedding<float>{.out = sinusoids, .timesteps = t.data(), .max_period = c.arg(1)});
         v->compare("out", out, c.at("out"));
         return;
     }
     std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(x.size()), dx = out;
     if (c.is("silu")) {
-        cpu::run(SiluForward<float>{.out = out.data(), .x = x.data(), .n = x.size()});
-        cpu::run(SiluBackward<float>{.dx = dx.data(), .dout = dout.data(), .x = x.data(), .n = x.size()});
+        auto row = [](std::vector<float>& values) { return tensor_of(values, 1, 1, 1, (int)values.size()); };
+        cpu::run(SiluForward<float>{.out = row(out), .x = row(x)});
+        cpu::run(SiluBackward<float>{.dx = row(dx), .dout = row(dout), .x = row(x)});
         v->compare("out", out, c.at("out"));
     } else {  // mse; args: B, elements of a sample, timesteps
         int B = c.arg(0), n = c.arg(1), T = c.arg(2);
@@ -3497,9 +3473,9 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         std::vector<PictureNoise> begins = noise_of_seeds({c.word(8), c.word(9)});
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
-        cpu::run(StartPictures<float>{
-            .x = x.data(), .input = input.data(), .begins = begins.data(), .B = B, .pixels = H * H});
-        uint32_t call = 0;
+        Drawing<float> drawing = {tensor_of(input, B, H, H, IMAGE_CHANNELS), x.data(), saved.data(),
+                                  begins.data(), limits.data()};
+        cpu::run(StartPictures<float>{drawing});
         for (const SamplerStep& s : make_sampler(config)) {
             double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
             for (size_t i = 0; i < x.size(); i++) {
@@ -3509,22 +3485,8 @@ static void twin_case(const Case& c, Verdict* v) {
                                  : config.predict == PREDICT_V ? a * eps - b * x0
                                                                : x0);
             }
-            cpu::run(ThresholdLimits<float>{.limits = limits.data(),
-                                            .x = x.data(),
-                                            .out = out.data(),
-                                            .step = s,
-                                            .B = B,
-                                            .elements = image});
-            cpu::run(UpdatePictures<float>{.x = x.data(),
-                                           .saved = saved.data(),
-                                           .input = input.data(),
-                                           .out = out.data(),
-                                           .limits = limits.data(),
-                                           .begins = begins.data(),
-                                           .step = s,
-                                           .B = B,
-                                           .pixels = H * H,
-                                           .call = ++call});
+            cpu::run(ThresholdLimits<float>{drawing, out.data(), s});
+            cpu::run(UpdatePictures<float>{drawing, out.data(), s});
         }
         wrong = x.size() != n;
         for (size_t i = 0; i < n && !wrong; i++) {

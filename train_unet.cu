@@ -834,29 +834,30 @@ HOST_DEVICE static inline void store(T* to, const Vector<T, N>& values) {
 // item is an angle, formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
 template <typename T>
 struct TimestepEmbedding {
-    T* out;
+    TensorOf<T> out;
     const int* timesteps;
-    int B, C, max_period;
+    int max_period;
 
-    Items items() const { return {(size_t)B * (C / 2), "embedding, SiLU", (double)sizeof(T) * B * C}; }
+    Items items() const { return {out.count() / 2, "embedding, SiLU", (double)sizeof(T) * out.count()}; }
     HOST_DEVICE void operator()(size_t item) const {
-        int half = C / 2, i = (int)(item % half);
+        int half = out.C / 2, i = (int)(item % half);
         size_t b = item / half;
         double sine, cosine;
         sincos(timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
-        out[b * C + i] = (T)(float)cosine;
-        out[b * C + half + i] = (T)(float)sine;
+        out.data[b * out.C + i] = (T)(float)cosine;
+        out.data[b * out.C + half + i] = (T)(float)sine;
     }
 };
 
+union FloatBits {
+    float value;
+    uint32_t bits;
+};
 // e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
 // NaN.
 static inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    union {
-        float value;
-        uint32_t bits;
-    } shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
+    FloatBits shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
     float n = shifted.value - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
     float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
@@ -914,25 +915,26 @@ HOST_DEVICE static inline float silu_gradient(float x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// F.silu(x): x * sigmoid(x), all (n); only the embedding needs it alone, elsewhere group norm carries it. An
-// item is an element.
+// F.silu(x): x * sigmoid(x); only the embedding needs it alone, elsewhere group norm carries it. An item is an
+// element.
 template <typename T>
 struct SiluForward {
-    T* out;
-    const T* x;
-    size_t n;
+    TensorOf<T> out, x;
 
-    Items items() const { return {n, "embedding, SiLU", 2.0 * sizeof(T) * n}; }
-    HOST_DEVICE void operator()(size_t i) const { out[i] = (T)((float)x[i] * sigmoid((float)x[i])); }
+    Items items() const { return {x.count(), "embedding, SiLU", 2.0 * sizeof(T) * x.count()}; }
+    HOST_DEVICE void operator()(size_t i) const {
+        float value = (float)x.data[i];
+        out.data[i] = (T)(value * sigmoid(value));
+    }
 };
 template <typename T>
 struct SiluBackward {
-    T* dx;
-    const T *dout, *x;
-    size_t n;
+    TensorOf<T> dx, dout, x;
 
-    Items items() const { return {n, "embedding, SiLU", 3.0 * sizeof(T) * n}; }
-    HOST_DEVICE void operator()(size_t i) const { dx[i] = (T)((float)dout[i] * silu_gradient((float)x[i])); }
+    Items items() const { return {x.count(), "embedding, SiLU", 3.0 * sizeof(T) * x.count()}; }
+    HOST_DEVICE void operator()(size_t i) const {
+        dx.data[i] = (T)((float)dout.data[i] * silu_gradient((float)x.data[i]));
+    }
 };
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
@@ -950,18 +952,22 @@ struct Pixels2x2 {
 };
 
 template <typename T>
-struct Repeat2x2 {
-    TensorOf<T> out, x;
-    float factor;     // of each number
-    bool accumulate;  // to what `out` holds
+struct Resample {
+    TensorOf<T> out, x;  // one of them twice as high and wide as the other
+    float factor;        // of each number
+    bool accumulate;     // to what `out` holds
 
     enum { N = 16 / sizeof(T) };
     Items items() const {
-        return {x.count() / N, "resampling", (accumulate ? 9.0 : 5.0) * sizeof(T) * x.count()};
+        return {std::min(out.count(), x.count()) / N, "resampling",
+                (double)sizeof(T) * (x.count() + (accumulate ? 2 : 1) * out.count())};
     }
     HOST_DEVICE void operator()(size_t item) const {
-        Pixels2x2 pixels(item * N, x.W, x.C);
-        Vector<T, N> source = load<N>(x.data + item * N), result[4] = {};
+        out.H > x.H ? repeat(item * N, Pixels2x2(item * N, x.W, x.C))
+                    : sum(item * N, Pixels2x2(item * N, out.W, out.C));
+    }
+    HOST_DEVICE void repeat(size_t i, const Pixels2x2& pixels) const {
+        Vector<T, N> source = load<N>(x.data + i), result[4] = {};
         for (int j = 0; j < 4; j++)
             if (accumulate) result[j] = load<N>(out.data + pixels.at[j]);
         for (int j = 0; j < 4; j++)
@@ -969,29 +975,16 @@ struct Repeat2x2 {
                 result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
         for (int j = 0; j < 4; j++) store(out.data + pixels.at[j], result[j]);
     }
-};
-
-template <typename T>
-struct Sum2x2 {
-    TensorOf<T> out, x;
-    float factor;
-    bool accumulate;
-
-    enum { N = 16 / sizeof(T) };
-    Items items() const {
-        return {out.count() / N, "resampling", (accumulate ? 6.0 : 5.0) * sizeof(T) * out.count()};
-    }
-    HOST_DEVICE void operator()(size_t item) const {
-        Pixels2x2 pixels(item * N, out.W, out.C);
+    HOST_DEVICE void sum(size_t i, const Pixels2x2& pixels) const {
         Vector<T, N> source[4], result = {};
         for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + pixels.at[j]);
-        if (accumulate) result = load<N>(out.data + item * N);
+        if (accumulate) result = load<N>(out.data + i);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
                   bottom = (float)source[2].of[k] + (float)source[3].of[k];
             result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
         }
-        store(out.data + item * N, result);
+        store(out.data + i, result);
     }
 };
 
@@ -1000,7 +993,6 @@ struct Sum2x2 {
 // ===========================================================================================================
 
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
-static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
 // moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may share
@@ -1032,39 +1024,44 @@ struct Block {
     Buffer scratch_forward, scratch_backward;
 };
 
+static int embedding_width(const Config& c) { return 4 * c.num_channels; }
+
 struct Plan {
     std::vector<Block> blocks;
     std::vector<Parameter> tensors;
     size_t num_parameters;
     size_t num_floats;  // that they take in memory
     size_t arena_bytes;
-    int batch, image_size, norm_groups, num_head_channels, embed,
-        base;  // base = num_channels, embed = 4 * base
-    int max_period;
+    int batch;
     bool training;
 };
 
 struct StepState;     // of the step under way: see OPTIMISER
 struct PictureNoise;  // where a picture begins: see DIFFUSION
 
+// What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
+struct OptimiserMemory {
+    float* master;
+    float* ema[MAX_EMAS] = {};  // null where there are fewer
+    float *adam_m, *adam_v;
+    float* gradients;
+};
+
 // TRAINING owns the memory; a block sees it through these.
-struct Model {
+struct Model : OptimiserMemory {
     Config config;
     Plan plan;
     floatX* weights;  // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
-    float* master;    // (num_floats)
     const float* fp32_params;  // what `weights` were rounded from: master, or an EMA
-    float* gradients;          // (num_floats)
-    float *adam_m, *adam_v;
-    float* ema[MAX_EMAS];   // null where there are fewer
-    uint8_t* decays;        // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
-    char* arena;            // activations, their gradients, scratch: where the plan says
-    Arena scratch;          // the part of it that the block under way may take from
-    floatX* input;          // (B, H, W, PIXEL): the noised images
-    float* target;          // (B, H, W, 3)
-    float* images;          // (B, 3, H, W): clean, planar, as in the files
-    int* timesteps;         // (batch_size): of the whole batch, also where B is a part of it
-    int* sources;           // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    uint8_t* decays;           // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
+    char* arena;               // activations, their gradients, scratch: where the plan says
+    Arena scratch;             // the part of it that the block under way may take from
+    floatX* input;             // (B, H, W, PIXEL): the noised images
+    float* target;             // (B, H, W, 3)
+    float* images;             // (B, 3, H, W): clean, planar, as in the files
+    int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
+    int first;                 // the sample of the batch that this part begins with
+    int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;          // (batch_size, loss_parts)
     float* norm_parts;      // one a NORM_CHUNK of the parameters
@@ -1093,8 +1090,11 @@ static Tensor output_of(const Model* m, const Block& block, int B) {
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
     return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
 }
+static Tensor unet_input(const Model* m, int B) {
+    return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
+}
 static Joined input_of(const Model* m, const Block& block, int B) {
-    if (block.kind == BLOCK_CONV_IN) return Tensor{m->input, B, block.H, block.H, PIXEL};
+    if (block.kind == BLOCK_CONV_IN) return unet_input(m, B);
     const Block* blocks = m->plan.blocks.data();
     return {output_of(m, blocks[block.input], B),
             block.skip < 0 ? Tensor() : output_of(m, blocks[block.skip], B)};
@@ -1119,9 +1119,9 @@ static Conv layer_of(const Model* m, const Block& block, int n) {
 }
 // Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
-    Norm norm = {.x = x, .groups = m->plan.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
-    size_t w = m->plan.tensors[block.param + 2 * n].offset,
-           bias = m->plan.tensors[block.param + 2 * n + 1].offset;
+    Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
+    const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
+    size_t w = tensors[0].offset, bias = tensors[1].offset;
     norm.w = m->fp32_params + w, norm.bias = m->fp32_params + bias;
     if (m->gradients) norm.dw = m->gradients + w, norm.dbias = m->gradients + bias;
     size_t statistics = (size_t)x.first.B * norm.groups;
@@ -1143,50 +1143,42 @@ static float2* take_sums(Model* m, int B, int H, int C) {
 enum { EMBED_LINEAR1, EMBED_LINEAR2 };
 
 struct EmbedBlock {
-    Tensor sinusoids;                   // (B, num_channels)
-    Tensor hidden, linear2, embedding;  // (B, E)
-    Linear linear1_layer, linear2_layer;
-    // The residual blocks' embedding layers in one; their parameters lie first, and together: join_projections.
-    Linear projections;
-};
-static EmbedBlock embed_block(const Model* m, const Block& block, int B) {
-    int E = m->plan.embed, O = block.O;
-    EmbedBlock e;
-    e.sinusoids = tensor_at(m, block.inner, B, 1, m->plan.base);
-    e.hidden = e.linear2 = e.embedding = tensor_at(m, block.hidden, B, 1, E);
-    e.linear2.data = e.hidden.data + (size_t)B * E, e.embedding.data = e.linear2.data + (size_t)B * E;
-    e.linear1_layer = layer_of(m, block, EMBED_LINEAR1), e.linear2_layer = layer_of(m, block, EMBED_LINEAR2);
-    e.projections = layer_at(m, 0, (size_t)E * O);  // where join_projections puts them
-    return e;
-}
+    const Model* m;
+    const Block& block;
+    int B, E = embedding_width(m->config);
+    Tensor sinusoids = tensor_at(m, block.inner, B, 1, block.C);
+    Tensor hidden = part(0), linear2 = part(1), embedding = part(2);
+    Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
+    Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
+    // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
+    Linear projections = layer_at(m, 0, (size_t)block.O* E);
 
-static void embed_forward(Model* m, const Block& block, int B, const int* timesteps) {
-    EmbedBlock e = embed_block(m, block, B);
-    Tensor active = take_tensor(m, B, 1, e.hidden.C);
-    run(TimestepEmbedding<floatX>{.out = e.sinusoids.data,
-                                  .timesteps = timesteps,
-                                  .B = B,
-                                  .C = e.sinusoids.C,
-                                  .max_period = m->plan.max_period});
+    Tensor part(int n) const {  // (B, E)
+        return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
+    }
+};
+
+static void embed_forward(Model* m, const Block& block, int B) {
+    EmbedBlock e = {m, block, B};
+    Tensor active = take_tensor(m, B, 1, e.E);
+    run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period});
     linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
-    run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
+    run(SiluForward<floatX>{.out = active, .x = e.hidden});
     linear_forward(e.linear2, active, e.linear2_layer);
-    run(SiluForward<floatX>{.out = e.embedding.data, .x = e.linear2.data, .n = e.embedding.count()});
+    run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
     linear_forward(output_of(m, block, B), e.embedding, e.projections);
 }
 
 static void embed_backward(Model* m, const Block& block, int B) {
-    EmbedBlock e = embed_block(m, block, B);
-    Tensor active = take_tensor(m, B, 1, e.hidden.C), dlinear2 = take_tensor(m, B, 1, e.hidden.C),
-           dhidden = take_tensor(m, B, 1, e.hidden.C);
+    EmbedBlock e = {m, block, B};
+    Tensor active = take_tensor(m, B, 1, e.E), dlinear2 = take_tensor(m, B, 1, e.E),
+           dhidden = take_tensor(m, B, 1, e.E);
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
     linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
-    run(SiluBackward<floatX>{
-        .dx = dlinear2.data, .dout = dembedding.data, .x = e.linear2.data, .n = dlinear2.count()});
-    run(SiluForward<floatX>{.out = active.data, .x = e.hidden.data, .n = active.count()});
+    run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
+    run(SiluForward<floatX>{.out = active, .x = e.hidden});
     linear_backward(dactive, dlinear2, active, e.linear2_layer);
-    run(SiluBackward<floatX>{
-        .dx = dhidden.data, .dout = dactive.data, .x = e.hidden.data, .n = dhidden.count()});
+    run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = e.hidden});
     linear_backward({}, dhidden, e.sinusoids, e.linear1_layer);
 }
 
@@ -1207,29 +1199,21 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock {
-    Joined x;
-    Tensor h, out;
-    Norm norm1, norm2;
-    Conv conv1, conv2;
-    bool widens;
-    Linear skip;  // where it widens
-    Rows emb;     // of the embedding's projections, the block's channels
+    const Model* m;
+    const Block& block;
+    int B;
+    Joined x = input_of(m, block, B);
+    Tensor h = tensor_at(m, block.hidden, B, block.H, block.O), out = output_of(m, block, B);
+    Norm norm1 = norm_of(m, block, RES_NORM1, x, 0), norm2 = norm_of(m, block, RES_NORM2, h, 1);
+    Conv conv1 = layer_of(m, block, RES_CONV1), conv2 = layer_of(m, block, RES_CONV2);
+    bool widens = x.C() != block.O;
+    Linear skip = widens ? layer_of(m, block, RES_SKIP) : Linear();
+    // The block's channels of the embedding's projections.
+    Rows emb = {output_of(m, m->plan.blocks[0], B).data + block.emb, m->plan.blocks[0].O};
 };
-static ResBlock res_block(const Model* m, const Block& block, int B) {
-    const Block& embedding = m->plan.blocks[0];
-    ResBlock r;
-    r.x = input_of(m, block, B), r.out = output_of(m, block, B);
-    r.h = tensor_at(m, block.hidden, B, block.H, block.O);
-    r.norm1 = norm_of(m, block, RES_NORM1, r.x, 0), r.norm2 = norm_of(m, block, RES_NORM2, r.h, 1);
-    r.conv1 = layer_of(m, block, RES_CONV1), r.conv2 = layer_of(m, block, RES_CONV2);
-    r.widens = r.x.C() != block.O;
-    if (r.widens) r.skip = layer_of(m, block, RES_SKIP);
-    r.emb = {output_of(m, embedding, B).data + block.emb, embedding.O};
-    return r;
-}
 
 static void res_forward(Model* m, const Block& block, int B) {
-    ResBlock r = res_block(m, block, B);
+    ResBlock r = {m, block, B};
     Tensor normed = take_tensor(m, B, block.H, std::max(r.x.C(), block.O)), residual = r.x.first;
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
@@ -1245,7 +1229,7 @@ static void res_forward(Model* m, const Block& block, int B) {
 }
 
 static void res_backward(Model* m, const Block& block, int B) {
-    ResBlock r = res_block(m, block, B);
+    ResBlock r = {m, block, B};
     Joined dx = input_gradient_of(m, block, B);
     Tensor dout = output_gradient_of(m, block, B), dh = r.h;
     Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
@@ -1273,24 +1257,19 @@ static void res_backward(Model* m, const Block& block, int B) {
 enum { ATT_NORM, ATT_QKV, ATT_PROJ };
 
 struct AttentionBlock {
-    Tensor x, qkv, joined;
-    Norm norm;
-    float* lse;
-    int heads;
+    const Model* m;
+    const Block& block;
+    int B;
+    Tensor x = input_of(m, block, B).first;
+    Tensor qkv = tensor_at(m, block.hidden, B, block.H, 3 * block.C);
+    Tensor joined = tensor_at(m, block.inner, B, block.H, block.C);
+    Norm norm = norm_of(m, block, ATT_NORM, x);
+    float* lse = norm.rstd + (size_t)B * norm.groups;
+    int heads = block.C / m->config.num_head_channels;
 };
-static AttentionBlock attention_block(const Model* m, const Block& block, int B) {
-    AttentionBlock a;
-    a.x = input_of(m, block, B).first;
-    a.qkv = tensor_at(m, block.hidden, B, block.H, 3 * block.C);
-    a.joined = tensor_at(m, block.inner, B, block.H, block.C);
-    a.norm = norm_of(m, block, ATT_NORM, a.x);
-    a.lse = a.norm.rstd + (size_t)B * a.norm.groups;
-    a.heads = block.C / m->plan.num_head_channels;
-    return a;
-}
 
 static void attention_block_forward(Model* m, const Block& block, int B) {
-    AttentionBlock a = attention_block(m, block, B);
+    AttentionBlock a = {m, block, B};
     Tensor normed = take_tensor(m, B, block.H, block.C);
     groupnorm_forward(normed, a.norm);
     linear_forward(a.qkv, normed, layer_of(m, block, ATT_QKV));
@@ -1299,7 +1278,7 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
 }
 
 static void attention_block_backward(Model* m, const Block& block, int B) {
-    AttentionBlock a = attention_block(m, block, B);
+    AttentionBlock a = {m, block, B};
     Tensor dout = output_gradient_of(m, block, B), dqkv = take_tensor(m, B, block.H, 3 * block.C);
     Tensor normed = take_tensor(m, B, block.H, block.C), djoined = take_tensor(m, B, block.H, block.C);
     Tensor dnormed = djoined;  // one after the other
@@ -1314,22 +1293,15 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
 
-// Each one's backward is the other.
-static void resample(const Block& block, bool grow, Tensor out, Tensor x, bool accumulate) {
-    float factor = block.kind == BLOCK_UP ? 1 : 0.25f;
-    if (grow)
-        run(Repeat2x2<floatX>{.out = out, .x = x, .factor = factor, .accumulate = accumulate});
-    else
-        run(Sum2x2<floatX>{.out = out, .x = x, .factor = factor, .accumulate = accumulate});
-}
+static float resample_factor(const Block& block) { return block.kind == BLOCK_UP ? 1 : 0.25f; }
 static void resample_forward(Model* m, const Block& block, int B) {
     Tensor out = output_of(m, block, B);
-    resample(block, block.kind == BLOCK_UP, out, input_of(m, block, B).first, false);
+    run(Resample<floatX>{out, input_of(m, block, B).first, resample_factor(block), false});
     channel_moments(out);
 }
 static void resample_backward(Model* m, const Block& block, int B) {
-    Tensor dx = input_gradient_of(m, block, B).first;
-    resample(block, block.kind == BLOCK_DOWN, dx, output_gradient_of(m, block, B), block.accumulate);
+    Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
+    run(Resample<floatX>{dx, dout, resample_factor(block), block.accumulate});
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -1379,26 +1351,19 @@ static void add_layer(Plan* plan, Block* block, const std::string& name, std::ve
     }
 }
 
-static size_t reserve(size_t* total, size_t bytes) {
-    size_t offset = *total;
-    *total += aligned(bytes);
-    return offset;
-}
-
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
-static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int O, int skip = -1) {
-    Block block;
-    memset(&block, 0, sizeof block);
-    int index = (int)plan->blocks.size();
-    Block* previous = index ? &plan->blocks.back() : nullptr;
-    block.kind = kind, block.O = O, block.skip = skip, block.input = index - 1;
+static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::string& name, int O,
+                      int skip = -1) {
+    Block block = Block();
+    block.kind = kind, block.O = O, block.skip = skip, block.input = (int)plan->blocks.size() - 1;
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    if (kind == BLOCK_EMBED || kind == BLOCK_CONV_IN) {
-        block.input = -1;
-        block.C = kind == BLOCK_EMBED ? plan->base : (int)IMAGE_CHANNELS;
-        block.H = kind == BLOCK_EMBED ? 1 : plan->image_size;
+    if (kind == BLOCK_EMBED) {
+        block.C = c.num_channels, block.H = 1;
+    } else if (kind == BLOCK_CONV_IN) {
+        block.C = IMAGE_CHANNELS, block.H = c.image_size, block.input = -1;
     } else {
-        block.C = previous->O, block.H = previous->out_H;
+        const Block& previous = plan->blocks.back();
+        block.C = previous.O, block.H = previous.out_H;
     }
     if (skip >= 0) {
         block.C2 = plan->blocks[skip].O;
@@ -1408,14 +1373,14 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
     int K = block.C + block.C2;
     switch (kind) {
         case BLOCK_EMBED:
-            add_layer(plan, &block, "0.", {O, plan->base}, INIT_UNIFORM);
+            add_layer(plan, &block, "0.", {O, block.C}, INIT_UNIFORM);
             add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
             break;
         case BLOCK_CONV_IN: add_layer(plan, &block, "", {O, K, 3, 3}, INIT_UNIFORM); break;
         case BLOCK_RES:
             add_layer(plan, &block, "in_layers.0.", {K}, INIT_ONES);
             add_layer(plan, &block, "in_layers.2.", {O, K, 3, 3}, INIT_UNIFORM);
-            add_layer(plan, &block, "emb_layers.1.", {O, plan->embed}, INIT_UNIFORM);
+            add_layer(plan, &block, "emb_layers.1.", {O, embedding_width(c)}, INIT_UNIFORM);
             add_layer(plan, &block, "out_layers.0.", {O}, INIT_ONES);
             add_layer(plan, &block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
             if (K != O) add_layer(plan, &block, "skip_connection.", {O, K, 1, 1}, INIT_UNIFORM);
@@ -1429,11 +1394,9 @@ static Block* add_block(Plan* plan, BlockKind kind, const std::string& name, int
             add_layer(plan, &block, "0.", {K}, INIT_ONES);
             add_layer(plan, &block, "2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
-        case BLOCK_DOWN:
-        case BLOCK_UP: break;
+        default: break;
     }
     plan->blocks.push_back(block);
-    return &plan->blocks.back();
 }
 
 // Makes the residual blocks' embedding layers one layer: block 0 has all their outputs, and their weights lie
@@ -1462,46 +1425,44 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
 // forward read, but for what the resampling blocks read and the embedding's output. The network's own output
 // stays for the caller. take() stops the program where scratch is counted too small.
-static void size_buffers(Plan* plan) {
+static void size_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
     size_t B = plan->batch;
     auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = plan->embed, wide = std::max(C + b.C2, O);
-        size_t hidden = 0, inner = 0, stats = 0, forward = 0, backward = 0;
-        size_t norm = 2 * B * plan->norm_groups, parts = norm_parts((int)T);
+        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
+        size_t stats = 0, forward = 0, backward = 0;
+        size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)T);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
                moments = aligned(B * parts * O * sizeof(float2));
         switch (b.kind) {
             case BLOCK_EMBED:
-                hidden = bytes_of(3 * B * E), inner = bytes_of(B * C);
+                b.hidden.bytes = bytes_of(3 * B * E), b.inner.bytes = bytes_of(B * C);
                 forward = bytes_of(B * E), backward = 3 * bytes_of(B * E);
                 break;
             case BLOCK_RES:
-                hidden = bytes_of(B * T * O), stats = 2 * norm;
+                b.hidden.bytes = bytes_of(B * T * O), stats = 2 * norm;
                 forward = bytes_of(B * T * wide) + moments;
                 backward = 2 * bytes_of(B * T * wide) + sums;
                 break;
             case BLOCK_ATTENTION:
-                hidden = bytes_of(3 * B * T * C), inner = bytes_of(B * T * C);
-                stats = norm + B * (C / plan->num_head_channels) * T;
+                b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
+                stats = norm + B * (C / c.num_head_channels) * T;
                 forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
             case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
-            case BLOCK_CONV_IN:
-            case BLOCK_DOWN:
-            case BLOCK_UP: break;
+            default: break;
         }
         int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
         size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
-        b.hidden = {0, hidden, i, kept};
+        b.stats.bytes = aligned(stats * sizeof(float));
+        for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
+            read_again->first = i, read_again->last = kept;
         bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
         size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
         b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
-        b.inner = {0, inner, i, kept};
-        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given
             b.gradient = {0, out, i == n - 1 ? n : back, back};
@@ -1521,7 +1482,6 @@ static void size_buffers(Plan* plan) {
 
 // Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
 static void place_buffers(Plan* plan) {
-    size_buffers(plan);
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks)
         for (Buffer* buffer : buffers_of(&block))
@@ -1542,51 +1502,49 @@ static void place_buffers(Plan* plan) {
 
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = Plan();
-    plan.batch = batch, plan.training = training, plan.image_size = c.image_size,
-    plan.norm_groups = c.norm_groups;
-    plan.num_head_channels = c.num_head_channels, plan.base = c.num_channels, plan.embed = 4 * c.num_channels;
-    plan.max_period = c.max_period;
-    int levels = list_length(c.channel_mult), size = c.image_size, count = 0;
+    plan.batch = batch, plan.training = training;
+    int levels = list_length(c.channel_mult), width = c.num_channels * c.channel_mult[0], count = 0, part = 0;
     std::vector<int> skips;
+    std::string group;  // of blocks, which it numbers
+    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
+    auto add = [&](BlockKind kind, int skip = -1) {
+        add_block(&plan, c, kind, text("%s.%d", group.c_str(), part++), width, skip);
+    };
+    auto add_attention = [&] {
+        if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
+    };
     auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
-    add_block(&plan, BLOCK_EMBED, "time_embed", plan.embed);
-    add_block(&plan, BLOCK_CONV_IN, text("input_blocks.%d.0", count++), c.num_channels * c.channel_mult[0]);
-    encoder_output();
+    add_block(&plan, c, BLOCK_EMBED, "time_embed", embedding_width(c));
     for (int level = 0; level < levels; level++) {
-        int width = c.num_channels * c.channel_mult[level];
-        for (int i = 0; i < c.num_res_blocks; i++, count++) {
-            add_block(&plan, BLOCK_RES, text("input_blocks.%d.0", count), width);
-            if (attends(c, size)) add_block(&plan, BLOCK_ATTENTION, text("input_blocks.%d.1", count), width);
+        begin_group(text("input_blocks.%d", count++));
+        add(level ? BLOCK_DOWN : BLOCK_CONV_IN);
+        encoder_output();
+        width = c.num_channels * c.channel_mult[level];
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            begin_group(text("input_blocks.%d", count++));
+            add(BLOCK_RES);
+            add_attention();
             encoder_output();
         }
-        if (level == levels - 1) break;
-        add_block(&plan, BLOCK_DOWN, text("input_blocks.%d.0", count++), width);
-        encoder_output();
-        size /= 2;
     }
-    int width = plan.blocks.back().O;
-    add_block(&plan, BLOCK_RES, "middle_block.0", width);
-    add_block(&plan, BLOCK_ATTENTION, "middle_block.1", width);
-    add_block(&plan, BLOCK_RES, "middle_block.2", width);
+    begin_group("middle_block");
+    for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
     count = 0;
     for (int level = levels - 1; level >= 0; level--) {
         width = c.num_channels * c.channel_mult[level];
-        for (int i = 0; i <= c.num_res_blocks; i++, count++) {
-            int part = 0, skip = skips.back();
+        for (int i = 0; i <= c.num_res_blocks; i++) {
+            begin_group(text("output_blocks.%d", count++));
+            add(BLOCK_RES, skips.back());
             skips.pop_back();
-            add_block(&plan, BLOCK_RES, text("output_blocks.%d.%d", count, part++), width, skip);
-            if (attends(c, size))
-                add_block(&plan, BLOCK_ATTENTION, text("output_blocks.%d.%d", count, part++), width);
-            if (level && i == c.num_res_blocks) {
-                add_block(&plan, BLOCK_UP, text("output_blocks.%d.%d", count, part++), width);
-                size *= 2;
-            }
+            add_attention();
+            if (level && i == c.num_res_blocks) add(BLOCK_UP);
         }
     }
     ASSERT(skips.empty());
-    add_block(&plan, BLOCK_OUT, "out", IMAGE_CHANNELS);
+    add_block(&plan, c, BLOCK_OUT, "out", IMAGE_CHANNELS);
     join_projections(&plan);
+    size_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
 }
@@ -1610,6 +1568,21 @@ static double training_flops(const Plan& plan) {
 
 // ---- walk -------------------------------------------------------------------------------------------------
 
+// The kinds of blocks, in BlockKind's order.
+static const struct {
+    const char* name;
+    void (*forward)(Model* m, const Block& block, int B);
+    void (*backward)(Model* m, const Block& block, int B);
+} BLOCK_KINDS[] = {
+    {"embedding", embed_forward, embed_backward},
+    {"conv", conv_in_forward, conv_in_backward},
+    {"residual", res_forward, res_backward},
+    {"attention", attention_block_forward, attention_block_backward},
+    {"down", resample_forward, resample_backward},
+    {"up", resample_forward, resample_backward},
+    {"out", out_forward, out_backward},
+};
+
 static void set_scratch(Model* m, const Buffer& scratch) {
     m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
 }
@@ -1617,18 +1590,11 @@ static void set_scratch(Model* m, const Buffer& scratch) {
 // input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
 // be less than the plan's batch.
 static void unet_forward(Model* m, int B, int first = 0) {
+    m->first = first;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
         set_scratch(m, block.scratch_forward);
-        switch (block.kind) {
-            case BLOCK_EMBED: embed_forward(m, block, B, m->timesteps + first); break;
-            case BLOCK_CONV_IN: conv_in_forward(m, block, B); break;
-            case BLOCK_RES: res_forward(m, block, B); break;
-            case BLOCK_ATTENTION: attention_block_forward(m, block, B); break;
-            case BLOCK_DOWN:
-            case BLOCK_UP: resample_forward(m, block, B); break;
-            case BLOCK_OUT: out_forward(m, block, B); break;
-        }
+        BLOCK_KINDS[block.kind].forward(m, block, B);
     }
 }
 
@@ -1643,15 +1609,7 @@ static void unet_backward(Model* m, int B) {
         const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
         set_scratch(m, block.scratch_backward);
-        switch (block.kind) {
-            case BLOCK_EMBED: embed_backward(m, block, B); break;
-            case BLOCK_CONV_IN: conv_in_backward(m, block, B); break;
-            case BLOCK_RES: res_backward(m, block, B); break;
-            case BLOCK_ATTENTION: attention_block_backward(m, block, B); break;
-            case BLOCK_DOWN:
-            case BLOCK_UP: resample_backward(m, block, B); break;
-            case BLOCK_OUT: out_backward(m, block, B); break;
-        }
+        BLOCK_KINDS[block.kind].backward(m, block, B);
         backend_join();
     }
 }
@@ -1713,7 +1671,10 @@ static std::vector<int> space_timesteps(int T, int count) {
 // lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels, b, first, n;  // pixels = H W; the first of n
-    static size_t count(int B, int pixels) { return (size_t)B * ceil_div(pixels, 4); }
+    template <typename T>
+    static size_t count(TensorOf<T> images) {
+        return (size_t)images.B * ceil_div(images.H * images.W, 4);
+    }
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items), first = 4 * (int)(item % items);
@@ -1725,45 +1686,56 @@ struct FourPixels {
     }
 };
 
+// What noising goes by at every step.
+struct Noising {
+    const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    int predict;
+    float offset;
+    uint32_t seed;
+};
+// The samples of a batch from `first` on: their timesteps, and the step that they belong to; null: validation,
+// whose noise is another, always the same and without offset.
+struct Samples {
+    int first;
+    const int* timesteps;
+    const int64_t* step;
+};
+
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
 // eps has `offset` times one more normal, the same for all pixels of a channel, so that the network learns to
 // move a picture's mean.
 template <typename T>
 struct AddNoise {
-    T* x_t;                       // (B, H, W, PIXEL)
-    float* target;                // (B, H, W, 3)
-    const float* images;          // (B, 3, H, W): x0
-    const int* timesteps;         // (B)
-    const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
-    int B, pixels;                // pixels = H W
-    int predict;
-    float offset;
-    uint32_t seed;
-    Stream stream;
-    uint32_t first;       // image b's noise is that of sample first + b
-    const int64_t* step;  // null: 0
+    TensorOf<T> x_t;
+    float* target;        // (B, H, W, 3)
+    const float* images;  // (B, 3, H, W): x0
+    Noising by;
+    Samples samples;
 
     Items items() const {
-        return {FourPixels::count(B, pixels), "noising",
-                (2.0 * sizeof(float) + sizeof(T)) * IMAGE_CHANNELS * B * pixels};
+        return {FourPixels::count(x_t), "noising",
+                (2.0 * sizeof(float) + sizeof(T)) * IMAGE_CHANNELS * x_t.rows()};
     }
     HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, pixels);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
-        float alpha = signal[timesteps[four.b]], sigma = noise[timesteps[four.b]], shift[4] = {};
-        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
+        FourPixels four(item, x_t.H * x_t.W);
+        const int64_t* step = samples.step;
+        uint32_t s = step ? (uint32_t)*step : 0, sample = samples.first + four.b;
+        int t = samples.timesteps[four.b];
+        float alpha = by.signal[t], sigma = by.noise[t], offset = step ? by.offset : 0, shift[4] = {};
+        if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
         UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4];
-            random_normals_at(normal, seed, stream, four.element(c), sample, s);
+            random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
+                              sample, s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * pixels + four.element(c) + i];
+                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
                 size_t at = four.at(i, c);
-                set_padded(x_t, at, alpha * x0 + sigma * eps);
-                target[at] = predict == PREDICT_EPS ? eps
-                             : predict == PREDICT_V ? alpha * eps - sigma * x0
-                                                    : x0;
+                set_padded(x_t.data, at, alpha * x0 + sigma * eps);
+                target[at] = by.predict == PREDICT_EPS ? eps
+                             : by.predict == PREDICT_V ? alpha * eps - sigma * x0
+                                                       : x0;
             }
         }
     }
@@ -1815,10 +1787,12 @@ struct MeanSquaredError {
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
 // with the old x and saved on the right.
 struct SamplerStep {
-    int timestep;  // what the network is told
+    uint32_t number;  // of the call, counted from 1
+    int timestep;     // what the network is told
     int threshold;
-    float from_x, from_out, to_x0, to_x, to_saved, sigma;
-    float save_x0, save_x;  // 1 and 0, so that x0 itself is saved, but where Heun's step has a second call
+    float from_x, from_out;
+    float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
+    float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
 };
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
@@ -1849,19 +1823,15 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
     std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
+    std::vector<SamplerStep> calls;
     auto call_at = [&](int timestep) {
-        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-        SamplerStep s = SamplerStep();
-        s.timestep = timestep, s.threshold = c.threshold, s.save_x0 = 1;
-        switch (c.predict) {
-            case PREDICT_EPS: s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha); break;
-            case PREDICT_V: s.from_x = (float)alpha, s.from_out = (float)-noise; break;
-            case PREDICT_X0: s.from_x = 0, s.from_out = 1; break;
-        }
-        return s;
+        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
+        if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
+        if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
+        uint32_t number = (uint32_t)calls.size() + 1;
+        return SamplerStep{number, timestep, c.threshold, (float)from_x, (float)from_out};
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
-    std::vector<SamplerStep> calls;
     for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
         double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
         double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
@@ -1897,30 +1867,46 @@ HOST_DEVICE static inline float thresholded_x0(const SamplerStep& s, float x, fl
     return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
 }
 
+// Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
+// a sampler adds later is the seed's.
+struct PictureNoise {
+    uint32_t seed, other;
+    float weight, other_weight;
+};
+
+// Pictures that are being drawn at the same time.
+template <typename T>
+struct Drawing {
+    TensorOf<T> input;           // x for the network
+    float *x, *saved;            // (B, H, W, 3)
+    const PictureNoise* begins;  // (B)
+    float* limits;               // (B): of dynamic thresholding
+};
+
 // limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et al.,
 // "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, the one numbered
 // rank in rising order. Floats above 0 are in the order of their bits, so that the value is found exactly, eight
 // bits at a time: count what agrees in the bits found so far by the next eight. A team does a picture.
 template <typename T>
 struct ThresholdLimits {
-    float* limits;   // (B)
-    const float* x;  // (B, elements)
-    const T* out;    // (B, elements, padded)
+    Drawing<T> drawing;
+    const T* out;  // (B, H, W, PIXEL): the network's answer
     SamplerStep step;
-    int B, elements;
 
     enum { THREADS = 1024 };
-    Items items() const { return {(size_t)B}; }
+    Items items() const { return {(size_t)drawing.input.B}; }
     HOST_DEVICE void operator()(Team team) const {
         SHARED int counts[256], rank;  // among what agrees with the bits found
         SHARED uint32_t found;
+        int elements = IMAGE_CHANNELS * drawing.input.T();
         size_t first = (size_t)team.index * elements;
         if (team.thread == 0) found = 0, rank = (int)((995L * (elements - 1) + 999) / 1000);
         for (int shift = 24; shift >= 0; shift -= 8) {
             for (int digit = team.thread; digit < 256; digit += team.threads) counts[digit] = 0;
             team_wait();
             for (size_t i = first + team.thread; i < first + elements; i += team.threads) {
-                uint32_t bits = magnitude_bits(predicted_x0(step, x[i], (float)out[padded_at(i)]));
+                FloatBits x0 = {predicted_x0(step, drawing.x[i], (float)out[padded_at(i)])};
+                uint32_t bits = x0.bits & 0x7FFFFFFF;
                 if ((bits ^ found) >> shift < 256) team_count(counts + (bits >> shift & 255));
             }
             team_wait();
@@ -1931,38 +1917,21 @@ struct ThresholdLimits {
             }
             team_wait();
         }
-        if (team.thread == 0) limits[team.index] = limit_of_bits(found);
+        if (team.thread > 0) return;
+        FloatBits limit = {.bits = found};
+        drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
     }
-    HOST_DEVICE static uint32_t magnitude_bits(float value) {
-        uint32_t bits;
-        memcpy(&bits, &value, sizeof bits);
-        return bits & 0x7FFFFFFF;
-    }
-    HOST_DEVICE static float limit_of_bits(uint32_t bits) {
-        float value;
-        memcpy(&value, &bits, sizeof value);
-        return value > 1 ? value : 1;
-    }
-};
-
-// Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
-// a sampler adds later is the seed's.
-struct PictureNoise {
-    uint32_t seed, other;
-    float weight, other_weight;
 };
 
 // x begins as noise. A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
 template <typename T>
 struct StartPictures {
-    float* x;                    // (B, H, W, 3): noise
-    T* input;                    // (B, H, W, PIXEL): the same for the network
-    const PictureNoise* begins;  // (B)
-    int B, pixels;
+    Drawing<T> drawing;
 
-    Items items() const { return {FourPixels::count(B, pixels)}; }
+    Items items() const { return {FourPixels::count(drawing.input)}; }
     HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, pixels);
+        const auto& [input, x, saved, begins, limits] = drawing;
+        FourPixels four(item, input.H * input.W);
         PictureNoise from = begins[four.b];
         UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4], other[4] = {};
@@ -1972,7 +1941,7 @@ struct StartPictures {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 x[at] = from.weight * normal[i] + from.other_weight * other[i];
-                set_padded(input, at, x[at]);
+                set_padded(input.data, at, x[at]);
             }
         }
     }
@@ -1981,22 +1950,19 @@ struct StartPictures {
 // x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x: see SamplerStep.
 template <typename T>
 struct UpdatePictures {
-    float *x, *saved;     // (B, H, W, 3), in place
-    T* input;             // (B, H, W, PIXEL): x for the network
-    const T* out;         // (B, H, W, PIXEL): the network's answer
-    const float* limits;  // (B): see below
-    const PictureNoise* begins;
+    Drawing<T> drawing;
+    const T* out;  // (B, H, W, PIXEL): the network's answer
     SamplerStep step;
-    int B, pixels;
-    uint32_t call;  // of the network, counted from 1
 
-    Items items() const { return {FourPixels::count(B, pixels)}; }
+    Items items() const { return {FourPixels::count(drawing.input)}; }
     HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, pixels);
+        const auto& [input, x, saved, begins, limits] = drawing;
+        FourPixels four(item, input.H * input.W);
         UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
             float normal[4] = {};
             if (step.sigma > 0)
-                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0, call);
+                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                                  step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
@@ -2004,7 +1970,7 @@ struct UpdatePictures {
                 x[at] =
                     step.to_x0 * x0 + step.to_x * old + step.to_saved * saved[at] + step.sigma * normal[i];
                 saved[at] = step.save_x0 * x0 + step.save_x * old;
-                set_padded(input, at, x[at]);
+                set_padded(input.data, at, x[at]);
             }
         }
     }
@@ -2026,9 +1992,9 @@ struct FillTimesteps {
 // What an update of the weights depends on, besides the gradient.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps;
-    float correction1, correction2;  // 1 - beta^n
-    float ema_weight[MAX_EMAS];      // share of the new weights in each running mean
-    float clip;                      // factor of the gradient
+    float correction1, correction2;   // 1 - beta^n
+    float ema_weight[MAX_EMAS] = {};  // share of the new weights in each running mean
+    float clip = 1;                   // factor of the gradient
 };
 
 // What --skip_outliers goes by; the section `state` of a checkpoint.
@@ -2084,18 +2050,15 @@ struct SquaredNorm {
 // bytes. The state says how, and a step that is not accepted changes nothing. An item is four parameters.
 template <typename T>
 struct UpdateWeights {
-    float* w;
-    float* ema[MAX_EMAS];  // null where there are fewer
-    T* working;            // the weights as the layers read them; null where they read w
-    float *m, *v;
-    const float* gradient;
+    OptimiserMemory memory;
+    T* working;             // the weights as the layers read them; null where they read master
     const uint8_t* decays;  // (n / DECAY_CHUNK rounded up)
     size_t n;
     const StepState* state;
 
     Items items() const {
         double bytes = 7.0 * sizeof(float) + (working ? sizeof(T) : 0);
-        for (float* mean : ema) bytes += mean ? 2 * sizeof(float) : 0;
+        for (float* mean : memory.ema) bytes += mean ? 2 * sizeof(float) : 0;
         return {(n + 3) / 4, "AdamW", bytes * n};
     }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2110,6 +2073,7 @@ struct UpdateWeights {
     template <int N>
     HOST_DEVICE void update(size_t i) const {
         const AdamW a = state->update;
+        const auto& [w, ema, m, v, gradient] = memory;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = decays[i / DECAY_CHUNK] ? 1.0f - a.lr * a.weight_decay : 1.0f;
         Vector<float, N> ema_n[MAX_EMAS];
@@ -2150,15 +2114,9 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 // The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
-    AdamW a = {(float)learning_rate(c, s),
-               c.weight_decay,
-               c.beta1,
-               c.beta2,
-               c.adam_eps,
-               (float)(1 - pow((double)c.beta1, n)),
-               (float)(1 - pow((double)c.beta2, n)),
-               {},
-               1.0f};
+    float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
+          correction2 = (float)(1 - pow((double)c.beta2, n));
+    AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
     for (int k = 0; k < MAX_EMAS; k++) {
         double rate = c.ema_rate[k];
         a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
@@ -2204,36 +2162,33 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
-    size_t total = 0, P = plan.num_floats, B = plan.batch;
-    size_t image = IMAGE_CHANNELS * plan.image_size * plan.image_size, pixels = B * image;
-    size_t whole = std::max(plan.batch, m->config.batch_size);  // of which the plan's may be a part
-    auto piece = [&](size_t bytes) { return memory + reserve(&total, bytes); };
-    m->master = (float*)piece(P * sizeof(float));
+    const Config& c = m->config;
+    size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
+    size_t whole = std::max(plan.batch, c.batch_size);  // of which the plan's may be a part
+    Arena arena = {memory, SIZE_MAX, 0};
+    auto place = [&](size_t count, auto*&... pieces) {
+        ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
+    };
+    place(P, m->master);
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
-    if (sizeof(floatX) != sizeof(float)) m->weights = (floatX*)piece(P * sizeof(floatX));
-    for (int k = 0; k < ema_count(m->config); k++) m->ema[k] = (float*)piece(P * sizeof(float));
+    if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
+    for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
     if (plan.training) {
-        m->gradients = (float*)piece(P * sizeof(float));
-        m->adam_m = (float*)piece(P * sizeof(float));
-        m->adam_v = (float*)piece(P * sizeof(float));
-        m->norm_parts = (float*)piece((P / NORM_CHUNK + 1) * sizeof(float));
-        m->decays = (uint8_t*)piece(P / DECAY_CHUNK + 1);
+        place(P, m->gradients, m->adam_m, m->adam_v);
+        place(P / NORM_CHUNK + 1, m->norm_parts);
+        place(P / DECAY_CHUNK + 1, m->decays);
     }
-    m->arena = piece(plan.arena_bytes);
-    m->input = (floatX*)piece(B * plan.image_size * plan.image_size * PIXEL * sizeof(floatX));
-    m->target = (float*)piece(pixels * sizeof(float));
-    m->images = (float*)piece(pixels * sizeof(float));
-    m->timesteps = (int*)piece(whole * sizeof(int));
-    m->sources = (int*)piece(whole * sizeof(int));
-    m->state = (StepState*)piece((1 + RESULT_SLOTS) * sizeof(StepState));
-    m->signal = (float*)piece(m->config.diffusion_steps * sizeof(float));
-    m->noise = (float*)piece(m->config.diffusion_steps * sizeof(float));
-    m->loss_weights = (float*)piece(m->config.diffusion_steps * sizeof(float));
-    m->losses = (float*)piece(whole * loss_parts((int)image) * sizeof(float));
-    m->begins = (PictureNoise*)piece(B * sizeof(PictureNoise));
-    m->limits = (float*)piece(B * sizeof(float));
-    return total;
+    place(plan.arena_bytes, m->arena);
+    place(B * pixels * PIXEL, m->input);
+    place(B * pixels * IMAGE_CHANNELS, m->target, m->images);
+    place(whole, m->timesteps, m->sources);
+    place(1 + RESULT_SLOTS, m->state);
+    place(c.diffusion_steps, m->signal, m->noise, m->loss_weights);
+    place(whole * loss_parts((int)pixels * IMAGE_CHANNELS), m->losses);
+    place(B, m->begins);
+    place(B, m->limits);
+    return arena.used;
 }
 
 // A model that has sizes and no memory yet.
@@ -2366,7 +2321,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
 
 // Mean of the squared error of the first B samples against their targets, without weights.
 static double loss_of(const Model* m, int B) {
-    int n = IMAGE_CHANNELS * m->plan.image_size * m->plan.image_size;
+    int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
     std::vector<float> losses((size_t)B * loss_parts(n));
     backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
     double sum = 0;
@@ -2578,39 +2533,23 @@ static void prepare_steps(Trainer* t) {
     if (!t->order.data || !t->host_order.data || !t->results.data)
         fail("could not allocate %s for the order of the images",
              human_bytes(2.0 * (double)order_bytes).c_str());
-    t->source = {floats ? nullptr : (const uint8_t*)pixels,
-                 floats ? (const float*)pixels : nullptr,
-                 t->order.as<int>(),
-                 data.count,
-                 slots,
-                 c.batch_size,
-                 c.image_size,
-                 c.flip,
-                 c.diffusion_steps,
-                 c.seed};
+    BatchSource* source = &t->source;
+    source->bytes = floats ? nullptr : (const uint8_t*)pixels;
+    source->floats = floats ? (const float*)pixels : nullptr;
+    source->order = t->order.as<int>(), source->count = data.count, source->slots = slots;
+    source->batch = c.batch_size, source->size = c.image_size, source->flip = c.flip;
+    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed;
     StepState state = StepState();
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
     t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
 }
 
-// Noises the model's B images: samples `first` and following of `stream` at this step (null: 0).
-static void add_noise(Model* m, int B, const int* timesteps, float offset, Stream stream, int first,
-                      const int64_t* step) {
-    run(AddNoise<floatX>{.x_t = m->input,
-                         .target = m->target,
-                         .images = m->images,
-                         .timesteps = timesteps,
-                         .signal = m->signal,
-                         .noise = m->noise,
-                         .B = B,
-                         .pixels = m->config.image_size * m->config.image_size,
-                         .predict = m->config.predict,
-                         .offset = offset,
-                         .seed = m->config.seed,
-                         .stream = stream,
-                         .first = (uint32_t)first,
-                         .step = step});
+// Noises the model's B images.
+static void add_noise(Model* m, int B, const Samples& samples) {
+    const Config& c = m->config;
+    Noising by = {m->signal, m->noise, c.predict, c.offset_noise, c.seed};
+    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, samples});
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
@@ -2620,16 +2559,12 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
     size_t P = m->plan.num_floats;
-    run(BeginStep{.state = m->state,
-                  .timesteps = m->timesteps,
-                  .sources = m->sources,
-                  .source = t->source,
-                  .hyper = c.optimiser});
+    run(BeginStep{m->state, m->timesteps, m->sources, t->source, c.optimiser});
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-        add_noise(m, B, m->timesteps + first, c.offset_noise, STREAM_NOISE, first, &m->state->step);
+        add_noise(m, B, {first, m->timesteps + first, &m->state->step});
         unet_forward(m, B, first);
         run(MeanSquaredError<floatX>{.losses = m->losses + (size_t)first * loss_parts(elements),
                                      .dout = unet_output_gradient(m),
@@ -2653,15 +2588,8 @@ static void enqueue_step(Trainer* t) {
                    .norm_parts = m->norm_parts,
                    .parameters = P,
                    .hyper = c.optimiser});
-    run(UpdateWeights<floatX>{.w = m->master,
-                              .ema = {m->ema[0], m->ema[1], m->ema[2], m->ema[3]},
-                              .working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights,
-                              .m = m->adam_m,
-                              .v = m->adam_v,
-                              .gradient = m->gradients,
-                              .decays = m->decays,
-                              .n = P,
-                              .state = m->state});
+    floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
+    run(UpdateWeights<floatX>{*m, working, m->decays, P, m->state});
 }
 
 static void send_orders(Trainer* t, long last_epoch) {
@@ -2683,13 +2611,8 @@ static void begin_next_step(Trainer* t) {
     t->begun++;
 }
 
-struct StepResult {
-    double loss, norm;
-    bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
-};
-
 // The result of the oldest step that was begun and not yet awaited.
-static StepResult await_step(Trainer* t) {
+static StepState await_step(Trainer* t) {
     int slot = (int)(t->step % RESULT_SLOTS);
     backend_await(slot);
     const StepState& result = t->results.as<StepState>()[slot];
@@ -2700,12 +2623,12 @@ static StepResult await_step(Trainer* t) {
         t->quartile_sums[q] += result.quartile_sums[q];
         t->quartile_counts[q] += result.quartile_counts[q];
     }
-    return {result.loss, result.norm};
+    return result;
 }
 
 #ifdef TESTING
 // One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
-static StepResult train_step(Trainer* t) {
+static StepState train_step(Trainer* t) {
     begin_next_step(t);
     return await_step(t);
 }
@@ -2743,7 +2666,7 @@ static double validation_loss(Trainer* t) {
         }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        add_noise(m, B, m->timesteps, 0, STREAM_VAL_NOISE, first, nullptr);
+        add_noise(m, B, {first, m->timesteps, nullptr});
         unet_forward(m, B);
         run(MeanSquaredError<floatX>{.losses = m->losses,
                                      .out = unet_output(m),
@@ -2807,7 +2730,7 @@ struct Progress {
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<PictureNoise>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
-    int H = c.image_size, elements = IMAGE_CHANNELS * H * H, count = (int)begins.size(), recorded = 0;
+    int elements = IMAGE_CHANNELS * c.image_size * c.image_size, count = (int)begins.size();
     auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
         return columns > 1 ? column * last / (columns - 1) : last;
     };
@@ -2815,47 +2738,32 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
-    float *x = m->target, *saved = m->images;  // (B, H, W, 3)
+    float *x = m->target, *saved = m->images;
     Progress progress = {show_progress, (long)calls.size() * ceil_div(count, m->plan.batch)};
     Recording network;
     for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, count - first), step = 0, column = 0;
-        size_t pixels = (size_t)B * elements;
-        if (B != recorded) backend_forget(&network);
-        recorded = B;
+        int B = std::min(m->plan.batch, count - first), step = 0;
+        size_t bytes = (size_t)B * elements * sizeof(float);
+        if (B < m->plan.batch) backend_forget(&network);  // it was recorded for a larger batch
         backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
-        run(StartPictures<floatX>{.x = x, .input = m->input, .begins = m->begins, .B = B, .pixels = H * H});
-        backend_zero(saved, pixels * sizeof(float));  // it is multiplied by 0, and may hold a NaN
-        for (size_t i = 0; i < calls.size() && !stop_requested; i++) {
-            const SamplerStep& s = calls[i];
+        Drawing<floatX> drawing = {unet_input(m, B), x, saved, m->begins, m->limits};
+        run(StartPictures<floatX>{drawing});
+        backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
+        for (const SamplerStep& s : calls) {
+            if (stop_requested) break;
             run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
             backend_replay(&network, [&] { unet_forward(m, B); });
-            if (s.threshold == THRESHOLD_DYNAMIC)
-                run(ThresholdLimits<floatX>{.limits = m->limits,
-                                            .x = x,
-                                            .out = unet_output(m),
-                                            .step = s,
-                                            .B = B,
-                                            .elements = elements});
-            run(UpdatePictures<floatX>{.x = x,
-                                       .saved = saved,
-                                       .input = m->input,
-                                       .out = unet_output(m),
-                                       .limits = m->limits,
-                                       .begins = m->begins,
-                                       .step = s,
-                                       .B = B,
-                                       .pixels = H * H,
-                                       .call = (uint32_t)i + 1});
+            if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, unet_output(m), s});
+            run(UpdatePictures<floatX>{drawing, unet_output(m), s});
             progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
-            for (; column < columns && step == step_of(column); column++)
-                for (int b = 0; b < B; b++)
+            for (int column = 0; column < columns; column++)
+                for (int b = 0; b < B && step == step_of(column); b++)
                     backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
                                      saved + (size_t)b * elements, elements * sizeof(float));
             step++;
         }
-        backend_download(pictures->data() + (size_t)first * elements, x, pixels * sizeof(float));
+        backend_download(pictures->data() + (size_t)first * elements, x, bytes);
     }
     use_weights(m, m->master);
     return !stop_requested;
@@ -2914,11 +2822,6 @@ static void save_samples(Trainer* t) {
                broken);
 }
 
-// TFLOP/s of the model's own operations at so many milliseconds a step.
-static double model_tflops(const Model& m, double ms) {
-    return 1e-9 * training_flops(m.plan) * m.config.batch_size / ms;
-}
-
 // The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
 static std::string take_quartiles(Trainer* t) {
     std::string list;
@@ -2950,14 +2853,11 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
-    if (t.step < c.steps) {
-        say("continue:   ./train_unet --resume %s", shell_word(c.out_dir).c_str());
-    } else {
-        bool over =
-            t.step && !(learning_rate(c.optimiser, t.step) > 0);  // a schedule that has come to its end
-        say("continue:   ./train_unet --resume %s --steps %ld%s", shell_word(c.out_dir).c_str(),
-            std::max(1L, 2 * t.step), over ? " --lr_schedule constant" : "");
-    }
+    std::string more;
+    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
+    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
+        more += " --lr_schedule constant";  // the schedule has come to its end
+    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
 }
 
 static void validate(Trainer* t) {
@@ -2987,7 +2887,7 @@ static long next_pause(const Trainer& t) {
 }
 
 // A loss or gradient that is not finite ends the run, with what to do about it.
-static void give_up(Trainer* t, const StepResult& result) {
+static void give_up(Trainer* t, const StepState& result) {
     t->metrics.close();
     std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
                 advice = "the weights before it are " + saved + ": resume from there";
@@ -3001,11 +2901,13 @@ static void give_up(Trainer* t, const StepResult& result) {
 
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
 struct Pace {
-    long first, counted,
-        logged;  // steps: that the run began after, that start belongs to, of the log's newest line
-    double start, log_start;  // seconds: of the run without its first step, of that line
-    double shown;             // when a line of either kind was printed
-    double rate;              // steps a second
+    long first;                    // the step that the run began after
+    long counted = first;          // the step that `start` belongs to: the first does not count
+    long logged = first;           // the step of the log's newest line
+    double start = seconds_now();  // of the steps that count
+    double log_start = start;      // of those since that line
+    double shown = start;          // when a line of either kind was printed
+    double rate = 0;               // steps a second
     void step(long n, double now) {
         // the first step, in which much is set up, counts only while there is no other
         rate = (double)(n - counted) / (now - start);
@@ -3014,11 +2916,12 @@ struct Pace {
     void pause(double seconds) { start += seconds, log_start += seconds; }
 };
 
-static void log_step(Trainer* t, const StepResult& result, const Pace& pace, double now) {
+static void log_step(Trainer* t, const StepState& result, const Pace& pace, double now) {
     const Config& c = t->model.config;
     double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = model_tflops(t->model, ms);
+           tflops =
+               1e-9 * training_flops(t->model.plan) * c.batch_size / ms;  // of the model's own operations
     std::string to_go = human_time((double)(c.steps - t->step) / pace.rate);
     printf(
         "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
@@ -3037,7 +2940,7 @@ static void log_step(Trainer* t, const StepResult& result, const Pace& pace, dou
 
 // A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
 // terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepResult& result, Pace* pace) {
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     double now = seconds_now();
     pace->step(t->step, now);
@@ -3062,13 +2965,12 @@ static void train(Trainer* t) {
     t->peak = backend_peak(&source);
     t->saved = t->step;
     make_up(t);
-    double start = seconds_now();
-    Pace pace = {t->step, t->step, t->step, start, start, start, 0};
+    Pace pace = {t->step};
     auto due = [&](int every) { return every && t->step % every == 0; };
     while (t->step < c.steps && !stop_requested) {
         while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepResult result = await_step(t);
-        if (!result.finite()) give_up(t, result);
+        StepState result = await_step(t);
+        if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
         double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
@@ -3077,7 +2979,7 @@ static void train(Trainer* t) {
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun && await_step(t).finite()) continue;  // what Ctrl-C left under way
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
     double seconds = seconds_now() - pace.start;
     if (isatty(1)) printf("\r\033[K");
     if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
@@ -4299,8 +4201,8 @@ static void print_plan(const Plan& plan) {
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
         std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
-               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
+        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_KINDS[b.kind].name,
+               in.c_str(), text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
 }

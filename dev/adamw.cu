@@ -49,15 +49,12 @@ static const uint8_t* adamw_decays(Problem& p) {
 // working: the copy of the weights.
 template <typename T>
 static UpdateWeights<T> adamw_layer(Problem& p, T* working) {
-    return {.w = p.update<float>("w"),
-            .ema = {p.update<float>("ema")},
-            .working = working,
-            .m = p.update<float>("m"),
-            .v = p.update<float>("v"),
-            .gradient = p.in<float>("gradient"),
-            .decays = adamw_decays(p),
-            .n = p.find("w").values.size(),
-            .state = adamw_state(p)};
+    OptimiserMemory memory = {.master = p.update<float>("w"),
+                              .ema = {p.update<float>("ema")},
+                              .adam_m = p.update<float>("m"),
+                              .adam_v = p.update<float>("v"),
+                              .gradients = (float*)p.in<float>("gradient")};
+    return {memory, working, adamw_decays(p), p.find("w").values.size(), adamw_state(p)};
 }
 static void adamw_step0(Problem& p) { cpu::run(adamw_layer(p, p.out<float>("working"))); }
 

@@ -398,20 +398,18 @@ static void norm_alone_backward(Tensor dx, Tensor dy, const Norm& norm) {
 // ---- the program's block ----------------------------------------------------------------------------------
 
 // A plan of one block and of what it reads: the embedding (block 0), the skip where there is one, the input.
-static Plan plan_of(const Problem& p, BlockKind kind) {
+static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     Plan plan = Plan();
     bool residual = kind == BLOCK_RES;
     int C2 = residual ? p.dim("C2") : 0;
-    plan.training = true, plan.batch = p.dim("B"), plan.image_size = p.dim("H"),
-    plan.norm_groups = p.dim("G");
-    plan.num_head_channels = residual ? 1 : p.dim("d"), plan.embed = residual ? p.dim("E") : 1;
-    add_block(&plan, BLOCK_EMBED, "emb", plan.embed);
-    if (C2) add_block(&plan, BLOCK_CONV_IN, "x2", C2);
-    add_block(&plan, BLOCK_CONV_IN, "x", p.dim("C"));
+    plan.training = true, plan.batch = p.dim("B");
+    add_block(&plan, c, BLOCK_EMBED, "emb", embedding_width(c));
+    if (C2) add_block(&plan, c, BLOCK_CONV_IN, "x2", C2);
+    add_block(&plan, c, BLOCK_CONV_IN, "x", p.dim("C"));
     plan.tensors.clear();  // theirs
-    add_block(&plan, kind, "block", p.dim(residual ? "O" : "C"), C2 ? 1 : -1);
+    add_block(&plan, c, kind, "block", p.dim(residual ? "O" : "C"), C2 ? 1 : -1);
     join_projections(&plan);
-    size_buffers(&plan);
+    size_buffers(&plan, c);
     return plan;
 }
 
@@ -420,7 +418,10 @@ static Plan plan_of(const Problem& p, BlockKind kind) {
 // PyTorch's names.
 static Model model_of(Problem& p, BlockKind kind, bool backward) {
     Model m = Model();
-    m.plan = plan_of(p, kind);
+    m.config.image_size = p.dim("H"), m.config.norm_groups = p.dim("G");
+    m.config.num_head_channels = kind == BLOCK_ATTENTION ? p.dim("d") : 1;
+    m.config.num_channels = kind == BLOCK_RES ? p.dim("E") / 4 : 0;  // a quarter of the embedding's width
+    m.plan = plan_of(p, m.config, kind);
     std::vector<Block>& blocks = m.plan.blocks;
     Block &block = blocks.back(), &x = blocks[block.input], &embedding = blocks[0];
     Names parameters, gradients;

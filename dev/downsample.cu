@@ -17,12 +17,12 @@
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 template <typename T>
-static Sum2x2<T> downsample_forward(Problem& p) {
+static Resample<T> downsample_forward(Problem& p) {
     return {.out = p.tensor_out<T>("out"), .x = p.tensor_in<T>("x"), .factor = 0.25f,
             .accumulate = false};
 }
 template <typename T>
-static Repeat2x2<T> downsample_backward(Problem& p) {
+static Resample<T> downsample_backward(Problem& p) {
     return {.out = p.tensor_out<T>("dx"), .x = p.tensor_in<T>("dout"), .factor = 0.25f,
             .accumulate = false};
 }

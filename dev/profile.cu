@@ -157,7 +157,7 @@ static int run_program(int argc, char** argv) {
     check_config(config);
     std::string source = "not known";
     double peak = backend_peak(&source), bandwidth = copy_bandwidth();
-    int B = config.batch_size, H = config.image_size, drawn = microbatch_of(config);
+    int B = config.batch_size, drawn = microbatch_of(config);
     double step_ms = time_step(config, B, 10, 3);
 
     Model m;
@@ -167,8 +167,7 @@ static int run_program(int argc, char** argv) {
     initialise_weights(&m, config.seed);
     auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
     backend_upload(m.begins, begins.data(), drawn * sizeof(PictureNoise));
-    run(StartPictures<floatX>{
-        .x = m.target, .input = m.input, .begins = m.begins, .B = drawn, .pixels = H * H});
+    run(StartPictures<floatX>{{unet_input(&m, drawn), m.target, m.images, m.begins, m.limits}});
     run(FillTimesteps{.timesteps = m.timesteps, .n = drawn, .value = config.diffusion_steps / 2});
     double call_ms = time_replays([&] { unet_forward(&m, drawn); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();

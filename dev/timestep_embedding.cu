@@ -21,11 +21,7 @@ enum { TIMESTEP_PERIOD = 10000 };
 
 template <typename T>
 static TimestepEmbedding<T> timestep_embedding(Problem& p) {
-    return {.out = p.out<T>("out"),
-            .timesteps = p.in<int>("t"),
-            .B = p.dim("B"),
-            .C = p.dim("C"),
-            .max_period = TIMESTEP_PERIOD};
+    return {.out = p.tensor_out<T>("out"), .timesteps = p.in<int>("t"), .max_period = TIMESTEP_PERIOD};
 }
 static void timestep_embedding_forward0(Problem& p) { cpu::run(timestep_embedding<float>(p)); }
 

@@ -19,12 +19,12 @@
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 template <typename T>
-static Repeat2x2<T> upsample_forward(Problem& p) {
+static Resample<T> upsample_forward(Problem& p) {
     return {.out = p.tensor_out<T>("out"), .x = p.tensor_in<T>("x"), .factor = 1,
             .accumulate = false};
 }
 template <typename T>
-static Sum2x2<T> upsample_backward(Problem& p) {
+static Resample<T> upsample_backward(Problem& p) {
     return {.out = p.tensor_out<T>("dx"), .x = p.tensor_in<T>("dout"), .factor = 1,
             .accumulate = false};
 }
