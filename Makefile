@@ -4,7 +4,6 @@
 #   PRECISION=bf16|fp32 what the GPU computes in       (default: bf16; the CPU always computes in fp32)
 #   GPU_ARCH=80|86|89|90 the GPU to build for          (default: the one in this machine)
 #   PRESET=NAME         what make train trains         (default: unet64; small32 on a GPU under 8 GB, tiny on a CPU)
-#   BLAS=openblas|own   matrix products on the CPU     (default: openblas where found)
 #   ALL_ARCHS=1         make test also compiles for every GPU architecture and precision
 
 CXX ?= g++
@@ -17,8 +16,6 @@ ARCHS := 80 86 89 90
 compiles = $(shell echo '$(1)' | $(CXX) -x c++ - $(2) -o /dev/null 2>/dev/null && echo yes)
 
 OPENMP := $(call compiles,int main() {},-fopenmp)
-OPENBLAS := $(call compiles,extern "C" void openblas_set_num_threads(int); int main() { openblas_set_num_threads(1); },-include cblas.h -lopenblas)
-BLAS ?= $(if $(OPENBLAS),openblas,own)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 GPU := $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 GPU_MEMORY := $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
@@ -29,15 +26,11 @@ PRECISION ?= bf16
 ifeq ($(filter $(DEVICE),cpu cuda),)
 $(error DEVICE is cpu or cuda, not '$(DEVICE)')
 endif
-ifeq ($(filter $(BLAS),openblas own),)
-$(error BLAS is openblas or own, not '$(BLAS)')
-endif
 ifeq ($(filter $(PRECISION),bf16 fp32),)
 $(error PRECISION is bf16 or fp32, not '$(PRECISION)')
 endif
 
 OMP_FLAGS := $(if $(OPENMP),-fopenmp,-Wno-unknown-pragmas)
-BLAS_FLAGS := $(if $(filter openblas,$(BLAS)),-DOPENBLAS -lopenblas)
 
 # A python3 with PyTorch 2.4 or later and the small packages of requirements.txt is used as it is. One that only lacks some
 # of these gets them in a .venv that still sees its PyTorch; otherwise the .venv holds everything.
@@ -53,7 +46,6 @@ SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util i
 report:
 	@echo "C++ compiler: $$($(CXX) --version 2>/dev/null | head -n 1 | grep . || echo 'not found: install g++, or name one with CXX=')"
 	@echo "OpenMP:       $(if $(OPENMP),found,not found: $(CXX) does not take -fopenmp; the program will use one core)"
-	@echo "OpenBLAS:     $(if $(OPENBLAS),found,not found: no cblas.h or libopenblas (Debian: libopenblas-dev); not needed)$(if $(filter own,$(BLAS)), -> its own matrix products, -> used)"
 	@echo "nvcc:         $(or $(NVCC),not found on the PATH or in /usr/local/cuda/bin)"
 	@echo "GPU:          $(if $(GPU),$(GPU) (sm_$(GPU_ARCH)),not found: nvidia-smi lists none)"
 	@echo "building for: the $(if $(filter cpu,$(DEVICE)),CPU,GPU)"
@@ -61,8 +53,8 @@ report:
 # Rewritten only when a setting changes, so that everything built with the old ones is built again.
 $(BUILD)/settings: settings
 	@mkdir -p $(BUILD)
-	@echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(BLAS_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' | cmp -s - $@ || \
-		echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(BLAS_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' > $@
+	@echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' | cmp -s - $@ || \
+		echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' > $@
 
 data/%.bin: data/%.bin.gz
 	gzip -dc $< > $@.tmp && mv $@.tmp $@
@@ -85,26 +77,26 @@ train_unet: train_unet.cu $(BUILD)/settings | report data
 	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
 else
 train_unet: train_unet.cu $(BUILD)/settings | report data
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
 endif
 
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
 $(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
 $(BUILD)/train_unet_fp32: train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
 dev/profile: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings | report
 ifeq ($(DEVICE),cuda)
 	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
 else
-	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
 endif
 $(BUILD)/profile_fp32: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
 $(BUILD)/test_unet_cuda_%: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(GPU_ARCH),$*) $< -o $@
 test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
 
 # Compiled and not run: that nothing rots on a machine without a GPU.
 PRECISIONS := bf16 fp32
@@ -120,12 +112,6 @@ $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/set
 all_archs:
 	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS),echo "no nvcc: the CUDA build is not compiled")
 
-$(BUILD)/test_unet_own: test_unet.cu train_unet.cu $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
-
-$(BUILD)/test_unet_openblas: test_unet.cu train_unet.cu $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@ -DOPENBLAS -lopenblas
-
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
 # A ladder is a .cu with a .py of the same name; the other .py of dev/ are tools.
@@ -134,7 +120,7 @@ LADDERS := $(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
 else
-build_ladder = $(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@ $(BLAS_FLAGS)
+build_ladder = $(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
 endif
 $(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) train_unet.cu $(BUILD)/settings | report
 	$(build_ladder)
@@ -186,7 +172,7 @@ python:
 RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_own $(if $(OPENBLAS),$(BUILD)/test_unet_openblas) $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile
+TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32) test_unet $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile
 
 test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true

@@ -97,9 +97,6 @@
 static int omp_get_max_threads() { return 1; }
 static int omp_get_thread_num() { return 0; }
 #endif
-#ifdef OPENBLAS
-#include <cblas.h>
-#endif
 #ifdef __CUDACC__
 #ifdef HOPPER
 #include <cuda.h>
@@ -1896,11 +1893,12 @@ struct ThresholdLimits {
     enum { THREADS = 1024 };
     Items items() const { return {(size_t)drawing.input.B}; }
     HOST_DEVICE void operator()(Team team) const {
-        SHARED int counts[256], rank;  // among what agrees with the bits found
+        SHARED int counts[256];
         SHARED uint32_t found;
         int elements = IMAGE_CHANNELS * drawing.input.T();
         size_t first = (size_t)team.index * elements;
-        if (team.thread == 0) found = 0, rank = (int)((995L * (elements - 1) + 999) / 1000);
+        int rank = (int)((995L * (elements - 1) + 999) / 1000);  // among what agrees with the bits found
+        if (team.thread == 0) found = 0;
         for (int shift = 24; shift >= 0; shift -= 8) {
             for (int digit = team.thread; digit < 256; digit += team.threads) counts[digit] = 0;
             team_wait();
@@ -4710,9 +4708,6 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     backend_init();
-#ifdef OPENBLAS
-    openblas_set_num_threads(1);  // the layers' own loops keep every core busy
-#endif
     handle_signals();
     printf("train_unet on %s\n", backend_name().c_str());
     return draws ? run_generate(given) : run_training(given);
@@ -4726,11 +4721,8 @@ int main(int argc, char** argv) {
     if (taken > 2) close(taken);
 #ifdef _OPENMP
     // Threads that spin while they wait are no faster here, and many times slower where something else runs
-    // beside us. OpenMP reads this setting before main, so the program starts itself again with it, and with
-    // that of OpenBLAS, whose own threads have nothing to do here.
-    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1) &&
-        !setenv("OPENBLAS_NUM_THREADS", "1", 0))
-        execv("/proc/self/exe", argv);
+    // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
+    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
 #endif
     return guarded([&] {
         int status = run_program(argc, argv);
@@ -4762,9 +4754,6 @@ static size_t host_memory_available() {
         fclose(f);
     }
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
-#ifdef OPENBLAS
-    taken += 2 * (size_t)omp_get_max_threads() << 27;  // OpenBLAS's buffers; without them it waits for ever
-#endif
     return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
 }
 
@@ -4928,10 +4917,6 @@ static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows
     }
 }
 
-#ifdef OPENBLAS
-static bool own_matmul = false;  // tests set it to compare our loop with the library
-#endif
-
 // An operand of a product: a row-major matrix, or with `transposed` the transpose of what lies there; ld: from
 // one row in memory to the next.
 struct Matrix {
@@ -4948,14 +4933,6 @@ struct ProductSize {
 // parallel loops. The order of a sum depends on K alone.
 static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
-#ifdef OPENBLAS
-    if (!own_matmul) {
-        cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
-                    b.transposed ? CblasTrans : CblasNoTrans, M, N, K, 1.0f, a.data, a.ld, b.data, b.ld,
-                    accumulate ? 1.0f : 0.0f, c, ldc);
-        return;
-    }
-#endif
     size_t a_rows = a.transposed ? 1 : a.ld, a_columns = a.transposed ? a.ld : 1;
     size_t b_rows = b.transposed ? 1 : b.ld, b_columns = b.transposed ? b.ld : 1;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
@@ -5383,13 +5360,8 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 
 #ifndef __CUDACC__
 static std::string backend_name() {
-#ifdef OPENBLAS
-    const char* products = "OpenBLAS";
-#else
-    const char* products = "its own loop";
-#endif
-    return text("the CPU: fp32, %s, matrix products by %s, vectors of %d",
-                counted(omp_get_max_threads(), "thread").c_str(), products, (int)cpu::VECTOR);
+    return text("the CPU: fp32, %s, vectors of %d", counted(omp_get_max_threads(), "thread").c_str(),
+                (int)cpu::VECTOR);
 }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
 static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
@@ -6533,13 +6505,19 @@ struct GemmTile {
     }
 };
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync; in fp32 too.
+// A warp's WM x WN accumulators, in the fragments of mma.sync, in fp32 too; there TRANSPOSED swaps columns among
+// two fragments, so that a lane's four lie together.
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
+    // The first of this lane's two columns of fragment j.
+    __device__ int column(int j) const {
+        bool swaps = sizeof(floatX) == 4 && Tile::TRANSPOSED;
+        return n0 + (swaps ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+    }
 #ifndef PRECISION_FP32
     int row[MI];  // of A, for this lane's ldmatrix
     template <class RowOf>
@@ -6581,32 +6559,31 @@ struct WarpProduct {
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
-            Vector<float, 4> a[2 * MI], b[2];  // four k of A's rows, of two columns of B
+            Vector<float, 4> a[2 * MI];
             UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                 a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                int n = n0 + j * 8 + lane % 4 * 2;
-                if (Tile::TRANSPOSED)
-                    UNROLLED_FOR (int q = 0; q < 4; q++) {
-                        auto pair = load_shared<2>(b_tile + swizzled(k + q, n / 4, Tile::BN * 4) + n % 4 * 4);
-                        b[0].of[q] = pair.of[0], b[1].of[q] = pair.of[1];
-                    }
-                else
-                    UNROLLED_FOR (int e = 0; e < 2; e++)
-                        b[e] = load_shared<4>(b_tile + swizzled(n + e, k / 4));
+            if (Tile::TRANSPOSED)  // four columns of B at a time, those of two fragments
                 UNROLLED_FOR (int q = 0; q < 4; q++)
+                    UNROLLED_FOR (int j = 0; j < NI; j += 2) {
+                        auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, Tile::BN * 4));
+                        UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                            UNROLLED_FOR (int e = 0; e < 4; e++)
+                                c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                    }
+            else
+                UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
+                    auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                     UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                        UNROLLED_FOR (int e = 0; e < 2; e++)
-                            c[i / 2][j][i % 2 * 2 + e] += a[i].of[q] * b[e].of[q];
-            }
+                        UNROLLED_FOR (int q = 0; q < 4; q++)
+                            c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
+                }
         }
     }
 #endif
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
-                float* p =
-                    staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + n0 + j * 8 + lane % 4 * 2;
+                float* p = staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + column(j);
                 *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
                 *(float2*)(p + 8 * Tile::STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
             }

@@ -466,9 +466,6 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
         fail_usage("usage: ./%s [version|all] [case]", ladder.stem);
     backend_init();
     if (!allocate_workspace()) fail("could not allocate the workspace");
-#ifdef OPENBLAS
-    openblas_set_num_threads(1);
-#endif
     const char* folder = getenv("DEV_DATA");  // where X.py writes
     auto cases =
         read_cases(std::string(folder ? folder : "../build/dev") + "/" + ladder.stem + ".bin", ladder.stem);

@@ -150,9 +150,6 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     backend_init();
-#ifdef OPENBLAS
-    openblas_set_num_threads(1);  // the layers' own loops keep every core busy
-#endif
     printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
     check_config(config);
     std::string source = "not known";

@@ -1,6 +1,5 @@
 """The program's own tests (test_unet.cu), and its layers and whole model against PyTorch in float64."""
 import dataclasses
-import os
 import re
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 
 import train_unet
 import unet_io
-from harness import SMALL, TEST, TOY, VARIANTS, run, variant
+from harness import SMALL, TEST, TOY, run, variant
 from unet_io import Config
 
 
@@ -25,12 +24,6 @@ def test_unet_without_tests():
     for name in (["nonsense"], []):
         result = run(TEST, "--only", *name, status=2)
         assert re.fullmatch(r"error: .*no test's name contains.*\n", result.stderr) and not result.stdout
-
-
-@pytest.mark.parametrize("name", ["own", "openblas"])
-def test_unet_other_products(cpp, name):
-    """The build with the other matrix product, without the readers, which don't depend on it."""
-    cpp(variant(name), "--only", "")
 
 
 @pytest.mark.parametrize("arguments", [("--only", "plan"), ("--fuzz", 3000, "--seed", 2)])
@@ -244,9 +237,6 @@ def layer_cases():
 def test_layers(cpp, tmp_path):
     unet_io.write_tensors(tmp_path / "layers.bin", layer_cases())
     cpp(TEST, "--layers", tmp_path / "layers.bin")
-    for name in ("own", "openblas"):
-        if os.access(VARIANTS[name], os.X_OK):
-            cpp(VARIANTS[name], "--layers", tmp_path / "layers.bin")
 
 
 # ----------------------------------------------------------------------------------------------------

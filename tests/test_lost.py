@@ -28,7 +28,7 @@ from unet_io import Config, flags_of
 
 CONFIG = Config(**SMALL | dict(lr=1e-3, flip=True))
 # the networks are so small that a second thread is slower
-ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")

@@ -299,7 +299,7 @@ def test_too_many_pictures(tmp_path, images8):
 
 
 def limited(kilobytes):
-    one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    one_thread = dict(OMP_NUM_THREADS="1")
     return dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1024 * kilobytes,) * 2),
                 env=os.environ | one_thread)
 
