@@ -1007,16 +1007,8 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     if (broken != 2) outputs.push_back({&state, KEPT, "clip", FLOAT_LIMIT, CLIP, FIELDS});
     outputs.push_back({&state, KEPT, "window", FLOAT_LIMIT, HISTORY + 1000 % WINDOW, FIELDS});
     check("finish step", shape, outputs, [&](auto on) {
-        on.run(FinishStep{.state = on(state),
-                          .losses = on(losses),
-                          .timesteps = on(t),
-                          .weights = on(weights),
-                          .batch = batch,
-                          .elements = elements,
-                          .diffusion_steps = 1000,
-                          .norm_parts = on(norms),
-                          .parameters = parameters,
-                          .hyper = config.optimiser});
+        BatchLoss batch_loss = {on(losses), on(t), on(weights), batch, elements, 1000};
+        on.run(FinishStep{on(state), batch_loss, on(norms), parameters, config.optimiser});
     });
     const StepState &after = state.host[0], &result = state.host[1 + before.step % RESULT_SLOTS];
     bool counts = broken != 1 && broken != 2, skipped = broken == 3 || broken == 4;
@@ -1398,6 +1390,12 @@ static double largest_of(const std::vector<double>& r) {
     double largest = 0;
     for (double value : r) largest = std::max(largest, fabs(value));
     return largest;
+}
+
+// One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
+static StepState train_step(Trainer* t) {
+    begin_next_step(t);
+    return await_step(t);
 }
 
 static bool same_bits(const void* a, const void* b, size_t bytes) { return memcmp(a, b, bytes) == 0; }
@@ -2480,7 +2478,7 @@ static std::string use_file(const Victim& v, bool read_data) {
     int32_t header[HEADER_INTS];
     Reader(v.path).read(header, sizeof header);
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
-        if (header[0] == UNET_MAGIC && (flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION) &&
+        if (header[0] == UNET_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
             memcmp(header + flag.field, (char*)&file.config + flag.offset, flag.size))
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
@@ -3280,16 +3278,8 @@ static void pointwise_case(const Case& c, Verdict* v) {
                                          .n = n,
                                          .total = x.size()});
         std::vector<StepState> state(1 + RESULT_SLOTS);
-        cpu::run(FinishStep{.state = state.data(),
-                            .losses = losses.data(),
-                            .timesteps = t.data(),
-                            .weights = weights.data(),
-                            .batch = B,
-                            .elements = n,
-                            .diffusion_steps = T,
-                            .norm_parts = no_norm.data(),
-                            .parameters = 1,
-                            .hyper = default_config().optimiser});
+        BatchLoss loss = {losses.data(), t.data(), weights.data(), B, n, T};
+        cpu::run(FinishStep{state.data(), loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state[0].loss}, c.at("loss"));
         const float* sums = state[0].quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
@@ -3537,7 +3527,7 @@ static void test_same_weights(const char* first, const char* second) {
         named = !strcmp(plan.tensors[i].name, other.tensors[i].name);
     bool model = true;
     for (const Flag& flag : FLAGS)
-        if (flag.group == GROUP_MODEL) model &= flag_text(a.config, flag) == flag_text(b.config, flag);
+        if (flag.group == MODEL) model &= flag_text(a.config, flag) == flag_text(b.config, flag);
     report(named && model && x.size() == y.size() && same_bits(x.data(), y.data(), x.size() * sizeof(float)),
            "same weights", "%zu parameters of %s and %s", x.size(), first, second);
 }

@@ -2382,16 +2382,20 @@ struct LoadImages {
     }
 };
 
+// A whole batch's losses, as MeanSquaredError leaves them, and what tells each sample's weight and quartile.
+struct BatchLoss {
+    const float* parts;    // (batch, loss_parts(elements))
+    const int* timesteps;  // (batch)
+    const float* weights;  // (diffusion_steps)
+    int batch, elements, diffusion_steps;
+};
+
 // The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what they
 // decide; state[1 + slot] keeps what the host will read. One team
 // does it.
 struct FinishStep {
     StepState* state;
-    const float*
-        losses;  // (batch, loss_parts(elements)): of the whole batch, as MeanSquaredError leaves them
-    const int* timesteps;  // (batch)
-    const float* weights;  // (diffusion_steps)
-    int batch, elements, diffusion_steps;
+    BatchLoss loss;
     const float* norm_parts;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
@@ -2399,6 +2403,7 @@ struct FinishStep {
     enum { THREADS = 256 };
     Items items() const { return {1, "begin, images, end"}; }
     HOST_DEVICE void operator()(Team team) const {
+        const auto [losses, timesteps, weights, batch, elements, diffusion_steps] = loss;
         StepState* result = state + 1 + state->step % RESULT_SLOTS;
         enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
         Sum sums[SUMS] = {};
@@ -2416,11 +2421,11 @@ struct FinishStep {
             team_wait();
         }
         if (team.thread == 0) {
-            float loss = (float)((double)sums[WEIGHTED] / ((double)batch * elements));
+            float mean = (float)((double)sums[WEIGHTED] / ((double)batch * elements));
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 state->quartile_sums[q] = (float)(sums[QUARTILE + q] / elements),
                 state->quartile_counts[q] = (int)sums[COUNT + q];
-            conclude_step(state, loss, (float)sqrt(sums[SQUARED_NORM]), hyper);
+            conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
         }
         team_wait();
         for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
@@ -2576,16 +2581,8 @@ static void enqueue_step(Trainer* t) {
         unet_backward(m, B);
     }
     run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
-    run(FinishStep{.state = m->state,
-                   .losses = m->losses,
-                   .timesteps = m->timesteps,
-                   .weights = m->loss_weights,
-                   .batch = batch,
-                   .elements = elements,
-                   .diffusion_steps = c.diffusion_steps,
-                   .norm_parts = m->norm_parts,
-                   .parameters = P,
-                   .hyper = c.optimiser});
+    BatchLoss loss = {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps};
+    run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
     floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
     run(UpdateWeights<floatX>{*m, working, m->decays, P, m->state});
 }
@@ -2623,14 +2620,6 @@ static StepState await_step(Trainer* t) {
     }
     return result;
 }
-
-#ifdef TESTING
-// One optimiser step. A loss or gradient that is not finite leaves the weights and the step as they were.
-static StepState train_step(Trainer* t) {
-    begin_next_step(t);
-    return await_step(t);
-}
-#endif
 
 // Image `index` as floats in [-1, 1], (3, H, W).
 static void copy_image(float* to, const Dataset& data, int index);
@@ -2993,8 +2982,8 @@ static void train(Trainer* t) {
 // ---- flags ------------------------------------------------------------------------------------------------
 
 // What a flag's value is; of a number, also a list of them where Config has an array.
-enum FlagKind { FLAG_INT, FLAG_FLOAT, FLAG_BOOL, FLAG_CHOICE, FLAG_PATH };
-enum FlagGroup { GROUP_FILES, GROUP_MODEL, GROUP_DIFFUSION, GROUP_TRAINING, GROUP_SAMPLING, GROUP_OTHER };
+enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
+enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
 // Typed together with --resume, a FIXED flag must equal the checkpoint's value.
@@ -3002,137 +2991,129 @@ enum FlagResume { FREE, FIXED };
 
 struct Flag {
     const char* name;
+    size_t offset, size;  // in Config, in bytes
     FlagKind kind;
     FlagGroup group;
     FlagResume on_resume;
     int field;             // first int32 field of the .bin header that stores it, 0: not stored
-    size_t offset, size;   // in Config, in bytes
     const char* standard;  // the default, as it would be typed
     double least, most;    // range of a number or of a list's elements
-    const char* choices;   // of a FLAG_CHOICE, separated by |
     const char* help;
+    const char* choices = nullptr;  // of a CHOICE, separated by |
 };
 
-#define AT(member) offsetof(Config, member), sizeof(Config().member)
+#define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
+#define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static const Flag FLAGS[] = {
-    {"preset", FLAG_PATH, GROUP_FILES, FREE, 0, AT(preset), "", 0, 0, 0,
+    {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0,
      "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
-    {"data_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(data_file), "data/emoji.bin", 0, 0, 0,
+    {FIELD(data_file), PATH, FILES, FREE, 0, "data/emoji.bin", 0, 0,
      "training images, made by prepare_data.py"},
-    {"val_file", FLAG_PATH, GROUP_FILES, FREE, 0, AT(val_file), "", 0, 0, 0,
+    {FIELD(val_file), PATH, FILES, FREE, 0, "", 0, 0,
      "validation images: their loss, with fixed noise, every --val_every steps"},
-    {"model_weights", FLAG_PATH, GROUP_FILES, FIXED, 0, AT(model_weights), "", 0, 0, 0,
+    {FIELD(model_weights), PATH, FILES, FIXED, 0, "", 0, 0,
      "start from (or generate with) the weights of this .bin; its configuration comes with it"},
-    {"out_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(out_dir), "out", 0, 0, 0,
+    {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0,
      "folder for checkpoints, samples, metrics.jsonl and config.txt"},
-    {"resume", FLAG_PATH, GROUP_FILES, FREE, 0, AT(resume), "", 0, 0, 0,
+    {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0,
      "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
-    {"output_name", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_name), "samples.png", 0, 0, 0,
-     "PNG grid that --generate writes"},
-    {"output_dir", FLAG_PATH, GROUP_FILES, FREE, 0, AT(output_dir), "", 0, 0, 0,
+    {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
+    {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
      "folder into which --generate also writes each picture, as SEED.png"},
 
-    {"image_size", FLAG_INT, GROUP_MODEL, FIXED, 16, AT(image_size), "64", 4, 1024, 0,
-     "height and width in pixels"},
-    {"num_channels", FLAG_INT, GROUP_MODEL, FIXED, 18, AT(num_channels), "64", 32, 1024, 0,
+    {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
+    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024,
      "width of the first level, a multiple of 32"},
-    {"channel_mult", FLAG_INT, GROUP_MODEL, FIXED, 24, AT(channel_mult), "1,2,3,4", 1, 64, 0,
+    {FIELD(channel_mult), INT, MODEL, FIXED, 24, "1,2,3,4", 1, 64,
      "width of each level as a multiple of num_channels; each level halves the image"},
-    {"num_res_blocks", FLAG_INT, GROUP_MODEL, FIXED, 19, AT(num_res_blocks), "2", 1, 16, 0,
-     "residual blocks a level"},
-    {"attention_resolutions", FLAG_INT, GROUP_MODEL, FIXED, 32, AT(attention_resolutions), "16,8", 0, 1024, 0,
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, 19, "2", 1, 16, "residual blocks a level"},
+    {FIELD(attention_resolutions), INT, MODEL, FIXED, 32, "16,8", 0, 1024,
      "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
-    {"num_head_channels", FLAG_INT, GROUP_MODEL, FIXED, 20, AT(num_head_channels), "32", 1, 1024, 0,
-     "channels of an attention head"},
-    {"norm_groups", FLAG_INT, GROUP_MODEL, FIXED, 21, AT(norm_groups), "32", 1, 1024, 0,
+    {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
+    {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024,
      "groups of a group norm; every level needs two channels a group or more"},
-    {"max_period", FLAG_INT, GROUP_MODEL, FIXED, 22, AT(max_period), "10000", 2, 100000000, 0,
+    {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000,
      "longest period of the timestep embedding"},
 
-    {"diffusion_steps", FLAG_INT, GROUP_DIFFUSION, FIXED, 40, AT(diffusion_steps), "1000", 2, 100000, 0,
+    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000,
      "timesteps T of the noising chain"},
-    {"noise_schedule", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 41, AT(noise_schedule), "linear", 0, 0,
-     "linear|cosine", "how fast the chain adds noise"},
-    {"predict", FLAG_CHOICE, GROUP_DIFFUSION, FIXED, 42, AT(predict), "eps", 0, 0, "eps|v|x0",
-     "what the network predicts: the noise, the velocity v, or the image"},
-    {"zero_terminal_snr", FLAG_BOOL, GROUP_DIFFUSION, FIXED, 90, AT(zero_terminal_snr), "0", 0, 1, 0,
+    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, 41, "linear", 0, 0, "how fast the chain adds noise",
+     "linear|cosine"},
+    {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0,
+     "what the network predicts: the noise, the velocity v, or the image", "eps|v|x0"},
+    {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, 90, "0", 0, 1,
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
-    {"batch_size", FLAG_INT, GROUP_TRAINING, FIXED, 48, AT(batch_size), "32", 1, 65536, 0, "images a step"},
-    {"microbatch", FLAG_INT, GROUP_TRAINING, FREE, 72, AT(microbatch), "0", 0, 65536, 0,
+    {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
+    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
-    {"steps", FLAG_INT, GROUP_TRAINING, FREE, 61, AT(steps), "20000", 0, 99999999, 0,
+    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999,
      "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
-    {"lr", FLAG_FLOAT, GROUP_TRAINING, FREE, 51, AT(optimiser.lr), "1e-4", 0, 1e3, 0, "learning rate"},
-    {"lr_schedule", FLAG_CHOICE, GROUP_TRAINING, FREE, 52, AT(optimiser.lr_schedule), "constant", 0, 0,
-     "constant|cosine|linear",
-     "how it falls over the --steps of the first start; a later --steps does not bend it"},
-    {"final_lr_fraction", FLAG_FLOAT, GROUP_TRAINING, FREE, 79, AT(optimiser.final_lr_fraction), "0", 0, 1, 0,
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
+    {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
+     "how it falls over the --steps of the first start; a later --steps does not bend it",
+     "constant|cosine|linear"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1,
      "part of --lr that cosine and linear end at"},
-    {"warmup_steps", FLAG_INT, GROUP_TRAINING, FREE, 53, AT(optimiser.warmup_steps), "0", 0, 1e9, 0,
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9,
      "steps over which the learning rate rises to --lr"},
-    {"weight_decay", FLAG_FLOAT, GROUP_TRAINING, FREE, 55, AT(optimiser.weight_decay), "0", 0, 1e3, 0,
+    {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, 55, "0", 0, 1e3,
      "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
-    {"beta1", FLAG_FLOAT, GROUP_TRAINING, FREE, 56, AT(optimiser.beta1), "0.9", 0, 0.99999, 0,
-     "AdamW's first moment"},
-    {"beta2", FLAG_FLOAT, GROUP_TRAINING, FREE, 57, AT(optimiser.beta2), "0.999", 0, 0.9999999, 0,
-     "AdamW's second moment"},
-    {"adam_eps", FLAG_FLOAT, GROUP_TRAINING, FREE, 58, AT(optimiser.adam_eps), "1e-8", 1e-20, 1, 0,
-     "AdamW's epsilon"},
-    {"grad_clip", FLAG_FLOAT, GROUP_TRAINING, FREE, 78, AT(optimiser.grad_clip), "0", 0, 1e9, 0,
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, 56, "0.9", 0, 0.99999, "AdamW's first moment"},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, 57, "0.999", 0, 0.9999999, "AdamW's second moment"},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, 58, "1e-8", 1e-20, 1, "AdamW's epsilon"},
+    {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, 78, "0", 0, 1e9,
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
-    {"skip_outliers", FLAG_FLOAT, GROUP_TRAINING, FREE, 80, AT(optimiser.skip_outliers), "0", 0, 1e9, 0,
+    {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, 80, "0", 0, 1e9,
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
-    {"ema_rate", FLAG_FLOAT, GROUP_TRAINING, FIXED, 59, AT(optimiser.ema_rate), "0.999", 0, 0.9999999, 0,
+    {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, 59, "0.999", 0, 0.9999999,
      "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
-    {"min_snr_gamma", FLAG_FLOAT, GROUP_TRAINING, FIXED, 71, AT(min_snr_gamma), "0", 0, 1e6, 0,
+    {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, 71, "0", 0, 1e6,
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
-    {"flip", FLAG_BOOL, GROUP_TRAINING, FIXED, 50, AT(flip), "0", 0, 1, 0,
-     "mirror half of the images left to right"},
-    {"offset_noise", FLAG_FLOAT, GROUP_TRAINING, FIXED, 91, AT(offset_noise), "0", 0, 10, 0,
+    {FIELD(flip), BOOL, TRAINING, FIXED, 50, "0", 0, 1, "mirror half of the images left to right"},
+    {FIELD(offset_noise), FLOAT, TRAINING, FIXED, 91, "0", 0, 10,
      "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {"seed", FLAG_INT, GROUP_TRAINING, FIXED, 49, AT(seed), "0", 0, 4294967295.0, 0,
+    {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0,
      "decides weights, order, noise; with --generate the first picture's seed"},
-    {"log_every", FLAG_INT, GROUP_TRAINING, FREE, 62, AT(log_every), "50", 1, 1e9, 0,
-     "steps between two log lines"},
-    {"save_every", FLAG_INT, GROUP_TRAINING, FREE, 63, AT(save_every), "1000", 0, 1e9, 0,
+    {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
+    {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9,
      "steps between two checkpoints; 0: only at the end"},
-    {"keep", FLAG_INT, GROUP_TRAINING, FREE, 64, AT(keep), "2", 1, 1e9, 0, "newest checkpoints to keep"},
-    {"keep_every", FLAG_INT, GROUP_TRAINING, FREE, 106, AT(keep_every), "0", 0, 1e9, 0,
+    {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
+    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
      "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
-    {"sample_every", FLAG_INT, GROUP_TRAINING, FREE, 65, AT(sample_every), "1000", 0, 1e9, 0,
+    {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9,
      "steps between two sample grids; 0: only at the end"},
-    {"val_every", FLAG_INT, GROUP_TRAINING, FREE, 66, AT(val_every), "1000", 1, 1e9, 0,
-     "steps between two validation losses"},
+    {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
 
-    {"generate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(generate), "0", 0, 1e6, 0,
+    {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
      "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
-    {"seeds", FLAG_PATH, GROUP_SAMPLING, FREE, 0, AT(seeds), "", 0, 0, 0,
+    {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
-    {"interpolate", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(interpolate), "0", 0, 1e6, 0,
+    {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
      "draw this many pictures on the way from the first of two --seeds to the second"},
-    {"strip", FLAG_INT, GROUP_SAMPLING, FREE, 0, AT(strip), "0", 0, 1000, 0,
+    {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
      "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
-    {"num_samples", FLAG_INT, GROUP_SAMPLING, FREE, 67, AT(num_samples), "16", 0, 1e6, 0,
+    {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6,
      "pictures of a sample grid while training; 0: no grids"},
-    {"sampler", FLAG_CHOICE, GROUP_SAMPLING, FREE, 68, AT(sampler), "ddim", 0, 0, "ddim|ddpm|dpmpp|heun",
-     "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)"},
-    {"sample_steps", FLAG_INT, GROUP_SAMPLING, FREE, 69, AT(sample_steps), "0", 0, 100000, 0,
+    {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
+     "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)",
+     "ddim|ddpm|dpmpp|heun"},
+    {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
      "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
-    {"eta", FLAG_FLOAT, GROUP_SAMPLING, FREE, 92, AT(eta), "0", 0, 1, 0,
-     "how much of ddpm's noise ddim adds at every step"},
-    {"threshold", FLAG_CHOICE, GROUP_SAMPLING, FREE, 93, AT(threshold), "clamp", 0, 0, "clamp|dynamic|none",
-     "how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile"},
-    {"use_ema", FLAG_INT, GROUP_SAMPLING, FREE, 70, AT(use_ema), "1", 0, 4, 0,
+    {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
+    {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
+     "how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile",
+     "clamp|dynamic|none"},
+    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
-    {"config", FLAG_PATH, GROUP_OTHER, FREE, 0, AT(config), "", 0, 0, 0,
+    {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
-    {"print_config", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(print_config), "0", 0, 1, 0,
+    {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1,
      "print every flag's value as a file for --config, and exit"},
-    {"dry_run", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(dry_run), "0", 0, 1, 0,
+    {FIELD(dry_run), BOOL, OTHER, FREE, 0, "0", 0, 1,
      "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
-    {"help", FLAG_BOOL, GROUP_OTHER, FREE, 0, AT(help), "0", 0, 1, 0, "print this text, and exit"},
+    {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
 };
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
@@ -3177,11 +3158,11 @@ static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int3
 // Its i-th number, and setting it. No flag takes a number below 0.
 static double number_of(const Config& config, const Flag& flag, int i) {
     const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
-    return flag.kind == FLAG_FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
+    return flag.kind == FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
 }
 static void set_number(Config* config, const Flag& flag, int i, double number) {
     char* at = (char*)config + flag.offset + i * sizeof(int32_t);
-    if (flag.kind == FLAG_FLOAT)
+    if (flag.kind == FLOAT)
         *(float*)at = (float)number;
     else
         *(uint32_t*)at = (uint32_t)number;
@@ -3198,9 +3179,8 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
 
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (flag.kind == FLAG_CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
-    if (!(flag.kind == FLAG_FLOAT && fabs(number) <= FLT_MAX))
-        return number >= flag.least && number <= flag.most;
+    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
+    if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
     float value = (float)number;
     return value >= (float)flag.least && value <= (float)flag.most &&
            (number == 0 || fabsf(value) >= FLT_MIN);
@@ -3210,7 +3190,7 @@ static bool in_range(const Flag& flag, double number) {
 static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = flag.kind == FLAG_FLOAT, whole = real || number == floor(number);
+    bool real = flag.kind == FLOAT, whole = real || number == floor(number);
     if (value.empty() || *end || !std::isfinite(number) || !whole)
         fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
     if (real && number != 0 && fabs(number) < FLT_MIN)
@@ -3224,7 +3204,7 @@ static double parse_number(const Flag& flag, const std::string& value) {
 
 // Which of the words `value` is, counted from 0.
 static double parse_choice(const Flag& flag, const std::string& value) {
-    bool yes_or_no = flag.kind == FLAG_BOOL;
+    bool yes_or_no = flag.kind == BOOL;
     std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
     for (size_t i = 0; i < words.size(); i++)
         if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
@@ -3244,7 +3224,7 @@ static void check_path(const Flag& flag, const std::string& value) {
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
     char* target = (char*)config + flag.offset;
-    if (flag.kind == FLAG_PATH) {
+    if (flag.kind == PATH) {
         check_path(flag, value);
         strcpy(target, value.c_str());
         return;
@@ -3256,7 +3236,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
     memset(target, 0, flag.size);
     for (size_t i = 0; i < parts.size(); i++) {
-        bool is_word = flag.kind == FLAG_BOOL || flag.kind == FLAG_CHOICE;
+        bool is_word = flag.kind == BOOL || flag.kind == CHOICE;
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
@@ -3267,15 +3247,15 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
 
 // The value as it would be typed.
 static std::string flag_text(const Config& config, const Flag& flag) {
-    if (flag.kind == FLAG_PATH) return (const char*)&config + flag.offset;
+    if (flag.kind == PATH) return (const char*)&config + flag.offset;
     std::string joined;
     for (int i = 0; i < most_numbers(flag); i++) {
         double number = number_of(config, flag, i);
         if (i && number == 0) break;  // the list ends
         joined += i ? "," : "";
-        joined += flag.kind == FLAG_CHOICE  ? split(flag.choices, '|')[(size_t)number]
-                  : flag.kind == FLAG_FLOAT ? float_text((float)number)
-                                            : text("%.0f", number);
+        joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
+                  : flag.kind == FLOAT ? float_text((float)number)
+                                       : text("%.0f", number);
     }
     return joined;
 }
@@ -3589,20 +3569,9 @@ static void copy_image(float* to, const Dataset& data, int index) {
 // ---- weights and checkpoints ------------------------------------------------------------------------------
 
 enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 1, OLD_WEIGHTS_MAGIC = 12345678, RNG_RECORD_BYTES = 48 };
-enum {
-    FIELD_VERSION = 1,
-    FIELD_CHECKSUM,
-    FIELD_SECTIONS,
-    FIELD_STEP,
-    FIELD_PARAMETERS,
-    FIELD_TENSORS,
-    FIELD_CHANNELS = 17,
-    FIELD_SMOOTHED = 60,
-    FIELD_SECTION_TABLE = 128,
-    SECTION_INTS = 8,
-    SECTION_NAME_BYTES = 24,
-    MAX_SECTIONS = 16
-};
+enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
+enum { FIELD_CHANNELS = 17, FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
+enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 struct Section {
     std::string name;
@@ -3641,7 +3610,7 @@ static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weig
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
-    return flag.kind == FLAG_FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+    return flag.kind == FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
 // Flags to header fields and back.
@@ -4029,13 +3998,13 @@ static void print_help() {
         "  ./train_unet --resume              continue\n"
         "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
         "Flags are written --name value or --name=value.\n");
-    for (int group = 0; group <= GROUP_OTHER; group++) {
+    for (int group = 0; group <= OTHER; group++) {
         printf("\n%s\n", GROUP_TITLES[group]);
         for (const Flag& flag : FLAGS) {
             if (flag.group != group) continue;
-            std::string left = text("--%s %s", flag.name, flag.kind == FLAG_CHOICE ? flag.choices : "");
+            std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
             std::string standard =
-                *flag.standard && flag.kind != FLAG_BOOL ? text(" (default %s)", flag.standard) : "";
+                *flag.standard && flag.kind != BOOL ? text(" (default %s)", flag.standard) : "";
             printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
         }
     }
@@ -4076,7 +4045,7 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
 }
 
 // What a configuration file holds: everything but what is to be done this time.
-static bool is_setting(const Flag& flag) { return flag.group != GROUP_OTHER && !is_named(flag, "resume"); }
+static bool is_setting(const Flag& flag) { return flag.group != OTHER && !is_named(flag, "resume"); }
 
 static const Flag& known_flag(const std::string& name) {
     if (const Flag* flag = find_flag(name)) return *flag;
@@ -4131,7 +4100,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
 static std::string config_text(const Config& config) {
     std::string lines =
         "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
-    for (int group = 0; group < GROUP_OTHER; group++) {
+    for (int group = 0; group < OTHER; group++) {
         lines += text("\n# %s\n", GROUP_TITLES[group]);
         for (const Flag& flag : FLAGS)
             if (flag.group == group && is_setting(flag) && !is_named(flag, "preset"))
@@ -4167,9 +4136,9 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
         const Flag& flag = known_flag(name);
         // of --flip and --resume the value may be left out
-        bool optional = flag.kind == FLAG_BOOL || name == "resume",
+        bool optional = flag.kind == BOOL || name == "resume",
              next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
-        std::string value = flag.kind == FLAG_BOOL ? "1" : "";
+        std::string value = flag.kind == BOOL ? "1" : "";
         if (equals != std::string::npos)
             value = argument.substr(equals + 1);
         else if (next)
@@ -4319,7 +4288,7 @@ static void print_time(const Config& config, long steps_done) {
 // ---- from flags to a run ----------------------------------------------------------------------------------
 
 // What comes with the weights.
-static bool is_model(const Flag& flag) { return flag.group == GROUP_MODEL || flag.group == GROUP_DIFFUSION; }
+static bool is_model(const Flag& flag) { return flag.group == MODEL || flag.group == DIFFUSION; }
 
 // Refuses a given flag of this kind that contradicts what a file stores, with both values.
 static void refuse_contradictions(const std::vector<GivenFlag>& given, const WeightsFile& file,

@@ -205,10 +205,9 @@ def effective(*flags):
 def stored_flags():
     """The rows of FLAGS in train_unet.cu that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
     text = (ROOT / "train_unet.cu").read_text()
-    rows = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (FREE|FIXED), ([1-9]\d*), AT\([\w.]+\),\s+"[^"]*",'
-                      r'\s+[-\w.]+,\s+([-\w.]+),\s+(0|"[^"]*"),', text)
-    return {name: (kind, freedom, float(most), choices.strip('"').split("|"))
-            for name, kind, freedom, _, most, choices in rows}
+    rows = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (FREE|FIXED), [1-9]\d*,\s+"[^"]*",'
+                      r'\s+[-\w.]+,\s+([-\w.]+),\s+"[^"]*"(?:,\s+"([^"]*)")?\}', text)
+    return {name: (kind, freedom, float(most), choices.split("|")) for name, kind, freedom, most, choices in rows}
 
 
 def another(name, value):

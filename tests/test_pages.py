@@ -51,13 +51,13 @@ def test_flags_of_readme():
     flags = set(re.findall(r"--(\w+)", page))
     assert len(flags) > 50
     for flag in flags:
-        assert re.search(rf'"(--)?{flag}"', programs), flag
+        assert re.search(rf'"(--)?{flag}"|(FIELD|OPTIMISER)\({flag}\)', programs), flag
 
 
 def test_header_of_formats():
     """Each flag that a checkpoint stores is in FORMATS.md, in the field where train_unet.cu puts it."""
     page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
-    stored = re.findall(r'\{"(\w+)", FLAG_(\w+), GROUP_\w+, (?:FREE|FIXED), ([1-9]\d*), AT', code)
+    stored = re.findall(r"(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (?:FREE|FIXED), ([1-9]\d*),", code)
     assert len(stored) > 40
     for name, kind, field in stored:
         of_type = "uint32" if name == "seed" else "float32" if kind == "FLOAT" else "int32"
