@@ -75,6 +75,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <memory>
 #include <new>
 #include <set>
@@ -139,7 +140,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 }
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
-// 2 where the command line is wrong. These are macros so that the compiler sees each format with its arguments.
+// 2 where the command line is wrong. Macros, so that the compiler sees each format with its arguments.
 struct Failure {
     int status;
     std::string sentence;
@@ -464,9 +465,9 @@ struct Parameter {
 
 static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
 
-// Kernels load 16 bytes of channels at a time, so that in the CUDA build channels come in multiples of 8. Only
-// an image's are no such multiple; zeros follow them. The weights of these are zeros too, which the optimiser
-// leaves zeros, because their gradients are.
+// Kernels load 16 bytes of channels at a time, so that in the CUDA build channels come in multiples of 8.
+// Only an image's are no such multiple; zeros follow them. The weights of these are zeros too, which the
+// optimiser leaves zeros, because their gradients are.
 #ifdef __CUDACC__
 enum { CHANNEL_MULTIPLE = 8 };
 #else
@@ -545,8 +546,8 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3): the host transforms them
-// in double, a GPU in float, 2e-6 from the host's.
+// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3): the host transforms
+// them in double, a GPU in float, 2e-6 from the host's.
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
@@ -614,8 +615,8 @@ template <typename Real>
 struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm reads
-    // the tensor next, whatever writes the tensor leaves them behind; null where none does.
+    // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm
+    // reads the tensor next, whatever writes the tensor leaves them behind; null where none does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
@@ -649,8 +650,8 @@ struct WeightsOf {
     float *dw = nullptr, *dbias = nullptr;
 };
 
-// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of x.
-// w, bias (C) are never rounded. Forward writes the statistics (B, groups), which backward reads.
+// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
+// x. w, bias (C) are never rounded. Forward writes the statistics (B, groups), which backward reads.
 template <typename Real>
 struct NormOf {
     JoinedOf<Real> x = {};
@@ -662,15 +663,15 @@ struct NormOf {
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
 };
 
-// What a product may add to its output: a row for all pixels of an image, and a tensor, which may be the output.
+// What a product may add to its output: a row for all pixels of an image, and a tensor, perhaps the output.
 template <typename Real>
 struct ForwardOptionsOf {
     RowsOf<Real> emb = {};
     TensorOf<Real> residual = {};
 };
 
-// What a product's backward may do besides: the sums of dout over each image; += dx; and where its x is what a
-// norm wrote, the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
+// What a product's backward may do besides: the sums of dout over each image; += dx; and where its x is what
+// a norm wrote, the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
 template <typename Real>
 struct BackwardOptionsOf {
     RowsOf<Real> demb = {};
@@ -714,14 +715,13 @@ namespace DEVICE {
 
 // out (B, H, W, O) = F.linear(x, w, bias) + residual: a 1x1 convolution, or the rows of an embedding.
 static void linear_forward(Tensor out, Joined x, Linear layer, Forward options = {});
-// dx = [+=] dout w; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)). dx without data: not wanted. On the
-// GPU dw and dbias are under way until backend_join; so they are in conv3x3_backward.
+// dx = [+=] dout w; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)). dx without data: not wanted. On
+// the GPU dw and dbias are under way until backend_join; so they are in conv3x3_backward.
 static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options = {});
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual.
 static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options = {});
-// dx = the same convolution of dout with flipped taps (without data: not wanted); layer.dw, layer.dbias +=;
-// options.demb = dout.sum((1, 2)).
+// dx = the same convolution of dout, taps flipped; layer.dw, layer.dbias +=; options.demb = dout.sum((1, 2)).
 static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options = {});
 
 // x.moments, of a tensor that no product wrote.
@@ -730,19 +730,17 @@ static void channel_moments(Tensor x);
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // The same again from the statistics that forward left.
 static void groupnorm_apply(Tensor out, const Norm& norm);
-// Backward in two halves. With dy the gradient before the SiLU and x^ = (x - mean) rstd, over the N elements of a
-// group:
+// Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// First dy from dout, the gradient of what the norm wrote, and norm.sums: of dy and of dy x^ over each part, by
-// channel. dy may be dout.
+// First dy, perhaps in place of dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx. dx.first may be dy or x where there is no second and nothing is added to.
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options = {});
 
-// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C / heads
-// channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log of the
-// softmax's denominator, all that backward needs to make the probabilities again. Vaswani et al., "Attention Is
-// All You Need" (2017), equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
+// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
+// heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
+// of the softmax's denominator, all that backward needs to make the probabilities again. Vaswani et al.,
+// "Attention Is All You Need" (2017), equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
 // dqkv is overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
@@ -769,8 +767,8 @@ template <typename Layer>
 static void run(Layer layer);
 }
 
-// A layer that adds up is a struct as well, whose operator() is done by a team of threads: one on the CPU, a block
-// of Layer::THREADS on a GPU, where thread i does items i, i + threads, ... items() counts the teams.
+// A layer that adds up is a struct as well, whose operator() is done by a team of threads: one on the CPU, a
+// block of Layer::THREADS on a GPU, where thread i does items i, i + threads, ... items() counts the teams.
 struct Team {
     int index, thread, threads;
 };
@@ -850,8 +848,7 @@ union FloatBits {
     float value;
     uint32_t bits;
 };
-// e^x to 2 units in the last place, from a polynomial, so that loops over it become vector code. NaN stays
-// NaN.
+// e^x to 2 units in the last place, a polynomial, so that loops over it become vector code. NaN stays NaN.
 static inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     FloatBits shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
@@ -912,8 +909,7 @@ HOST_DEVICE static inline float silu_gradient(float x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// F.silu(x): x * sigmoid(x); only the embedding needs it alone, elsewhere group norm carries it. An item is an
-// element.
+// F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
 template <typename T>
 struct SiluForward {
     TensorOf<T> out, x;
@@ -935,9 +931,8 @@ struct SiluBackward {
 };
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
-// (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), and its backward
-// are the same the other way round, with a factor of 1/4. An item is 16 bytes of a pixel of the smaller tensor,
-// of which C is a multiple.
+// (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
+// other way round, with a factor of 1/4. An item is 16 bytes, which divide C, of the smaller tensor.
 
 // Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
 struct Pixels2x2 {
@@ -992,8 +987,7 @@ struct Resample {
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
-// moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may share
-// their place.
+// moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may overlap.
 struct Buffer {
     size_t offset, bytes;
     int first, last;
@@ -1118,9 +1112,8 @@ static Conv layer_of(const Model* m, const Block& block, int n) {
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
     Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
     const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-    size_t w = tensors[0].offset, bias = tensors[1].offset;
-    norm.w = m->fp32_params + w, norm.bias = m->fp32_params + bias;
-    if (m->gradients) norm.dw = m->gradients + w, norm.dbias = m->gradients + bias;
+    norm.w = m->fp32_params + tensors[0].offset, norm.bias = m->fp32_params + tensors[1].offset;
+    norm.dw = layer_of(m, block, n).dw, norm.dbias = layer_of(m, block, n).dbias;
     size_t statistics = (size_t)x.first.B * norm.groups;
     norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
     norm.rstd = norm.mean + statistics;
@@ -1191,8 +1184,7 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 // ---- residual block ---------------------------------------------------------------------------------------
 
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
-// through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics; the
-// normed tensors are computed again.
+// through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics.
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock {
@@ -1328,8 +1320,7 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // ---- plan -------------------------------------------------------------------------------------------------
 
-// Declares a layer's weight and bias, under the names that PyTorch's named_parameters() has for them; `name`
-// is empty or ends in a dot.
+// Declares a layer's weight and bias, as named_parameters() calls them; `name` is empty or ends in a dot.
 static void add_layer(Plan* plan, Block* block, const std::string& name, std::vector<int> shape, Init init) {
     if (!block->num_params) block->param = (int)plan->tensors.size();
     int fan_in = 1;
@@ -1584,8 +1575,7 @@ static void set_scratch(Model* m, const Buffer& scratch) {
     m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
 }
 
-// input (B, H, W, PIXEL) and timesteps [first, first + B) -> the last block's output (B, H, W, PIXEL). B may
-// be less than the plan's batch.
+// input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     m->first = first;
     for (const Block& block : m->plan.blocks) {
@@ -1663,9 +1653,9 @@ static std::vector<int> space_timesteps(int T, int count) {
 
 // ---- noising ----------------------------------------------------------------------------------------------
 
-// An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise is
-// in the order (3, H, W), as images are in files, and what the network reads in (B, H, W, 3); an item's pixels
-// lie together in both, so that a GPU's threads read and write whole lines.
+// An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
+// is in the order (3, H, W), as images are in files, and what the network reads in (B, H, W, 3); an item's
+// pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels, b, first, n;  // pixels = H W; the first of n
     template <typename T>
@@ -1690,8 +1680,8 @@ struct Noising {
     float offset;
     uint32_t seed;
 };
-// The samples of a batch from `first` on: their timesteps, and the step that they belong to; null: validation,
-// whose noise is another, always the same and without offset.
+// The samples of a batch from `first` on: their timesteps, and the step that they belong to; null:
+// validation, whose noise is another, always the same and without offset.
 struct Samples {
     int first;
     const int* timesteps;
@@ -1700,8 +1690,7 @@ struct Samples {
 
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
-// eps has `offset` times one more normal, the same for all pixels of a channel, so that the network learns to
-// move a picture's mean.
+// eps has `offset` times one more normal, the same for a channel's pixels: a picture's mean is learnt too.
 template <typename T>
 struct AddNoise {
     TensorOf<T> x_t;
@@ -1743,9 +1732,8 @@ struct AddNoise {
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
 
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient. With weights of 1 the
-// sum of `losses` over total is F.mse_loss(out, target). A team does a chunk of a
-// sample.
+// The squared error of B samples of n elements, a batch or a part of it, and its gradient. With weights of 1
+// the sum of `losses` over total is F.mse_loss(out, target). A team does a chunk of a sample.
 template <typename T>
 struct MeanSquaredError {
     float* losses;                   // (B, loss_parts(n)): sums of squares of each chunk, not weighted
@@ -1803,8 +1791,7 @@ static int sampler_steps(const Config& c) {
 // The calls from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
 // timestep to timestep of the shortened chain and at last to abar = 1, which is x0 itself:
 //   DDIM   equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
-//          (equation 16). With eta = 1 it is DDPM's step, equation 7 of Ho et al. with the posterior
-//          variance.
+//          (equation 16). With eta = 1 it is DDPM's, equation 7 of Ho et al. with the posterior variance.
 //   DPM-Solver++(2M)  algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the one
 //          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. Three steps are of first order, which
 //          is DDIM: the first lacks one before, the last ends where lambda is infinite, and the last but one
@@ -1812,9 +1799,8 @@ static int sampler_steps(const Config& c) {
 //   Heun   algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise level
 //          sqrt(1 - abar) / alpha: a DDIM step, then the same again with the mean of the slopes at both ends.
 //          The first call saves what does not depend on the second. The last step is DDIM's, and so is one
-//          from a level above HEUN_MOST_NOISE, such as the infinite one of zero terminal SNR: the levels at
-//          the ends are so far apart that the mean of the slopes would magnify the difference of the
-//          predictions.
+//          from a level above HEUN_MOST_NOISE, such as the infinite one of zero terminal SNR: over so large a
+//          step the mean of the slopes would magnify the difference of the predictions.
 static const double HEUN_MOST_NOISE = 1000;
 static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
@@ -1880,10 +1866,10 @@ struct Drawing {
     float* limits;               // (B): of dynamic thresholding
 };
 
-// limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et al.,
-// "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is one of the values, the one numbered
-// rank in rising order. Floats above 0 are in the order of their bits, so that the value is found exactly, eight
-// bits at a time: count what agrees in the bits found so far by the next eight. A team does a picture.
+// limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et
+// al., "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is the value numbered rank in
+// rising order. Floats above 0 are in the order of their bits, so that the value is found exactly, eight bits
+// at a time: count what agrees in the bits found so far by the next eight. A team does a picture.
 template <typename T>
 struct ThresholdLimits {
     Drawing<T> drawing;
@@ -2019,8 +2005,7 @@ enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
 
-// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n), a team each. x is aligned to 16
-// bytes.
+// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
     float* parts;
     const float* x;
@@ -2132,8 +2117,7 @@ HOST_DEVICE static inline bool is_outlier(float value, const float* window, int 
 }
 
 // What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
-// (as torch.nn.utils.clip_grad_norm_). Only a finite step counts; a skipped one does, so that the data move
-// on.
+// (as torch.nn.utils.clip_grad_norm_). Only a finite step counts, also a skipped one: the data move on.
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     int count = h->seen < WINDOW ? h->seen : WINDOW;
@@ -2200,8 +2184,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time: no more than a grid has rows, and no more pixels than 32 bits
-// can number with plenty to spare.
+// Images that the network can take at a time: no more than a grid has rows, or pixels than 32 bits number.
 static int most_images(const Config& config) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30;
     return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
@@ -2216,7 +2199,7 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 }
 
 // Refuses a model that a checkpoint's header and the kernels can't count, or memory can't hold; and a grid of
-// so many pictures, which are held as floats and as bytes with gaps between them, that memory or one PNG can't.
+// so many pictures, held as floats and as bytes with gaps between them, that memory or one PNG can't.
 static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
     if (m.plan.num_parameters > INT32_MAX)
         fail(
@@ -2297,8 +2280,7 @@ static void start_from_master(Model* m) {
         if (ema) backend_copy(ema, m->master, m->plan.num_floats * sizeof(float));
 }
 
-// Fresh weights, as PyTorch's defaults draw them: uniform within 1 / sqrt(fan_in), with guided-diffusion's
-// zeros.
+// Fresh weights as by PyTorch's defaults, uniform within 1 / sqrt(fan_in), and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
@@ -2340,8 +2322,7 @@ struct BatchSource {
     uint32_t seed;
 };
 
-// A step begins: the state's update; each sample's timestep, and its image, or -1 - image where it is mirrored.
-// An item is a sample.
+// A step begins: the state's update; a sample's timestep and image (-1 - image: mirrored) an item.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources;  // (batch)
@@ -2390,9 +2371,8 @@ struct BatchLoss {
     int batch, elements, diffusion_steps;
 };
 
-// The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what they
-// decide; state[1 + slot] keeps what the host will read. One team
-// does it.
+// The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
+// they decide; state[1 + slot] keeps what the host will read. One team does it.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -3322,8 +3302,8 @@ struct Reader {
     void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
 };
 
-// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a writer
-// stream: data first, then the header with a 0 in that field, which stays there.
+// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
+// writer stream: data first, then the header with a 0 in that field, which stays there.
 static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field) {
     std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
     uint32_t crc = 0, stored = (uint32_t)std::exchange(header[field], 0);
@@ -3409,7 +3389,7 @@ static void remove_stale_temporaries(const std::string& folder) {
     }
 }
 
-// A file that appears under its name only when it is whole: written under another, flushed to the disk, renamed.
+// A file that appears under its name only when it is whole: written under another, flushed, renamed.
 struct Writer {
     std::string path, folder, temporary;
     FILE* file = nullptr;
@@ -3501,8 +3481,8 @@ static void shrink(Dataset* data, int factor) {
     data->floats.swap(smaller);
 }
 
-// The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other size
-// is refused with the command that mends it. image_size 0: as it is in the file.
+// The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other
+// size is refused with the command that mends it. image_size 0: as it is in the file.
 static Dataset read_images(const std::string& path, int image_size) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
@@ -3527,7 +3507,7 @@ static Dataset read_images(const std::string& path, int image_size) {
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
     if (C != IMAGE_CHANNELS) fail("%s has %d channels; this program trains on RGB images", name, C);
-    // 65536^2 pixels * 3 * 2^31 images fit 128 bits only; a double is exact enough to refuse what no disk holds
+    // 65536^2 pixels * 3 * 2^31 images fit 128 bits; a double is exact enough to refuse what no disk holds
     double claimed =
         (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
@@ -3887,8 +3867,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
     out.commit();
 }
 
-// pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square as
-// it can be. A NaN is black.
+// pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels between; columns 0: a square. NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H, int columns,
                        int gap) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
@@ -4064,9 +4043,6 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
                 value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
-    if (value.size() > 1 && value.front() == '"' &&
-        value.back() == '"')  // as older versions wrote some names
-        value = value.substr(1, value.size() - 2);
     const Flag& flag = known_flag(name);
     if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
@@ -4633,9 +4609,7 @@ static int run_training(const std::vector<GivenFlag>& given) {
     for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
     note_attention(config, given);
     if (file.path.empty() && file_exists("unet_init.bin"))
-        printf(
-            "note: unet_init.bin lies here and is not read; to start from it: --model_weights "
-            "unet_init.bin\n");
+        say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
@@ -4712,16 +4686,11 @@ int main(int argc, char** argv) {
 
 static size_t host_memory_available() {
     size_t kilobytes = 0, pages = 0;
-    FILE* f = fopen("/proc/meminfo", "r");
-    for (char line[128]; f && fgets(line, sizeof line, f);)
-        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
-    if (f) fclose(f);
+    std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
+    for (std::string word; memory >> word && word != "MemAvailable:";) continue;
+    memory >> kilobytes, own >> pages;
     rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
-    if ((f = fopen("/proc/self/statm", "r"))) {
-        if (fscanf(f, "%zu", &pages) != 1) pages = 0;
-        fclose(f);
-    }
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
     return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
 }
@@ -4768,8 +4737,7 @@ namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
 
-// Each thread's own scratch: gathered inputs of a matrix product, attention scores, and matmul's packed
-// panels.
+// Each thread's own scratch: gathered inputs of a product, attention scores, and matmul's packed panels.
 enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
 static float* cpu_workspace;
 
@@ -4783,8 +4751,7 @@ static float* thread_floats() {
     return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
 }
 
-// `n` work items cut into pieces of at most `most`, as even as can be; only shapes decide, never the number
-// of threads.
+// `total` work items cut into even pieces of at most `most`; shapes decide, never the number of threads.
 struct Pieces {
     int count, size, total;
     int begin(int i) const { return std::min(i * size, total); }
@@ -4822,8 +4789,7 @@ static void run(Layer layer) {
 
 // ---- matrix product ---------------------------------------------------------------------------------------
 
-// Rows and columns of the register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of
-// AVX2's 16.
+// The register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of AVX2's 16.
 #if defined(__AVX512F__)
 enum { VECTOR = 16, TILE_ROWS = 12 };
 #else
@@ -4832,9 +4798,8 @@ enum { VECTOR = 8, TILE_ROWS = 6 };
 enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
 typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
 
-// The sum over K is formed apart and then added, so that long sums are added up block by block.
-// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS); a's element (r, k) lies at r * rows + k
-// * columns.
+// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS), the sum over K being formed apart, so
+// that long sums are added up block by block. a's element (r, k) lies at r * rows + k * columns.
 template <int R>
 static void matmul_tile(float* c, const float* a, const float* panel, int K, int ldc, size_t rows,
                         size_t columns, bool accumulate) {
@@ -4869,8 +4834,7 @@ static void matmul_rows(float* c, const float* a, const float* panel, int M, int
         matmul_tile<1>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
 }
 
-// b (K, N), whose element (k, n) lies at k * rows + n * columns, as panels (N / TILE_COLUMNS, K,
-// TILE_COLUMNS), zero-filled.
+// b (K, N), element (k, n) at k * rows + n * columns, as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
 static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows, size_t columns) {
     for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
         int width = std::min((int)TILE_COLUMNS, N - n);
@@ -4886,8 +4850,7 @@ static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows
     }
 }
 
-// An operand of a product: a row-major matrix, or with `transposed` the transpose of what lies there; ld: from
-// one row in memory to the next.
+// An operand of a product: a row-major matrix, rows in memory ld apart, or with `transposed` its transpose.
 struct Matrix {
     const float* data;
     int ld;
@@ -4898,8 +4861,8 @@ struct ProductSize {
     int M, N, K;
 };
 
-// c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from their
-// parallel loops. The order of a sum depends on K alone.
+// c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
+// their parallel loops. The order of a sum depends on K alone.
 static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
     size_t a_rows = a.transposed ? 1 : a.ld, a_columns = a.transposed ? a.ld : 1;
@@ -4934,8 +4897,7 @@ static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
 
-// total (N) += the sums over pixels [begin, end), of which add(sum, t) adds pixel t's: short float sums, long
-// double ones.
+// total (N) += sums over pixels [begin, end), add(sum, t) adding pixel t's: short in float, long in double.
 template <size_t N, typename Add>
 static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
     for (int t0 = begin; t0 < end; t0 += 64) {
@@ -4970,9 +4932,8 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 
-// Columns [j0, j1) of the matrix whose row p holds the 3x3 neighbourhood of pixel p, (9, C), for pixels [p0,
-// p1) of x (B, H, W, C); outside the image it is zero. In NHWC a row of three neighbours is 3C consecutive
-// floats.
+// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
+// image, for pixels [p0, p1) of x (B, H, W, C). In NHWC a row of three neighbours is 3C consecutive floats.
 static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
     for (int p = p0; p < p1; p++) {
@@ -4980,10 +4941,9 @@ static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
         for (int dy = 0; dy < 3; dy++) {
             int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
             if (first >= last) continue;
-            int inside0 = column == 0 ? 3 * C * dy + C : first;         // the left neighbour lies outside
-            int inside1 = column == W - 1 ? 3 * C * dy + 2 * C : last;  // the right one does
-            inside0 = std::min(std::max(inside0, first), last),
-            inside1 = std::max(std::min(inside1, last), inside0);
+            // where the left neighbour lies outside, or the right one
+            int inside0 = std::clamp(column == 0 ? 3 * C * dy + C : first, first, last);
+            int inside1 = std::clamp(column == W - 1 ? 3 * C * dy + 2 * C : last, inside0, last);
             if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
             memset(columns, 0, (inside0 - first) * sizeof(float));
             const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
@@ -4994,8 +4954,8 @@ static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
     }
 }
 
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps their
-// neighbourhoods, gathered in the thread's scratch.
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
+// their neighbourhoods, gathered in the thread's scratch.
 template <int TAPS>
 static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
     if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
@@ -5085,8 +5045,8 @@ static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backw
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
-// work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the two
-// tensors: x(t) is where they lie at pixel t.
+// work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the
+// two tensors: x(t) is where they lie at pixel t.
 enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
@@ -5509,17 +5469,8 @@ static size_t backend_memory_available() {
     return available;
 }
 
-static size_t workspace_bytes() {
-    size_t bytes = 2 * GPU_WORKSPACE_BYTES;
-#ifdef CPU_LAYERS
-    bytes += cpu::cpu_workspace_bytes();
-#endif
-    return bytes;
-}
+static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
 static bool allocate_workspace() {
-#ifdef CPU_LAYERS
-    if (!cpu::allocate_cpu_workspace()) return false;
-#endif
     for (Lane* each : {&main_lane, &side_lane}) {
         if (!each->workspace.base)
             each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
@@ -5590,8 +5541,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                  : "r"(address)
                  : "memory");
 }
-// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
-// next.
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and + 8, columns 2 (l % 4) and + 1.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -6011,16 +5961,13 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 
 // A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
 // them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
-// Heads are padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: of 16
-// x 8 elements a lane holds columns 2 (lane % 4) and the next, of row lane / 4 in [0], [1] and of the row
-// 8 below in [2], [3].
+// Heads are padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: see mma.
 #ifdef PRECISION_FP32
 enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
 #else
 enum { ATTENTION_ROWS = 64 };
 #endif
-// Of backward with heads of up to 32, on an H100 in bf16 at T = 256: 40 us; 32 columns and 5 blocks 48, 64
-// and 3 blocks 43.
+// Backward, heads of up to 32, an H100, bf16, T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3 blocks 43.
 enum { ATTENTION_COLUMNS = ATTENTION_ROWS, ATTENTION_THREADS = 2 * ATTENTION_ROWS, ATTENTION_BLOCKS = 4 };
 
 #ifdef PRECISION_FP32
@@ -6417,8 +6364,7 @@ struct Patch {
         return inside ? (b * H + y) * W + x : -1;
     }
 };
-// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 where the image is no wider. 1x1 products, whose pixels
-// are one line, only have tiles.
+// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 if the image is no wider. 1x1 products only have tiles.
 static Patch make_patch(const Tensor& x, int taps, int pixels) {
     const int tiles = ceil_div(x.rows(), pixels);
     if (taps == 1) return {1, 1, x.rows(), 1, pixels, 1, tiles, tiles};
@@ -6449,8 +6395,7 @@ struct Gemm {
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
 
-// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are the reduction, as in an input
-// gradient.
+// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are reduced (an input gradient).
 template <int BM_, int BN_, int WM_, int WN_, int TAPS_, bool TRANSPOSED_, int STAGES_, int BLOCKS_>
 struct GemmTile {
     static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, TAPS = TAPS_, STAGES = STAGES_,
@@ -6474,8 +6419,8 @@ struct GemmTile {
     }
 };
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync, in fp32 too; there TRANSPOSED swaps columns among
-// two fragments, so that a lane's four lie together.
+// A warp's WM x WN accumulators, in the fragments of mma.sync, in fp32 too; there TRANSPOSED swaps columns
+// among two fragments, so that a lane's four lie together.
 template <class Tile>
 struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
@@ -6495,13 +6440,9 @@ struct WarpProduct {
     }
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-        // Tiles are 128-byte aligned, so stepping through a row's vectors, swizzled or not, is flipping
-        // address bits.
+        // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
         uint32_t a_line[MI], b_line;
-        UNROLLED_FOR (int i = 0; i < MI; i++) {
-            int r = row[i] + shift;
-            a_line[i] = a_tile + swizzled(r, lane / 16);
-        }
+        UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
         if (Tile::TRANSPOSED)
             b_line = b_tile + swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2);
         else
@@ -6592,8 +6533,7 @@ struct OutputColumns {
     }
 };
 
-// Copies a block's tile of w, BN of its N by a chunk at a tap: one step of the reduction after another. Rows and
-// vectors are n and c, or TRANSPOSED c and n.
+// Copies a block's BN of w's N, by chunks and taps. Rows and vectors are n and c, or TRANSPOSED c and n.
 template <class Tile>
 struct GemmWeights {
     static constexpr bool TRANSPOSED = Tile::TRANSPOSED;
@@ -6637,8 +6577,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
                                               int tile, int n0) {
     constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC;
     int tid = threadIdx.x;
-    // A pass takes PASS pixels; a batch of passes stays within 64 pixels and so, in a 3x3 convolution, in an
-    // image.
+    // A pass takes PASS pixels; a batch of passes stays within 64 and so, in a 3x3 convolution, in an image.
     constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
     int column = tid % ROW * VEC, n = n0 + column;
     if (n >= g.N()) return;
@@ -6681,8 +6620,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* stagin
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
-// (3x3: with border) and BN x BK weights a tap come from device memory or L2 once; the output is written
-// once, in 16-byte vectors.
+// (3x3: with border) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
@@ -6756,8 +6694,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
-// out = the sum over splits of partial (splits, M, N), in order, and what is added to it. A thread owns VEC
-// outputs.
+// out = the sum over splits of partial (splits, M, N), in order, and more. A thread owns VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M() * g.N();
     if (i >= n) return;
@@ -6792,9 +6729,9 @@ static bool launch_hopper(const Gemm& g);
 
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
-// The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors without
-// work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps enough of
-// them to pay for a second kernel. The bounds were measured on an H100.
+// The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
+// without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
+// enough of them to pay for a second kernel. The bounds were measured on an H100.
 template <int TAPS, bool TRANSPOSED>
 static void launch_portable(Gemm g) {
     if constexpr (!TRANSPOSED)
@@ -6885,8 +6822,8 @@ struct WeightShared {
 };
 
 // Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
-// its warp's pixels; on leaving a set of images the block writes part split + set: the pair (split, set) never
-// goes down, so no two pairs have the same sum.
+// its warp's pixels; on leaving a set of images the block writes part split + set: the pair (split, set)
+// never goes down, so no two pairs have the same sum.
 template <class Tile>
 struct BiasSums {
     float (&sums)[VEC][Tile::THREADS];  // in shared memory
@@ -6951,8 +6888,8 @@ struct WeightProduct {
             int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
             UNROLLED_FOR (int j = 0; j < NI; j++) {
                 uint32_t b[4];
-                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row, v = vector(j);
-                load_matrices_transposed(b, x_tile + swizzled(r, v));
+                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row;
+                load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
                 UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
                 UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
             }
@@ -7024,15 +6961,15 @@ struct WeightProduct {
 };
 #endif
 
-// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels.
-// Block (tile, split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits divide the pixels'
-// tiles evenly. Per block: its split's pixels' 64 channels of dout and of x (3x3: with border) come in once,
-// for all taps. The first of the blocks that share dout's channels also writes their column sums.
+// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
+// split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
+// block its pixels' 64 channels of dout and of x (3x3: with border) come in once, for all taps. The first of
+// the blocks that share dout's channels also writes their column sums.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     weight_gradient_kernel(const WeightGradient g) {
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS, ROW = Tile::ROW;
-    constexpr int THREADS = Tile::THREADS;
+    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS;
+    constexpr int ROW = Tile::ROW, THREADS = Tile::THREADS;
     extern __shared__ __align__(128) unsigned char weight_shared[];
     auto& shared = *(WeightShared<Tile>*)weight_shared;
     int tid = threadIdx.x;
@@ -7055,8 +6992,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     auto load = [&](int tile) {
         auto& stage = shared.stages[(tile - first) % STAGES];
         uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
-        Pixel origin = {0, 0, 0};
-        if (TAPS > 1) origin = g.patch.origin(tile);
+        Pixel origin = TAPS > 1 ? g.patch.origin(tile) : Pixel();
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
             int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
             int m = tile * PIXELS + p;
@@ -7107,8 +7043,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// per_image = and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel. These
-// share the images, or the parts of a single one.
+// per_image = and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel.
+// These share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
     int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, B = g.dout.B, O = g.dout.C;
@@ -7138,8 +7074,8 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
     g.dbias[o] += total;
 }
 
-// dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block b
-// owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
+// dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
+// b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
@@ -7180,7 +7116,7 @@ static void launch_weight_reduction(const WeightGradient& g) {
     launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, weight_blocks);
 }
 
-// 3x3 has at most a block on every multiprocessor, 1x1 two: the sums of all of them fit into half the workspace.
+// 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void launch_portable_weight_gradient(WeightGradient g) {
     using Tile = WeightTile<TAPS>;
@@ -7219,8 +7155,7 @@ static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     ASSERT(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
-    // The parts of dbias are at least one an image. Images whose parts don't fit into half the workspace go in
-    // several runs.
+    // dbias has a part an image, or more. What does not fit into half the workspace goes in several runs.
     const int run = (int)std::min<size_t>(dout.B, Borrowed::left() / 2 / (dout.C * sizeof(float)));
     for (int b = 0; b < dout.B; b += run) {
         Borrowed borrowed;
@@ -7266,8 +7201,7 @@ namespace gpu {
 
 // ---- tensor copies and warpgroup products
 
-// A barrier in shared memory. A phase of it is over when so many threads have arrived and all bytes that were
-// expected have come.
+// A barrier in shared memory. A phase is over when its threads have arrived and the expected bytes have come.
 struct Barrier {
     uint64_t state;
     __device__ uint32_t address() const { return shared_address(this); }
@@ -7284,9 +7218,8 @@ struct Barrier {
     // Until the phase of this parity is over.
     __device__ void wait(uint32_t parity) {
         asm volatile(
-            "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done "
-            "bra "
-            "AGAIN;\n}" ::"r"(address()),
+            "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra AGAIN;\n}" ::"r"(address()),
             "r"(parity)
             : "memory");
     }
@@ -7327,9 +7260,8 @@ __device__ inline void barrier_threads(int barrier, int threads) {
 // the bytes that the barrier expects.
 __device__ inline void copy_box(void* to, const CUtensorMap& map, const Barrier& barrier, int c, Pixel at) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-        "%3, %4, %5}], "
-        "[%6];" ::"r"(shared_address(to)),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
         "l"(&map), "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(barrier.address())
         : "memory");
 }
@@ -7382,7 +7314,7 @@ __device__ inline void wgmma_wait() {
 #define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
 #define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
 #define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
-// c (64, N) += a (64, 16) b (16, N); c[4 j + e] of thread t: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
+// c (64, N) += a (64, 16) b (16, N); thread t's c[4 j + e]: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
 // 8 j + t % 4 * 2 + e % 2.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
@@ -7445,9 +7377,8 @@ struct HopperGemm : Gemm {
     int share;  // the chunks of one of a cluster's blocks
 };
 
-// 64 channels by 128 WARPGROUPS pixels a block. A warpgroup owns 128 of the pixels: 16 lines of 8, or with
-// PAIRS, for images no larger than 8 x 8, two whole images; without neighbours (1x1), where all pixels are one
-// line, any 128 in a row.
+// 64 channels by 128 WARPGROUPS pixels a block. A warpgroup owns 128 of the pixels: 16 lines of 8; with
+// PAIRS, for images no larger than 8 x 8, two whole images; 1x1, where all are one line, 128 in a row.
 template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int WARPGROUPS_, int STAGES_, int RESIDENT_>
 struct HopperTile {
     static constexpr int TAPS = TAPS_, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
@@ -7491,11 +7422,10 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
 }
 
 // The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
-// tile's 64-channel chunks and the weights of its taps copied into two rings, and after the last chunk what
-// is added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
+// tile's 64-channel chunks and its taps' weights copied into two rings, and after the last chunk what is
+// added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
 // multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks
-// take one and the same tile, and a share of its chunks each. Per tile: its patch and 64 channels' weights
-// come from L2 once.
+// take the same tile, and a share of its chunks each. Per tile its patch and 64 channels' weights come once.
 template <class Tile>
 struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
@@ -7609,8 +7539,8 @@ struct HopperGemmBlock {
 // What becomes of a warpgroup's sums. A thread has channels row and row + 8, and of each 32 pixels.
 template <class Tile>
 struct HopperEpilogue {
-    static constexpr int IMAGES =
-        Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // whose pixels a warpgroup may hold
+    // Images whose pixels a warpgroup may hold.
+    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;
     const HopperGemm& g;
     const Pixel at;  // the warpgroup's first
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -7635,7 +7565,7 @@ struct HopperEpilogue {
             }
     }
 
-    // c finished, and rounded and transposed into shared memory, where what is added or the norm's x has come.
+    // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came.
     __device__ __forceinline__ void finish(float (&c)[64], uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
@@ -7771,8 +7701,7 @@ static void launch_hopper_tile(const Gemm& g) {
     h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
     h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
-    // Where tiles leave multiprocessors without work, clusters share the long reductions. The bounds here and
-    // below were measured on an H100.
+    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     int splits = 1;
     while (Tile::WARPGROUPS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
            g.chunks() * TAPS >= 18 * splits)
@@ -7861,8 +7790,7 @@ __device__ inline void add_global(float* p, float4 v) {
                  "f"(v.w)
                  : "memory");
 }
-// c (64, 8) += a (64, 16), transposed, times b (16, 8), eight n of eight k each, 16 bytes a row; the same for
-// both halves of k.
+// c (64, 8) += a (64, 16), transposed, times b (16, 8), whose rows of eight k serve both halves of k.
 __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
@@ -8036,10 +7964,9 @@ static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
                     sizeof(HopperWeightShared<Tile>), g.cluster, h);
 }
 
-// launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take the
-// least estimated time. Two, four or eight splits are a cluster where enough multiprocessors take part (theirs
-// come in numbers that clusters don't divide); others leave partial sums. The figures are microseconds, fitted
-// to timings on an H100.
+// launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take
+// the least estimated time. Two, four or eight splits are a cluster where enough multiprocessors take part
+// (theirs come in numbers that clusters don't divide); others leave partial sums. Times: of an H100.
 static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;

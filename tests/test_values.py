@@ -309,10 +309,10 @@ def test_little_memory(tmp_path, images8):
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
     draw = [TRAIN, "--generate", 3000, "--sample_steps", 1, "--model_weights", tmp_path / "w.bin",
             "--output_name", tmp_path / "s.png"]
-    least = next(size for size in range(20000, 400000, 10000)
+    least = next(size for size in range(2000, 400000, 1000)
                  if subprocess.run([TRAIN, "--help"], capture_output=True, **limited(size)).returncode == 0)
     ends = {"done": 0, "refused": 0}
-    sizes = [*range(least, least + 60000, 10000), *range(least + 60000, least + 480000, 60000)]
+    sizes = [*range(least, least + 20000, 1000), *range(least + 20000, least + 440000, 60000)]
     for n, size in enumerate(sizes):
         for words in (draw, toy(images8, tmp_path / str(n), 2)):
             result = subprocess.run([str(word) for word in words], capture_output=True, text=True,
