@@ -149,12 +149,15 @@ static void fault(const std::string& layer, const std::string& what) {
     Line& line = line_of(layer);
     if (!line.faults++) line.first_fault = what;
 }
+static std::string only;  // layers with another name are left out
 static void report_lines() {
-    for (const Line& line : lines)
+    for (const Line& line : lines) {
+        if (line.layer.find(only) == std::string::npos) continue;
         report(!line.faults, line.layer, "%d shapes, worst error %.1e of %.0e allowed (%s)%s", line.shapes,
                line.worst, line.allowed, line.worst_at.c_str(),
                line.faults ? text("; %d faults, the first: %s", line.faults, line.first_fault.c_str()).c_str()
                            : "");
+    }
     lines.clear();
 }
 
@@ -344,8 +347,6 @@ struct Output {
         return some;
     }
 };
-
-static std::string only;  // layers with another name are left out
 
 // call(on) calls the launcher, then the CPU's layer, which leaves its results in `host`.
 template <typename Call>

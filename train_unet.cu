@@ -1680,8 +1680,7 @@ struct Noising {
     float offset;
     uint32_t seed;
 };
-// The samples of a batch from `first` on: their timesteps, and the step that they belong to; null:
-// validation, whose noise is another, always the same and without offset.
+// The samples of a batch from `first` on; step null: validation, whose noise never changes, without offset.
 struct Samples {
     int first;
     const int* timesteps;
@@ -4043,6 +4042,8 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
                 value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
+    if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
+        value = value.substr(1, value.size() - 2);
     const Flag& flag = known_flag(name);
     if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
@@ -6790,7 +6791,7 @@ struct WeightGradient {
     int splits = 1, cluster = 1;  // of the patch's tiles; of these in a cluster, which adds them up
     float* partial = nullptr;     // (partials, O, taps, C), where they are several
     float* bias_parts = nullptr;  // (splits + sets, images of a set, O)
-    __host__ __device__ int partials() const { return splits / cluster; }
+    int partials() const { return splits / cluster; }
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
     // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
@@ -6815,7 +6816,7 @@ template <class Tile>
 struct WeightShared {
     alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
     int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
-    alignas(128) float bias[VEC][Tile::THREADS];
+    alignas(128) float4 bias[VEC / 4][Tile::THREADS];
     struct Stage {
         unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
     } stages[Tile::STAGES];
@@ -6826,19 +6827,18 @@ struct WeightShared {
 // never goes down, so no two pairs have the same sum.
 template <class Tile>
 struct BiasSums {
-    float (&sums)[VEC][Tile::THREADS];  // in shared memory
+    float4 (&sums)[VEC / 4][Tile::THREADS];  // in shared memory
     int set;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __device__ void clear() {
-        for (int e = 0; e < VEC; e++) sums[e][threadIdx.x] = 0;
+        for (auto& of_threads : sums) of_threads[threadIdx.x] = make_float4(0, 0, 0, 0);
     }
     // Called by the whole block.
     __device__ void flush(const WeightGradient& g, int o0) {
         float sum[VEC];
-        for (int e = 0; e < VEC; e++) {
-            sum[e] = sums[e][threadIdx.x];
+        for (int e = 0; e < VEC; e += 4) *(float4*)(sum + e) = sums[e / 4][threadIdx.x];
+        for (int e = 0; e < VEC; e++)
             for (int step = Tile::ROW; step < 32; step *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], step);
-        }
         __syncthreads();
         float* of_warp = (float*)sums;  // (warps, 64)
         if (lane < Tile::ROW)
@@ -6859,7 +6859,7 @@ struct BiasSums {
             int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
             add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
         }
-        for (int e = 0; e < VEC; e++) sums[e][threadIdx.x] += sum[e];
+        for (int e = 0; e < VEC; e += 4) sums[e / 4][threadIdx.x] += *(float4*)(sum + e);
     }
 };
 
@@ -7076,14 +7076,14 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 
 // dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
 // b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, int weight_blocks) {
+__global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_t n, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
     }
     __shared__ float4 sums[REDUCERS][32];
-    int lane = threadIdx.x % 32, part = threadIdx.x / 32, partials = g.partials();
-    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4, n = g.count();
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
+    size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
     if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
     for (int first = part; i < n && first < partials; first += 8 * REDUCERS) {
@@ -7110,10 +7110,10 @@ static void take_partial_sums(WeightGradient* g) {
     if (g->partials() > 1) g->partial = take<float>(&lane->workspace, g->partials() * g->count());
 }
 static void launch_weight_reduction(const WeightGradient& g) {
-    int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
-    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
-    if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, weight_blocks);
+    // Blocks for the weights and for the bias.
+    int weights = g.partial ? ceil_div(g.count(), 128) : 0, bias = g.dbias ? ceil_div(g.dout.C, 8) : 0;
+    if (weights + bias == 0) return;
+    launch(weight_reduce_kernel, weights + bias, 256, 0, g, g.partials(), g.count(), weights);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
