@@ -30,8 +30,8 @@
 // Layers       Declared once, in room 3. namespace cpu holds the specification of each; namespace gpu, in the
 //              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
 //              options by name; tensors and parameters are values that know their sizes. Launchers own their
-//              geometry, never synchronise, always check. Elementwise layers are written once, for both:
-//              structs that run() is called with.
+//              geometry, never synchronise, always check. Layers of independent items, and those that
+//              add up in teams, are written once, for both: structs that run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
@@ -493,17 +493,17 @@ HOST_DEVICE static inline void set_padded(T* padded, size_t i, float value) {
 // 3) against (O, 3, 3, C), and what is padded.
 static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
     if (to_memory) std::fill(to, to + t.size, 0.0f);
-    for (uint32_t i = 0; i < t.count; i++) {
-        size_t memory = i;
-        if (is_conv3x3(t)) {
-            uint32_t C = t.shape[1], o = i / 9 / C, c = i / 9 % C, tap = i % 9;
-            memory = (size_t)(o * 9 + tap) * padded(C) + c;
-        }
-        if (to_memory)
-            to[memory] = from[i];
-        else
-            to[i] = from[memory];
-    }
+    bool conv = is_conv3x3(t);
+    size_t taps = conv ? 9 : 1, C = conv ? t.shape[1] : t.count, pitch = conv ? padded(C) : C, i = 0;
+    for (size_t o = 0; o < t.count / C / taps; o++)
+        for (size_t c = 0; c < C; c++)
+            for (size_t tap = 0; tap < taps; tap++, i++) {
+                size_t memory = (o * taps + tap) * pitch + c;
+                if (to_memory)
+                    to[memory] = from[i];
+                else
+                    to[i] = from[memory];
+            }
 }
 
 // ---- randomness -------------------------------------------------------------------------------------------
@@ -732,7 +732,8 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 static void groupnorm_apply(Tensor out, const Norm& norm);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// First dy, perhaps in place of dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^.
+// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by part
+// and channel.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx. dx.first may be dy or x where there is no second and nothing is added to.
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options = {});
@@ -750,6 +751,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 using namespace DEVICE;
 
 static const float NORM_EPS = 1e-5f;
+
 // ---- layers written once for both builds ------------------------------------------------------------------
 
 // A layer whose items (elements, vectors of channels, pixels) don't depend on each other is a struct: its
@@ -805,11 +807,6 @@ HOST_DEVICE static inline void team_count(int* counter) {
     ++*counter;
 #endif
 }
-
-template <typename Layer>
-constexpr bool HAS_TEAMS = requires {
-    Layer::THREADS;
-};
 
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
 template <typename T, int N>
@@ -932,7 +929,7 @@ struct SiluBackward {
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
-// other way round, with a factor of 1/4. An item is 16 bytes, which divide C, of the smaller tensor.
+// other way round, with a factor of 1/4. An item is 16 bytes of the smaller tensor's pixel.
 
 // Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
 struct Pixels2x2 {
@@ -1141,7 +1138,7 @@ struct EmbedBlock {
     Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
     Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at(m, 0, (size_t)block.O* E);
+    Linear projections = layer_at(m, 0, E*(size_t)block.O);
 
     Tensor part(int n) const {  // (B, E)
         return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
@@ -2116,7 +2113,7 @@ HOST_DEVICE static inline bool is_outlier(float value, const float* window, int 
 }
 
 // What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
-// (as torch.nn.utils.clip_grad_norm_). Only a finite step counts, also a skipped one: the data move on.
+// (as torch.nn.utils.clip_grad_norm_). A finite step counts, even without its update: the data move on.
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     int count = h->seen < WINDOW ? h->seen : WINDOW;
@@ -2183,7 +2180,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time: no more than a grid has rows, or pixels than 32 bits number.
+// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30.
 static int most_images(const Config& config) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30;
     return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
@@ -2321,7 +2318,8 @@ struct BatchSource {
     uint32_t seed;
 };
 
-// A step begins: the state's update; a sample's timestep and image (-1 - image: mirrored) an item.
+// A step begins: the state's update; each sample's timestep, and its image (-1 - image: mirrored). An item is
+// a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources;  // (batch)
@@ -2371,7 +2369,7 @@ struct BatchLoss {
 };
 
 // The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
-// they decide; state[1 + slot] keeps what the host will read. One team does it.
+// they decide; state[1 + step % RESULT_SLOTS] is for the host. One team does it.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -3030,8 +3028,7 @@ static const Flag FLAGS[] = {
      "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
     {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
-     "how it falls over the --steps of the first start; a later --steps does not bend it",
-     "constant|cosine|linear"},
+     "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
     {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1,
      "part of --lr that cosine and linear end at"},
     {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9,
@@ -3075,14 +3072,12 @@ static const Flag FLAGS[] = {
     {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6,
      "pictures of a sample grid while training; 0: no grids"},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
-     "DDIM, DDPM (adds noise at every step), DPM-Solver++(2M) or Heun's (both second order)",
-     "ddim|ddpm|dpmpp|heun"},
+     "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
      "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
-     "how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile",
-     "clamp|dynamic|none"},
+     "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
     {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
@@ -3866,7 +3861,8 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
     out.commit();
 }
 
-// pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels between; columns 0: a square. NaN is black.
+// pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square as
+// it can be. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H, int columns,
                        int gap) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
@@ -4014,7 +4010,7 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
         return given;
     }
     fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-               nearest(PRESETS, name));
+               nearest(PRESETS, name.substr(0, 64)));
 }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
@@ -4028,7 +4024,7 @@ static bool is_setting(const Flag& flag) { return flag.group != OTHER && !is_nam
 static const Flag& known_flag(const std::string& name) {
     if (const Flag* flag = find_flag(name)) return *flag;
     fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-               nearest(FLAGS, name));
+               nearest(FLAGS, name.substr(0, 64)));
 }
 
 // Without the blanks around it.
@@ -4779,7 +4775,7 @@ template <typename Layer>
 static void run(Layer layer) {
     Items items = layer.items();
     PROFILE(items.kind, {0, items.bytes});
-    if constexpr (HAS_TEAMS<Layer>) {
+    if constexpr (requires { Layer::THREADS; }) {
 #pragma omp parallel for
         for (size_t i = 0; i < items.count; i++) layer(Team{(int)i, 0, 1});
     } else {
@@ -4966,7 +4962,7 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
 // So many pixels at a time that they fit there.
 template <int TAPS>
 static Pieces bands_of(Tensor x) {
-    return cut(x.rows(), std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
+    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
 }
 
 static void channel_moments(Tensor x);
@@ -5121,6 +5117,8 @@ static void groupnorm_apply(Tensor out, const Norm& norm) {
 
 // The moments of a group's channels and parts are joined as by Chan, Golub and LeVeque (1979).
 static void groupnorm_forward(Tensor out, const Norm& norm) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
+    ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups, C = norm.x.first.C;
 #pragma omp parallel for
     for (int g = 0; g < out.B * norm.groups; g++) {
@@ -5542,7 +5540,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                  : "r"(address)
                  : "memory");
 }
-// c (16, 8) += a (16, 16) b (16, 8). Lane l holds c's rows l / 4 and + 8, columns 2 (l % 4) and + 1.
+// c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -5586,7 +5584,7 @@ template <typename Layer>
 static void run(Layer layer) {
     Items items = layer.items();
     PROFILE(items.kind, {0, items.bytes});
-    if constexpr (HAS_TEAMS<Layer>) {
+    if constexpr (requires { Layer::THREADS; }) {
         launch(teams_kernel<Layer>, (int)items.count, Layer::THREADS, 0, layer);
     } else {
         int threads = items.count < (1 << 18) ? 64 : 256;
@@ -5678,7 +5676,7 @@ static void channel_moments(Tensor x) {
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
 // the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
 struct NormGrid {
-    int slabs, channels, ranks;  // of a slab
+    int slabs, channels, ranks;  // the last two: of a slab
     NormGrid(const Joined& x, int other_blocks) {
         const int line = 128 / sizeof(floatX);
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
@@ -5962,7 +5960,7 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 
 // A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
 // them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
-// Heads are padded with zeros to D channels. Sums and scores are fragments of mma.sync, in fp32 too: see mma.
+// Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
 #ifdef PRECISION_FP32
 enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
 #else
@@ -6296,10 +6294,10 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 // it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
 // plain FMAs (never tf32). Both share the loads, and all kernels, Hopper's too, one layout of shared memory:
 //
-//   row 0   |0|1|2|3|4|5|6|7|     A row is 128 bytes of channels (some are 256), eight 16-byte vectors; vector
-//   row 1   |1|0|3|2|5|4|7|6|     v of row r is stored at v ^ (r % 8). So one vector of eight consecutive rows
-//   row 2   |2|3|0|1|6|7|4|5|     lies in eight different banks, and a row is still written whole. The copy
-//   ...                           engine and wgmma know this as the 128-byte swizzle.
+//   row 0   |0|1|2|3|4|5|6|7|    A row is 128 bytes of channels (some are 256), eight 16-byte vectors; vector
+//   row 1   |1|0|3|2|5|4|7|6|    v of row r is stored at v ^ (r % 8). So one vector of eight consecutive rows
+//   row 2   |2|3|0|1|6|7|4|5|    lies in eight different banks, and a row is still written whole. The copy
+//   ...                          engine and wgmma know this as the 128-byte swizzle.
 //   row 7   |7|6|5|4|3|2|1|0|
 
 enum {
@@ -6335,10 +6333,10 @@ static Tensor one_line(const Tensor& x) { return {x.data, 1, 1, x.rows(), x.C}; 
 
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
 // eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
-// pixel p with tap (dy, dx) is row patch_row(p) + dy * (width + 2) + dx.
+// pixel p with tap (dy, dx) is row row(p) + dy * (width + 2) + dx.
 struct Patch {
     int B, H, W;        // the tensor
-    int images, width;  // the tile; width is 8 or 16, its height always 8
+    int images, width;  // the tile; 3x3: width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
     // Images that share tiles are a set; so many tiles hold it.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
@@ -6409,8 +6407,9 @@ struct GemmTile {
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
     static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
-    // Taps over which the next patch's loads are spread; they end STAGES - 1 steps before its first use.
+    // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
     static constexpr int A_PARTS = 9 - STAGES;
+    static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
     static int shared_bytes(int chunks, int rows) {
@@ -7102,13 +7101,14 @@ __global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_
     *(float4*)(g.dw + i) = old;
 }
 
-// The memory that the splits of `g` need, and what adds up what they have left there.
+// The memory that the splits of `g` need.
 static void take_partial_sums(WeightGradient* g) {
     const Patch& patch = g->patch;
     size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
     if (g->dbias) g->bias_parts = take<float>(&lane->workspace, bias_rows * patch.images * g->dout.C);
     if (g->partials() > 1) g->partial = take<float>(&lane->workspace, g->partials() * g->count());
 }
+// Adds up what the splits have left there.
 static void launch_weight_reduction(const WeightGradient& g) {
     // Blocks for the weights and for the bias.
     int weights = g.partial ? ceil_div(g.count(), 128) : 0, bias = g.dbias ? ceil_div(g.dout.C, 8) : 0;

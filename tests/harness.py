@@ -3,9 +3,8 @@
 The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r| against a reference r in
 float64; float32 passes below 1e-5. Comparisons are written so that a NaN fails and one bad element fails.
 The programs under test are those in the folder above; the environment variables TRAIN_UNET, TRAIN_UNET_ASAN,
-TEST_UNET, TEST_UNET_ASAN, LADDERS and PROFILE name others. TRAIN_UNET is a
-build for the CPU; the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and
-TRAIN_UNET_FP32.
+TEST_UNET, TEST_UNET_ASAN, LADDERS and PROFILE name others. TRAIN_UNET is a build for the CPU; the tests on a
+GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and TRAIN_UNET_FP32.
 """
 import functools
 import json
