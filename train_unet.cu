@@ -732,8 +732,8 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 static void groupnorm_apply(Tensor out, const Norm& norm);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by part
-// and channel.
+// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by
+// part and channel.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx. dx.first may be dy or x where there is no second and nothing is added to.
 static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options = {});
