@@ -1322,6 +1322,7 @@ static int run_tests(int argc, char** argv) {
     else
         check_all(plan);
     if (only.empty()) test_microbatch(sizeof(floatX) == 2 ? 2e-2 : 1e-5);
+    if (!passed && !failed) fail_usage("no layer's name contains '%s'", only.c_str());
     return summary();
 }
 

@@ -1138,7 +1138,7 @@ struct EmbedBlock {
     Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
     Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at(m, 0, E*(size_t)block.O);
+    Linear projections = layer_at(m, 0, size_t(E) * block.O);
 
     Tensor part(int n) const {  // (B, E)
         return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
@@ -2009,7 +2009,7 @@ struct SquaredNorm {
 
     enum { THREADS = 512 };
     Items items() const {
-        return {(n + NORM_CHUNK - 1) / NORM_CHUNK, "gradient norm", (double)sizeof(float) * n};
+        return {(size_t)ceil_div(n, NORM_CHUNK), "gradient norm", (double)sizeof(float) * n};
     }
     HOST_DEVICE void operator()(Team team) const {
         size_t first = (size_t)team.index * NORM_CHUNK, end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
@@ -5119,7 +5119,7 @@ static void groupnorm_apply(Tensor out, const Norm& norm) {
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
     ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
-    int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups, C = norm.x.first.C;
+    int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
 #pragma omp parallel for
     for (int g = 0; g < out.B * norm.groups; g++) {
         int b = g / norm.groups, c0 = g % norm.groups * width;
@@ -5127,9 +5127,9 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         auto each_moment = [&](auto use) {
             for (int part = 0; part < parts; part++)
                 for (int c = c0; c < c0 + width; c++) {
-                    const Tensor& x = c < C ? norm.x.first : norm.x.second;
+                    const Tensor& x = norm.x.of(c);
                     const float2* moments = x.moments + ((size_t)b * parts + part) * x.C;
-                    use(std::min((int)NORM_PART, T - part * NORM_PART), moments[c < C ? c : c - C]);
+                    use(std::min((int)NORM_PART, T - part * NORM_PART), moments[norm.x.within(c)]);
                 }
         };
         each_moment([&](int pixels, float2 m) { mean += pixels * m.x / n; });
@@ -5186,10 +5186,9 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
                 }
             mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
         }
-        const Tensor& target = c0 < dx.first.C ? dx.first : dx.second;
-        int within = c0 < dx.first.C ? c0 : c0 - dx.first.C;
+        const Tensor& target = dx.of(c0);
         for (int t = 0; t < T; t++) {
-            size_t pixel = (size_t)b * T + t, at = pixel * target.C + within;
+            size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c0);
             const float *upstream = dy.data + pixel * C + c0, *x_t = row(t);
 #pragma omp simd
             for (int k = 0; k < n; k++) {
@@ -6098,7 +6097,7 @@ struct AttentionForwardShared {
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
-__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  // T = 256 at B = 32 is one wave
+__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  // H100: B 32, T 256 is one wave
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
     constexpr int COLUMNS = ATTENTION_COLUMNS;
     extern __shared__ uint4 attention_shared[];
@@ -7110,10 +7109,11 @@ static void take_partial_sums(WeightGradient* g) {
 }
 // Adds up what the splits have left there.
 static void launch_weight_reduction(const WeightGradient& g) {
-    // Blocks for the weights and for the bias.
-    int weights = g.partial ? ceil_div(g.count(), 128) : 0, bias = g.dbias ? ceil_div(g.dout.C, 8) : 0;
-    if (weights + bias == 0) return;
-    launch(weight_reduce_kernel, weights + bias, 256, 0, g, g.partials(), g.count(), weights);
+    int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
+    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
+    if (weight_blocks + bias_blocks == 0) return;
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.partials(), g.count(),
+           weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
