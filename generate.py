@@ -47,19 +47,31 @@ def nearest(pictures, images, image_size, chunk=256):
     return where, np.sqrt(np.maximum(best, 0) / wanted.shape[1])
 
 
-def parse_seeds(text):
+def parse_interval(text):
+    """'0.2,0.8' as two numbers from 0 to 1, the lower first; for argparse's `type`."""
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low, high = 1, 0
+    if not 0 <= low <= high <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers from 0 to 1 such as 0.2,0.8, the lower"
+                                         f" first")
+    return low, high
+
+
+def parse_numbers(text):
     """'3,7,10-12' as [3, 7, 10, 11, 12]; for argparse's `type`."""
-    seeds = []
+    numbers = []
     for part in text.split(","):
         ends = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", part)
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
         if not first <= last < 2**32:
             raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers and ranges up to 4294967295,"
                                              f" such as 3,7,10-12")
-        if len(seeds) + last - first >= 10**6:
-            raise argparse.ArgumentTypeError(f"{text!r} are more than a million seeds")
-        seeds += range(first, last + 1)
-    return seeds
+        if len(numbers) + last - first >= 10**6:
+            raise argparse.ArgumentTypeError(f"{text!r} are more than a million numbers")
+        numbers += range(first, last + 1)
+    return numbers
 
 
 def slerp(first, last, count, some=slice(None)):
@@ -225,8 +237,14 @@ def main():
     source.add_argument("--model_filename", metavar="FILE", help="weights: .bin, .pt or .safetensors")
     add("--num_images", type=int, metavar="N", help="how many pictures (default: 16)")
     add("--seed", type=int, metavar="N", help="seed of the first picture, and of --quality (default: 0)")
-    add("--seeds", type=parse_seeds, metavar="LIST",
+    add("--seeds", type=parse_numbers, metavar="LIST",
         help="the pictures of these seeds, such as 0-63 or 3,7,10-12")
+    add("--class", dest="classes", type=parse_numbers, metavar="LIST",
+        help="pictures of these classes, such as 3 or 0-4,7, equally many of each (default: of all)")
+    add("--guidance_scale", type=float, default=1.0, metavar="X",
+        help="draw what differs so many times as much from pictures without a class (default: 1)")
+    add("--guidance_interval", type=parse_interval, default=(0.0, 1.0), metavar="LO,HI",
+        help="guide in this part of the chain only, from no noise (0) to nothing but noise (1)")
     add("--interpolate", type=int, default=0, metavar="N",
         help="N pictures on the way from the first of two --seeds to the second")
     add("--sampler", choices=list(SAMPLERS), default="ddim", help="default: ddim")
@@ -315,6 +333,16 @@ def main():
     if held_out:
         quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
 
+    if args.classes and not config.class_cond:
+        raise UserError("--class needs a model that was trained with --class_cond 1")
+    if args.classes and max(args.classes) >= config.num_classes:
+        raise UserError(f"--class {max(args.classes)} is none of the model's {config.num_classes} classes,"
+                        f" which are counted from 0")
+    unet_io.check_range("guidance_scale", args.guidance_scale)
+    if args.guidance_scale != 1 and not (config.class_cond and config.cond_drop_prob):
+        raise UserError(f"--guidance_scale {args.guidance_scale:g} needs a model that also learnt to draw"
+                        f" without a class, by --cond_drop_prob")
+    classes, columns = unet_io.spread_classes(config, args.classes or range(config.num_classes), count)
     steps = sampler_steps(config, args.sampler, args.sample_steps)
     if not 0 <= args.strip <= steps:
         raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
@@ -330,7 +358,8 @@ def main():
         label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
                    lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
-                   slerp(*ends, count, some) if args.interpolate else None, args.strip)
+                   slerp(*ends, count, some) if args.interpolate else None, args.strip,
+                   classes and classes[some], args.guidance_scale, args.guidance_interval)
         if args.strip:
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
@@ -340,8 +369,9 @@ def main():
         pictures.append(unet_io.to_uint8(x.numpy()))
     pictures = np.concatenate(pictures)
 
-    row = count if args.interpolate and count <= 16 else None  # as ./train_unet lays them out
-    unet_io.save_grid(args.output_name, pictures, row)
+    if args.interpolate:
+        columns = count if count <= 16 else None  # as ./train_unet lays them out
+    unet_io.save_grid(args.output_name, pictures, columns)
     unet_io.say(f"wrote {args.output_name}")
     if args.strip:
         unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), args.strip)

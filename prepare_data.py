@@ -1,6 +1,7 @@
-"""A folder or a zip of images -> one .bin of small square pictures for train_unet.
+"""A folder or a zip of images, or an IDX file -> one .bin of small square pictures for train_unet.
 
     python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
+    python prepare_data.py --data_dir train-images-idx3-ubyte.gz --labels --output_name FILE.bin
 
 Takes the formats in FORMATS, told by a file's content. Each picture (the first, where a file holds several)
 is turned as its EXIF data says, laid on white where it is transparent, cropped to its central square and
@@ -8,12 +9,15 @@ resized with antialiasing. Links are followed; a real folder or file that has se
 that no link leads in circles and no picture lies on both sides of a split. Files that can't be read are
 named, counted and skipped, and files whose ending is no picture's are counted. A folder that can't be listed
 is refused, because nobody knows what would be missing. Images are written as they come, so that of each only
-its path, its identity and a label stay in memory.
+its path, its identity and a label stay in memory. The grey images of an IDX file, as MNIST has them, are not
+resized but set on black; their labels come from the file beside it.
 """
 import collections
 import concurrent.futures
 import contextlib
+import gzip
 import io
+import math
 import os
 import signal
 import stat
@@ -21,6 +25,7 @@ import sys
 import threading
 import warnings
 import zipfile
+import zlib
 
 import unet_io  # first, because it explains a missing package
 
@@ -37,6 +42,7 @@ FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "DIB", "J
 ENDINGS = {ending for ending, kind in Image.registered_extensions().items() if kind in FORMATS}
 OPENED = [kind for kind in FORMATS if kind in Image.OPEN]  # some builds of Pillow lack a decoder
 MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding
+MAX_IDX_BYTES = 1 << 36     # of an IDX file, as its header claims
 AHEAD = 64                  # pictures decoded before they are written, at most ...
 AHEAD_BYTES = 256 << 20     # ... and bytes of them
 GREY16 = (np.arange(65536) / 257 + 0.5).astype(np.uint8).tolist()  # 16 bits of grey -> 8
@@ -202,8 +208,11 @@ def class_name(source, name):
     return printable(" ".join(folder.split()))
 
 
-def load_image(data, image_size):
-    """The bytes of a picture file -> uint8 (3, image_size, image_size). Raises what Pillow raises."""
+def load_image(data, image_size, channels=3):
+    """The bytes of a picture file -> uint8 (channels, image_size, image_size). Raises what Pillow raises.
+
+    channels: 1 grey, 3 RGB, 4 RGBA; only the last keeps what is transparent.
+    """
     image = Image.open(io.BytesIO(data), formats=OPENED)
     pixels = image.width * image.height
     image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
@@ -223,12 +232,81 @@ def load_image(data, image_size):
             image.info.pop("transparency", None)
         if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
             image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            if channels < 4:
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         side = min(image.size)
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        image = image.convert("RGB").resize((image_size, image_size), Image.Resampling.BICUBIC,
-                                            box=(left, top, left + side, top + side))
-    return np.ascontiguousarray(np.moveaxis(np.asarray(image), -1, 0))
+        image = image.convert("RGBA" if channels == 4 else "RGB").resize(
+            (image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+        image = image.convert("L") if channels == 1 else image
+    return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1).copy()
+
+
+def read_idx(path, dimensions):
+    """uint8 array of an IDX file, plain or gzip. Raises UserError.
+
+    It holds 0, 0, the type, the number of dimensions, their sizes (big-endian), the values.
+    """
+    try:
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with (gzip.open if packed else open)(path, "rb") as file:
+            head = file.read(4 + 4 * dimensions)
+            if len(head) < 4 + 4 * dimensions or head[:4] != bytes([0, 0, 8, dimensions]):
+                raise UserError(f"{path} is no IDX file of bytes in {counted(dimensions, 'dimension')}")
+            shape = np.frombuffer(head[4:], ">i4").tolist()
+            count = math.prod(shape) if min(shape) > 0 else 0
+            data = file.read(count + 1) if count < MAX_IDX_BYTES else b""
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from None
+    if not count or len(data) != count:
+        raise UserError(f"{path} is damaged: its header asks for {count} bytes, and {len(data)} follow")
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def is_idx(path):
+    return os.path.isfile(path) and "idx3-ubyte" in os.path.basename(path)
+
+
+def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0, channels=1):
+    """As prepare, of an IDX file of images (N, H, W); image_size 0: the next multiple of 8."""
+    images = read_idx(path, 3)
+    n, height, width = images.shape
+    size = image_size or -(-max(height, width) // 8) * 8
+    if size < max(height, width):
+        raise UserError(f"{path} holds {width}x{height} images, which are not shrunk: --image_size {size} is"
+                        f" too small")
+    names = [None] * n
+    if labels:
+        beside = os.path.join(os.path.dirname(path), os.path.basename(path).replace(
+            "images", "labels").replace("idx3", "idx1"))
+        numbers = read_idx(beside, 1)
+        if len(numbers) != n:
+            raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
+        names = [f"{number:0{len(str(numbers.max()))}}" for number in numbers]
+    held_out = _held_out(n, val_fraction)
+    stem, ending = os.path.splitext(output_name)
+    outputs = [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
+    top, left = (size - height) // 2, (size - width) // 2
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
+        for i in tqdm(range(n), "preparing", disable=None):
+            pixels = np.zeros((channels, size, size), np.uint8)
+            pixels[:, top:top + height, left:left + width] = images[i]
+            if channels == 4:
+                pixels[3] = 255
+            writers[i in held_out].add(pixels, names[i])
+        for writer in writers:
+            writer.finish()
+    return n - len(held_out), len(held_out), 0
+
+
+def _held_out(n, val_fraction):
+    """Which of n images are held out, a set of indices. Raises UserError where a side would be empty."""
+    held_out = round(val_fraction * n)
+    if val_fraction and not 0 < held_out < n:
+        raise UserError(f"--val_fraction {val_fraction} of {counted(n, 'image')} leaves nothing on one side")
+    return set(unet_io.permutation(0, 0, n)[:held_out].tolist())
 
 
 def in_order(pool, function, items, ahead):
@@ -242,13 +320,13 @@ def in_order(pool, function, items, ahead):
         yield waiting.popleft().result()
 
 
-def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
+def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0, channels=3):
     """Write output_name (and NAME_val.bin); returns (images written, images held out, files skipped).
 
     data_dir: a folder or a zip. image_size: height and width in pixels. labels: store the name of each
-    image's folder. val_fraction: how much to hold out, from 0 to below 1. Which images are held out depends
-    only on the sorted list of files, and the same files always give the same bytes. The outputs appear once
-    they are whole. Raises UserError.
+    image's folder. val_fraction: how much to hold out, from 0 to below 1. channels: see load_image. Which
+    images are held out depends only on the sorted list of files, and the same files always give the same
+    bytes. The outputs appear once they are whole. Raises UserError.
     """
     if os.path.isdir(data_dir):
         source = Folder(data_dir)
@@ -261,10 +339,8 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
     if not names:
         raise UserError(f"{data_dir} has no images: of its {counted(others, 'file')} none ends in"
                         f" .png, .jpg or the like")
-    held_out = round(val_fraction * len(names))
-    if val_fraction and not 0 < held_out < len(names):
-        raise UserError(f"--val_fraction {val_fraction} of {counted(len(names), 'image')} leaves nothing on"
-                        f" one side")
+    in_validation = _held_out(len(names), val_fraction)
+    held_out = len(in_validation)
     stem, ending = os.path.splitext(output_name)
     outputs = [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
     for output in outputs:
@@ -279,7 +355,6 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
         kinds = ", ".join(f"{n} {kind}" for kind, n in source.others.most_common(6))
         note(f"{counted(others, 'file')} not tried, because no picture ends so: {kinds}"
              + (" ..." if len(source.others) > 6 else ""))
-    in_validation = set(unet_io.permutation(0, 0, len(names))[:held_out].tolist())
 
     def load(name):
         try:
@@ -287,7 +362,7 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0):
                 if size > MAX_FILE_BYTES:
                     raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
                 with FILE_BYTES.take(size):
-                    return load_image(file.read(size), image_size), None
+                    return load_image(file.read(size), image_size, channels), None
         except UnidentifiedImageError:
             return None, f"{name}: not a picture of a known format"
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
@@ -339,16 +414,23 @@ def clean_stop():
 def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
-    add("--data_dir", required=True, metavar="PLACE", help="a folder, searched to any depth, or a zip")
+    add("--data_dir", required=True, metavar="PLACE",
+        help="a folder, searched to any depth, a zip, or an IDX file of images")
     add("--output_name", required=True, metavar="FILE.bin", help="the file to write")
     add("--output_dir", default="", metavar="FOLDER", help="where --output_name lies (default: here)")
-    add("--image_size", type=int, default=64, metavar="N", help="height and width in pixels (default: 64)")
+    add("--image_size", type=int, metavar="N",
+        help="height and width in pixels (default: 64; of an IDX file, the next multiple of 8)")
+    add("--channels", type=int, choices=(1, 3, 4), metavar="N",
+        help="1 grey, 3 RGB, 4 RGBA (default: 3, of an IDX file 1)")
     add("--labels", nargs="?", type=unet_io.parse_bool, const=True, default=False, metavar="X",
-        help="label each image with the name of the folder it lies in")
+        help="label each image with the name of the folder it lies in, of an IDX file with its number")
     add("--val_fraction", type=float, default=0.0, metavar="F",
         help="hold out this part of the images, as FILE_val.bin (default: 0)")
     args = parser.parse_args()
-    if not 1 <= args.image_size <= 4096:
+    idx = is_idx(args.data_dir)
+    if args.image_size is None:
+        args.image_size = 0 if idx else 64
+    elif not 1 <= args.image_size <= 4096:
         raise UserError(f"--image_size {args.image_size} must be from 1 to 4096, and for training a"
                         f" multiple of 8")
     if not 0 <= args.val_fraction < 1:
@@ -360,9 +442,11 @@ def main():
     if not os.path.basename(output):
         raise UserError(f"--output_name {args.output_name!r} names no file")
     with clean_stop():
-        written, held_out, skipped = prepare(args.data_dir, output, args.image_size, args.labels,
-                                             args.val_fraction)
-    unet_io.say(f"wrote {output}: {counted(written, 'image')} of {args.image_size}x{args.image_size},"
+        written, held_out, skipped = (prepare_idx if idx else prepare)(
+            args.data_dir, output, args.image_size, args.labels, args.val_fraction,
+            args.channels or (1 if idx else 3))
+    size = unet_io.read_images(output).pixels.shape[-1]
+    unet_io.say(f"wrote {output}: {counted(written, 'image')} of {size}x{size},"
                 f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")
 
 

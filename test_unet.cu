@@ -212,8 +212,9 @@ enum {
 static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
-static void append(std::vector<double>* numbers, const PictureNoise& p) {
-    numbers->insert(numbers->end(), {(double)p.seed, (double)p.other, p.weight, p.other_weight});
+static void append(std::vector<double>* numbers, const Beginning& p) {
+    numbers->insert(numbers->end(),
+                    {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
@@ -287,19 +288,24 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side)                                                            \
-    typedef side::Tensor Tensor;                                                   \
-    typedef side::Joined Joined;                                                   \
-    static constexpr auto linear_forward = side::linear_forward;                   \
-    static constexpr auto linear_backward = side::linear_backward;                 \
-    static constexpr auto conv3x3_forward = side::conv3x3_forward;                 \
-    static constexpr auto conv3x3_backward = side::conv3x3_backward;               \
-    static constexpr auto groupnorm_forward = side::groupnorm_forward;             \
-    static constexpr auto groupnorm_apply = side::groupnorm_apply;                 \
-    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums; \
-    static constexpr auto groupnorm_backward = side::groupnorm_backward;           \
-    static constexpr auto attention_forward = side::attention_forward;             \
-    static constexpr auto attention_backward = side::attention_backward;           \
+#define LAYERS_OF(side)                                                                          \
+    typedef side::Tensor Tensor;                                                                 \
+    typedef side::Joined Joined;                                                                 \
+    static constexpr auto linear_forward = side::product_forward<1>;                             \
+    static constexpr auto linear_backward = side::product_backward<1>;                           \
+    static void conv3x3_forward(Tensor out, Tensor x, side::Conv layer, side::Forward options) { \
+        side::product_forward<9>(out, x, layer, options);                                        \
+    }                                                                                            \
+    static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, side::Conv layer,             \
+                                 side::Backward options) {                                       \
+        side::product_backward<9>(dx, dout, x, layer, options);                                  \
+    }                                                                                            \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
+    static constexpr auto groupnorm_apply = side::groupnorm_apply;                               \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;               \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
+    static constexpr auto attention_forward = side::attention_forward;                           \
+    static constexpr auto attention_backward = side::attention_backward;                         \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
 struct OnDevice {
@@ -807,8 +813,26 @@ static void test_embedding(int B, int C) {
         typename decltype(on)::Tensor dx = {on(dout), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
         on.run(SiluBackward<typename decltype(on)::T>{.dx = dx, .dout = dx, .x = from});
     });
-    check("fill timesteps", shape, {{&t, WRITTEN, "timesteps", EXACT}},
-          [&](auto on) { on.run(FillTimesteps{.timesteps = on(t), .n = B, .value = 731}); });
+    std::vector<Beginning> pictures = begin_with(consecutive(0, ceil_div(B, 2)));
+    for (size_t i = 0; i < pictures.size(); i++) pictures[i].label = (int)(i * i % 7);
+    Pair<Beginning> begins(pictures);
+    std::vector<int> some_labels = some_timesteps(B);
+    for (int& label : some_labels) label %= 8;
+    Pair<int> labels(some_labels);
+    check("tell the network", shape, {{&t, WRITTEN, "timesteps", EXACT}, {&labels, WRITTEN, "labels", EXACT}},
+          [&](auto on) {
+              on.run(TellNetwork{on(t), on(labels), on(begins), B, (int)pictures.size(), 731, 7});
+          });
+    Layer table((size_t)8 * C), rows((size_t)B * C);
+    Floats dtable((size_t)8 * C);
+    check("label embedding", shape, {{&rows, WRITTEN, "out", EXACT}}, [&](auto on) {
+        typename decltype(on)::Tensor out = {on(rows), B, 1, 1, C};
+        on.run(LabelForward<typename decltype(on)::T>{out, on(table), on(labels)});
+    });
+    check("label embedding backward", shape, {{&dtable, KEPT, "dtable", FLOAT_LIMIT}}, [&](auto on) {
+        typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
+        on.run(LabelBackward<typename decltype(on)::T>{on(dtable), from, on(labels), 8});
+    });
     auto round_there = [](floatX* to, const float* from, size_t n) {
         run(RoundWeights<floatX>{.to = to, .from = from, .n = n});
     };
@@ -822,19 +846,18 @@ static void test_embedding(int B, int C) {
 static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     const char* const predictions[] = {"eps", "v", "x0"};
     std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
-    size_t n = (size_t)B * IMAGE_CHANNELS * H * W;
-    int elements = IMAGE_CHANNELS * H * W;
-    Floats images(n, 0.5f), signal(1000), noise(1000), weights(1000), target(n), x(n),
-        losses((size_t)B * loss_parts(elements));
-    size_t padded_n = n / IMAGE_CHANNELS * PIXEL;
-    Layer x_t(padded_n), input(padded_n), out(padded_n), dout(padded_n);
+    size_t n = (size_t)B * H * W * PIXEL;
+    int channels = 1 + predict % 4;
+    Floats images((size_t)B * channels * H * W, 0.5f), signal(1000), noise(1000), weights(1000), target(n),
+        x(n), losses((size_t)B * loss_parts(H * W));
+    Layer x_t(n), input(2 * n), out(2 * n), dout(n);
     Pair<int> t(some_timesteps(B));
     StepState some_step = StepState();
     some_step.step = 123456;
     Pair<StepState> state(std::vector<StepState>(1, some_step));
-    check("add noise", shape, {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}},
+    check("add noise", shape, {{&x_t, KEPT, "x_t", LIMIT}, {&target, KEPT, "target", FLOAT_LIMIT}},
           [&](auto on) {
-              Noising by = {on(signal), on(noise), predict, 0.3f, 77};
+              Noising by = {on(signal), on(noise), predict, channels, 0.3f, 77};
               Samples samples = {5, on(t), with_state ? &on(state)->step : nullptr};
               on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
@@ -844,44 +867,39 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
           });
     target.upload();
 
-    Output input_output = {&input, WRITTEN, "input", LIMIT};
-    std::vector<PictureNoise> noises = noise_of_seeds(consecutive_seeds(41, B));
-    noises.back() = {7, 4000000000u, 0.8f, 0.6f};
-    Pair<PictureNoise> begins(noises);
+    Output input_output = {&input, KEPT, "input", LIMIT};
+    std::vector<Beginning> noises = begin_with(consecutive(41, B));
+    noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
+    Pair<Beginning> begins(noises);
     Floats limits(B, 0.1f), saved(n);
     auto drawing = [&](auto on) {
         return Drawing<typename decltype(on)::T>{
-            {on(input), B, H, W, PIXEL}, on(x), on(saved), on(begins), on(limits)};
+            {on(input), B, H, W, PIXEL}, on(out), n, channels, on(x), on(saved), on(begins), on(limits)};
     };
-    check("start pictures", shape, {{&x, WRITTEN, "x", FLOAT_LIMIT}, input_output},
+    check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output},
           [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
-                on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), on(out), s});
+                on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), s});
             });
             limits.upload();
             check("update pictures", shape,
                   {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
                   [&](auto on) {
-                      on.run(UpdatePictures<typename decltype(on)::T>{drawing(on), on(out), s});
+                      on.run(UpdatePictures<typename decltype(on)::T>{drawing(on), s});
                   });
         }
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
         check("mean squared error", shape, outputs, [&](auto on) {
-            on.run(MeanSquaredError<typename decltype(on)::T>{.losses = on(losses),
-                                                              .dout = on(dout, training),
-                                                              .out = on(out),
-                                                              .target = on(target),
-                                                              .timesteps = on(t, training),
-                                                              .weights = on(weights, training),
-                                                              .B = B,
-                                                              .n = elements,
-                                                              .total = 3 * n});
+            BatchLoss batch = {on(losses), on(t), on(weights, training), B, H * W, channels, 1000};
+            on.run(MeanSquaredError<typename decltype(on)::T>{batch, 0, B, on(out), on(target),
+                                                              on(dout, training)});
         });
     }
 }
@@ -921,20 +939,33 @@ static void test_philox(int n) {
 
 static void test_step(int count, int batch, int size, int64_t step, int lr_schedule, bool bytes) {
     std::string shape = text("%d images of %d, batch %d, step %lld", count, size, batch, (long long)step);
-    int slots = 2 * (batch / count + 2), elements = IMAGE_CHANNELS * size * size;
+    int slots = 2 * (batch / count + 2), channels = 1 + size % 4, elements = channels * size * size;
     std::vector<int> shuffled((size_t)slots * count);
     for (size_t i = 0; i < shuffled.size(); i++) shuffled[i] = (int)(i * 7 % count);
     std::vector<uint8_t> values((size_t)count * elements);
     for (size_t i = 0; i < values.size(); i++) values[i] = (uint8_t)((uint32_t)i * 2654435761u >> 24);
-    Pair<int> order(shuffled), timesteps(some_timesteps(batch)), sources(some_timesteps(batch));
+    Pair<int> order(shuffled), timesteps(some_timesteps(batch)), sources(some_timesteps(batch)),
+        labels(some_timesteps(count)), told(some_timesteps(batch));
     Pair<uint8_t> byte_pixels(values);
     Floats pixels(values.size(), 0.5f), images((size_t)batch * elements);
     StepState before = StepState();
     before.step = step, before.history.skipped = 2;
     Pair<StepState> state(std::vector<StepState>(1, before));
     auto source = [&](auto on) {
-        return BatchSource{
-            on(byte_pixels, bytes), on(pixels, !bytes), on(order), count, slots, batch, size, 1, 1000, 99};
+        return BatchSource{on(byte_pixels, bytes),
+                           on(pixels, !bytes),
+                           on(order),
+                           count,
+                           slots,
+                           batch,
+                           size,
+                           channels,
+                           1,
+                           1000,
+                           99,
+                           on(labels),
+                           1000,
+                           0.3f};
     };
     Config config = default_config();
     config.optimiser.lr_schedule = lr_schedule, config.optimiser.warmup_steps = 100,
@@ -942,7 +973,8 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     config.optimiser.weight_decay = 0.01f, config.optimiser.final_lr_fraction = 0.1f,
     config.optimiser.ema_rate[1] = 0.9999f;
     std::vector<Output> outputs = {{&timesteps, WRITTEN, "timesteps", EXACT},
-                                   {&sources, WRITTEN, "sources", EXACT}};
+                                   {&sources, WRITTEN, "sources", EXACT},
+                                   {&told, WRITTEN, "labels", EXACT}};
     static const char* const NAMES[] = {
         "step", "lr",          "weight decay", "beta1",      "beta2",
         "eps",  "correction1", "correction2",  "EMA weight", "2nd EMA weight"};
@@ -952,6 +984,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
         on.run(BeginStep{.state = on(state),
                          .timesteps = on(timesteps),
                          .sources = on(sources),
+                         .labels = on(told),
                          .source = source(on),
                          .hyper = config.optimiser});
     });
@@ -975,7 +1008,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     std::string shape =
         text("%d of %d elements, %zu parameters%s", batch, elements, parameters, WHAT[broken]);
     Pair<int> t(some_timesteps(batch));
-    Floats weights(1000, 0.2f, 1), losses((size_t)batch * loss_parts(elements), 500, 4000),
+    Floats weights(1000, 0.2f, 1), losses((size_t)batch * loss_parts(elements / PIXEL), 500, 4000),
         norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
     if (broken == 1) losses.host.back() = NAN;
     if (broken == 2) norms.host[0] = INFINITY;
@@ -985,7 +1018,8 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     before.history.seen = broken == 5 ? WINDOW_LEAST - 1 : 1000;
     double loss = 0, norm = 0;
     for (size_t i = 0; i < losses.host.size(); i++)
-        loss += (double)weights.host[t.host[i / loss_parts(elements)]] * losses.host[i] / batch / elements;
+        loss += (double)weights.host[t.host[i / loss_parts(elements / PIXEL)]] * losses.host[i] / batch /
+                elements;
     for (float part : norms.host) norm += part;
     if (broken == 1) loss = 1;
     if (broken == 2) norm = 1;
@@ -1011,7 +1045,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     if (broken != 2) outputs.push_back({&state, KEPT, "clip", FLOAT_LIMIT, CLIP, FIELDS});
     outputs.push_back({&state, KEPT, "window", FLOAT_LIMIT, HISTORY + 1000 % WINDOW, FIELDS});
     check("finish step", shape, outputs, [&](auto on) {
-        BatchLoss batch_loss = {on(losses), on(t), on(weights), batch, elements, 1000};
+        BatchLoss batch_loss = {on(losses), on(t), on(weights), batch, elements / PIXEL, PIXEL, 1000};
         on.run(FinishStep{on(state), batch_loss, on(norms), parameters, config.optimiser});
     });
     const StepState &after = state.host[0], &result = state.host[1 + before.step % RESULT_SLOTS];
@@ -1090,7 +1124,7 @@ static void check_tiny() {
     test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, false);
     test_step(5, 7, 6, 3, LR_COSINE, true);
     test_finish(1, 10000, 200000, 0), test_finish(3, 10000, 200000, 3);
-    test_optimiser(70003, 2, true), test_optimiser(3, 0, true);
+    test_optimiser(70004, 2, true), test_optimiser(4, 0, true);
     test_philox(1000);
     report_lines();
 }
@@ -1243,10 +1277,10 @@ static void check_all(const Plan& plan) {
         test_step(100, 300, 8, (int64_t)1 << 33, LR_CONSTANT, false);
     for (int broken = 0; broken < 6; broken++)
         test_finish(1, 10000, 200000, broken), test_finish(32, 12288, 20494211, broken);
-    test_optimiser(3000003, 1, true), test_optimiser(65536 + 7, 0, true);
+    test_optimiser(3000004, 1, true), test_optimiser(65536 + 8, 0, true);
     for (int emas = 0; emas <= MAX_EMAS; emas++)
-        test_optimiser(3, emas, true), test_optimiser(70001, emas, true);
-    test_optimiser(70001, 2, false);
+        test_optimiser(4, emas, true), test_optimiser(70004, emas, true);
+    test_optimiser(70004, 2, false);
     test_philox(2000000);
     report_lines();
 }
@@ -1473,17 +1507,29 @@ static Flags with(Flags flags, const Flags& more) {
 // Fresh weights and N(0, 0.02^2) on every parameter: as initialised, nearly every gradient is exactly zero.
 static void perturbed_weights(Model* m, uint32_t seed) {
     initialise_weights(m, seed);
-    size_t P = m->plan.num_parameters;
-    std::vector<float> weights(P), noise = normals_of(seed + 77, P);
-    backend_download(weights.data(), m->master, P * sizeof(float));
-    for (size_t i = 0; i < P; i++) weights[i] += 0.02f * noise[i];
-    backend_upload(m->master, weights.data(), P * sizeof(float));
+    for (const Parameter& t : m->plan.tensors) {
+        std::vector<float> noise = normals_of(seed + 77 + (uint32_t)t.offset, t.count), weights(t.size),
+                           reordered(t.size);
+        reorder(reordered.data(), noise.data(), t, true);
+        backend_download(weights.data(), m->master + t.offset, t.size * sizeof(float));
+        for (size_t i = 0; i < t.size; i++) weights[i] += 0.02f * reordered[i];
+        backend_upload(m->master + t.offset, weights.data(), t.size * sizeof(float));
+    }
+}
+
+// Normals (pixels, PIXEL), zeros behind the channels.
+static std::vector<float> random_pixels(uint32_t seed, size_t pixels, int channels) {
+    std::vector<float> values = normals_of(seed, pixels * PIXEL);
+    for (size_t i = 0; i < values.size(); i++)
+        if ((int)(i % PIXEL) >= channels) values[i] = 0;
+    return values;
 }
 
 // Random images, target and timesteps for the first B images of the model.
 static void random_batch(Model* m, int B, uint32_t seed) {
-    size_t n = (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
-    std::vector<float> input = normals_of(seed, n), target = normals_of(seed + 1, n);
+    size_t pixels = (size_t)B * m->config.image_size * m->config.image_size, n = pixels * PIXEL;
+    std::vector<float> input = random_pixels(seed, pixels, m->config.in_channels),
+                       target = random_pixels(seed + 1, pixels, m->config.in_channels);
     std::vector<int> timesteps(B);
     for (int b = 0; b < B; b++) timesteps[b] = (int)random_timestep(seed, STREAM_TIMESTEP, b, 0, 1000);
     backend_upload(m->input, input.data(), n * sizeof(float));
@@ -1492,15 +1538,11 @@ static void random_batch(Model* m, int B, uint32_t seed) {
 }
 
 static double forward_loss(Model* m, int B) {
-    int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
+    BatchLoss batch = batch_loss(m, B);
+    batch.weights = nullptr;
     unet_forward(m, B);
-    run(MeanSquaredError<floatX>{.losses = m->losses,
-                                 .dout = m->plan.training ? unet_output_gradient(m) : nullptr,
-                                 .out = unet_output(m),
-                                 .target = m->target,
-                                 .B = B,
-                                 .n = n,
-                                 .total = (size_t)B * n});
+    run(MeanSquaredError<floatX>{batch, 0, B, unet_output(m), m->target,
+                                 m->plan.training ? unet_output_gradient(m) : nullptr});
     return loss_of(m, B);
 }
 
@@ -1510,11 +1552,10 @@ static std::vector<float> downloaded(const float* from, size_t n) {
     return values;
 }
 static std::vector<float> gradients_of(const Model* m) {
-    return downloaded(m->gradients, m->plan.num_parameters);
+    return downloaded(m->gradients, m->plan.num_floats);
 }
 static std::vector<float> output_values(const Model* m, int B) {
-    return downloaded(unet_output(m),
-                      (size_t)B * IMAGE_CHANNELS * m->config.image_size * m->config.image_size);
+    return downloaded(unet_output(m), (size_t)B * PIXEL * m->config.image_size * m->config.image_size);
 }
 
 // Every layer's memory as if nobody had ever written there: bytes of 255 are NaN in any float type.
@@ -1673,6 +1714,7 @@ struct Orders {
         BeginStep{.state = &state,
                   .timesteps = &timestep,
                   .sources = &image,
+                  .labels = nullptr,
                   .source = source,
                   .hyper = Config().optimiser}(0);
         return image;
@@ -1824,7 +1866,7 @@ static void test_finite_differences() {
     build_model(&m, config_of(toy_flags()), B, true);
     perturbed_weights(&m, 11);
     random_batch(&m, B, 12);
-    size_t P = m.plan.num_parameters;
+    size_t P = m.plan.num_floats;
     std::vector<float> weights = downloaded(m.master, P), direction(P);
     backend_zero(m.gradients, P * sizeof(float));
     forward_loss(&m, B);
@@ -1926,12 +1968,12 @@ static void test_plan() {
     std::sort(tensors.begin(), tensors.end(),
               [](const Parameter& a, const Parameter& b) { return a.offset < b.offset; });
     for (const Parameter& t : tensors) {
-        chained &= t.offset == offset && t.count > 0;
-        offset += t.count;
+        chained &= t.offset == offset && t.count > 0 && t.size >= t.count;
+        offset += t.size;
         names.push_back(t.name);
     }
     std::sort(names.begin(), names.end());
-    chained &= offset == plan.num_parameters && std::unique(names.begin(), names.end()) == names.end();
+    chained &= offset == plan.num_floats && std::unique(names.begin(), names.end()) == names.end();
     report(plan.num_parameters == 20494211 && chained, "plan of the default model",
            "%zu parameters in %zu tensors, without gaps, each name once", plan.num_parameters,
            plan.tensors.size());
@@ -2018,7 +2060,7 @@ static void test_configurations() {
             output[k] = output_values(m, used);
             if (!std::isfinite(loss)) bad = described + ": forward";
             if (k == 2) continue;
-            backend_zero(m->gradients, m->plan.num_parameters * sizeof(float));
+            backend_zero(m->gradients, m->plan.num_floats * sizeof(float));
             unet_backward(m, used);
             gradient[k] = gradients_of(m);
             double sum = 0;
@@ -2187,7 +2229,8 @@ static void test_refusals() {
 static Dataset random_images(int count, int size, uint32_t seed) {
     Dataset data;
     data.count = count, data.size = size;
-    data.bytes.resize((size_t)count * IMAGE_CHANNELS * size * size);
+    data.channels = 3;
+    data.bytes.resize((size_t)count * 3 * size * size);
     for (size_t i = 0; i < data.bytes.size(); i++) data.bytes[i] = random_word(seed, 1003, i, 0, 0) >> 24;
     return data;
 }
@@ -2213,8 +2256,8 @@ static void test_threads() {
             sum += (double)result.loss + result.norm;
         }
         losses.push_back(sum);
-        weights.push_back(downloaded(t.model.master, t.model.plan.num_parameters));
-        std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_parameters);
+        weights.push_back(downloaded(t.model.master, t.model.plan.num_floats));
+        std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_floats);
         weights.back().insert(weights.back().end(), ema.begin(), ema.end());
     }
     set_threads(TEST_THREADS);
@@ -2231,8 +2274,8 @@ static void test_batches() {
     Model m = Model();
     build_model(&m, config, B, true);
     perturbed_weights(&m, 8);
-    size_t image = (size_t)IMAGE_CHANNELS * 8 * 8, P = m.plan.num_parameters;
-    std::vector<float> input = normals_of(31, B * image), dout = normals_of(32, B * image);
+    size_t image = (size_t)PIXEL * 8 * 8, P = m.plan.num_floats;
+    std::vector<float> input = random_pixels(31, B * 64, 3), dout = random_pixels(32, B * 64, 3);
     std::vector<int> timesteps = {0, 999, 17, 500, 250};
     // images [first, first + n) forward and backward; gradients add up
     auto run = [&](int first, int n) {
@@ -2273,14 +2316,14 @@ static void test_sampling() {
         Config config = config_of(
             with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
-        size_t n = (size_t)IMAGE_CHANNELS * 8 * 8;
+        size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
             std::vector<float> pictures, one, strip;
-            same &= draw_pictures(&m, &pictures, noise_of_seeds({100, 5, 102, 7}), false, &strip, 3) &&
-                    draw_pictures(&m, &one, noise_of_seeds({102}), false);
+            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip, 3) &&
+                    draw_pictures(&m, &one, begin_with({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
@@ -2448,7 +2491,7 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
         Model m = Model();
         build_model(&m, smallest_config(), 1, kind == CHECKPOINT);
         perturbed_weights(&m, 5);
-        for (size_t i = 0; kind == CHECKPOINT && i < m.plan.num_parameters; i++)
+        for (size_t i = 0; kind == CHECKPOINT && i < m.plan.num_floats; i++)
             m.adam_m[i] = (float)i, m.adam_v[i] = 2 * (float)i;
         if (kind == WEIGHTS) m.ema[0] = m.ema[1] = nullptr;
         write_checkpoint(v.path, m, 40, 0.25f, some_history());
@@ -2466,13 +2509,15 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
 // What a program does with such a file, and what must then hold. Returns what is wrong, "" where nothing is.
 static std::string use_file(const Victim& v, bool read_data) {
     if (v.kind <= OLD_IMAGES) {
-        Dataset data = read_images(v.path, v.image_size);
-        size_t elements = (size_t)data.count * IMAGE_CHANNELS * data.size * data.size;
+        Config config = {};
+        config.image_size = v.image_size, config.in_channels = 3;
+        Dataset data = read_images(v.path, config);
+        size_t elements = (size_t)data.count * 3 * data.size * data.size;
         if (data.count < 1 || data.size < 1 || data.bytes.size() + data.floats.size() != elements)
             return "a set of images with wrong sizes";
-        std::vector<float> image((size_t)IMAGE_CHANNELS * data.size * data.size);
+        std::vector<float> image((size_t)3 * data.size * data.size);
         for (int index : {0, data.count - 1}) {
-            copy_image(image.data(), data, index);
+            for (size_t e = 0; e < image.size(); e++) image[e] = data.value(index * image.size() + e);
             for (float value : image)
                 if (!(value >= -1.01f && value <= 1.01f)) return "a pixel outside [-1, 1]";
         }
@@ -2500,7 +2545,7 @@ static std::string use_file(const Victim& v, bool read_data) {
         if (s->bytes != plan.num_parameters * sizeof(float) || s->offset < HEADER_BYTES)
             return text("a section %s of a wrong length", section);
         if (!read_data) continue;
-        std::vector<float> values(plan.num_parameters);
+        std::vector<float> values(plan.num_floats);
         read_parameters(values.data(), file, section, plan);
         if (!all_finite(values.data(), values.size()))
             return text("a section %s that is no numbers", section);
@@ -2584,10 +2629,10 @@ static void test_valid_files(std::vector<Victim>* victims) {
     build_model(&m, file.config, 1, true);
     read_parameters(m.master, file, "weights", m.plan);
     read_parameters(m.adam_m, file, "adam_m", m.plan);
-    std::vector<float> stored = downloaded(m.master, m.plan.num_parameters);
+    std::vector<float> stored = downloaded(m.master, m.plan.num_floats);
     History history = some_history();
     perturbed_weights(&m, 5);
-    bool same = downloaded(m.master, m.plan.num_parameters) == stored && m.adam_m[77] == 77.0f &&
+    bool same = downloaded(m.master, m.plan.num_floats) == stored && m.adam_m[77] == 77.0f &&
                 file.step == 40 && file.smoothed == 0.25f && file.config.optimiser.lr_steps == 123 &&
                 !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file &&
                 same_bits(&file.history, &history, sizeof history);
@@ -2631,7 +2676,7 @@ static void test_valid_files(std::vector<Victim>* victims) {
     Metrics log;
     log.read(metrics, 10, &best);
     log.open();
-    log.add("{\"step\": 11, \"loss\": 0.2}");
+    log.add("{\"step\": 11, \"loss\": 0.2}\n");
     log.close();
     kept = file_text(metrics);
     report(kept == before + "{\"step\": 11, \"loss\": 0.2}\n" && best.step == 8 && best.loss == 0.25,
@@ -2689,7 +2734,7 @@ static void test_config_files() {
     // Random bytes in such a file: an answer or one sentence.
     int accepted = 0, rejected = 0;
     std::string whole = config_text(default_config());
-    for (int i = 0; i < 3000; i++) {
+    for (int i = 0; i < 4000; i++) {
         std::string broken = whole;
         for (int k = dice.below(3); k >= 0; k--) {
             size_t at = dice.below((uint32_t)broken.size());
@@ -3271,20 +3316,12 @@ static void pointwise_case(const Case& c, Verdict* v) {
         v->compare("out", out, c.at("out"));
     } else {  // mse; args: B, elements of a sample, timesteps
         int B = c.arg(0), n = c.arg(1), T = c.arg(2);
-        std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n)),
+        std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n / PIXEL)),
                            weights = c.floats("weights"), no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
-        cpu::run(MeanSquaredError<float>{.losses = losses.data(),
-                                         .dout = dx.data(),
-                                         .out = x.data(),
-                                         .target = target.data(),
-                                         .timesteps = t.data(),
-                                         .weights = weights.data(),
-                                         .B = B,
-                                         .n = n,
-                                         .total = x.size()});
+        BatchLoss loss = {losses.data(), t.data(), weights.data(), B, n / PIXEL, PIXEL, T};
+        cpu::run(MeanSquaredError<float>{loss, 0, B, x.data(), target.data(), dx.data()});
         std::vector<StepState> state(1 + RESULT_SLOTS);
-        BatchLoss loss = {losses.data(), t.data(), weights.data(), B, n, T};
         cpu::run(FinishStep{state.data(), loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state[0].loss}, c.at("loss"));
         const float* sums = state[0].quartile_sums;
@@ -3292,12 +3329,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
         for (int q = 0; q < 4; q++)
             v->note("samples of a quartile", state[0].quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
-        cpu::run(MeanSquaredError<float>{.losses = only.data(),
-                                         .out = x.data(),
-                                         .target = target.data(),
-                                         .B = B,
-                                         .n = n,
-                                         .total = x.size()});
+        loss.parts = only.data();
+        for (int b = 0; b < B; b++)  // a sample at a time
+            cpu::run(
+                MeanSquaredError<float>{loss, b, 1, x.data() + (size_t)b * n, target.data() + (size_t)b * n});
         v->note("loss without gradient", only == losses ? 0 : INFINITY);
     }
     v->compare("dx", dx, c.at("dx"));
@@ -3324,19 +3359,17 @@ static void test_model(const char* weights, const char* state) {
     WeightsFile file = open_weights(weights);
     Case c = read_cases(state).at(0);
     for (Case& other : read_cases(state)) c.tensors[other.name] = other.tensors.begin()->second;
-    int B = (int)c.at("t").size(), H = file.config.image_size;
-    size_t n = c.at("x").size();
+    int B = (int)c.at("t").size(), H = file.config.image_size, C = file.config.in_channels;
+    size_t n = (size_t)B * H * H * PIXEL;
     Model m = Model();
     build_model(&m, file.config, B, true);
     read_parameters(m.master, file, "weights", m.plan);
     poison(&m);
-    auto interleaved = [&](const std::string& what) {  // (B, 3, H, W) -> (B, H, W, 3)
+    auto interleaved = [&](const std::string& what) {  // (B, C, H, W) -> (B, H, W, PIXEL)
         std::vector<double> to(n);
         const std::vector<double>& from = c.at(what);
-        for (size_t i = 0; i < n; i++) {
-            size_t b = i / (3 * H * H), channel = i / (H * H) % 3, pixel = i % (H * H);
-            to[(b * H * H + pixel) * 3 + channel] = from.at(i);
-        }
+        for (size_t i = 0; i < from.size(); i++)
+            to[(i / (C * H * H) * H * H + i % (H * H)) * PIXEL + i / (H * H) % C] = from[i];
         return to;
     };
     std::vector<double> x = interleaved("x"), target = interleaved("target");
@@ -3345,8 +3378,12 @@ static void test_model(const char* weights, const char* state) {
     backend_upload(m.input, input.data(), n * sizeof(float));
     backend_upload(m.target, wanted.data(), n * sizeof(float));
     backend_upload(m.timesteps, t.data(), B * sizeof(int));
+    if (m.labels) {
+        std::vector<int> labels(c.at("y").begin(), c.at("y").end());
+        backend_upload(m.labels, labels.data(), B * sizeof(int));
+    }
     double loss = forward_loss(&m, B);
-    backend_zero(m.gradients, m.plan.num_parameters * sizeof(float));
+    backend_zero(m.gradients, m.plan.num_floats * sizeof(float));
     unet_backward(&m, B);
 
     Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
@@ -3447,12 +3484,18 @@ static void twin_case(const Case& c, Verdict* v) {
         config.predict = c.arg(0), config.noise_schedule = c.arg(1), config.zero_terminal_snr = c.arg(2);
         config.sampler = c.arg(3), config.sample_steps = c.arg(4), config.threshold = c.arg(5);
         config.diffusion_steps = c.arg(6), config.eta = (float)c.at("reals")[0];
-        int B = 2, H = c.arg(7), image = IMAGE_CHANNELS * H * H;
+        int B = 2, H = c.arg(7), image = PIXEL * H * H;
         std::vector<double> abar = make_abar(config);
-        std::vector<PictureNoise> begins = noise_of_seeds({c.word(8), c.word(9)});
+        std::vector<Beginning> begins = begin_with({c.word(8), c.word(9)});
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
-        Drawing<float> drawing = {tensor_of(input, B, H, H, IMAGE_CHANNELS), x.data(), saved.data(),
-                                  begins.data(), limits.data()};
+        Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
+                                  out.data(),
+                                  0,
+                                  3,
+                                  x.data(),
+                                  saved.data(),
+                                  begins.data(),
+                                  limits.data()};
         cpu::run(StartPictures<float>{drawing});
         for (const SamplerStep& s : make_sampler(config)) {
             double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
@@ -3463,14 +3506,13 @@ static void twin_case(const Case& c, Verdict* v) {
                                  : config.predict == PREDICT_V ? a * eps - b * x0
                                                                : x0);
             }
-            cpu::run(ThresholdLimits<float>{drawing, out.data(), s});
-            cpu::run(UpdatePictures<float>{drawing, out.data(), s});
+            cpu::run(ThresholdLimits<float>{drawing, s});
+            cpu::run(UpdatePictures<float>{drawing, s});
         }
-        wrong = x.size() != n;
+        wrong = n != (size_t)B * 3 * H * H;
         for (size_t i = 0; i < n && !wrong; i++) {
-            size_t b = i / image, e = i % image;
-            v->note(text("value %zu", i),
-                    fabs(x[b * image + e % (H * H) * IMAGE_CHANNELS + e / (H * H)] - values[i]));
+            size_t b = i / (3 * H * H), channel = i / (H * H) % 3, pixel = i % (H * H);
+            v->note(text("value %zu", i), fabs(x[b * image + pixel * PIXEL + channel] - values[i]));
         }
     } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped; reals: lr, last fraction, rates
         const std::vector<double>& reals = c.at("reals");  // at: steps; values (n, 3)
@@ -3504,13 +3546,15 @@ static void test_twin(const char* path) {
 // Files are read to the same floats in NumPy, bit for bit, upright and mirrored.
 static void test_images(const char* path, int size, const char* expected) {
     Case c = read_cases(expected).at(0);
-    Dataset data = read_images(path, size);
+    Config config = {};
+    config.image_size = size, config.in_channels = 3;
+    Dataset data = read_images(path, config);
     const std::vector<double>&upright = c.at("upright"), &mirrored = c.at("mirrored");
-    size_t elements = (size_t)IMAGE_CHANNELS * data.size * data.size, wrong = 0;
+    size_t elements = (size_t)3 * data.size * data.size, wrong = 0;
     std::vector<float> image(elements);
     BatchSource source = BatchSource();
     source.bytes = data.bytes.empty() ? nullptr : data.bytes.data(), source.floats = data.floats.data();
-    source.batch = 1, source.size = data.size;
+    source.batch = 1, source.size = data.size, source.channels = 3;
     bool ok = upright.size() == data.count * elements && mirrored.size() == upright.size();
     for (int i = 0; ok && i < data.count; i++)
         for (bool flipped : {false, true}) {
@@ -3526,7 +3570,7 @@ static void test_images(const char* path, int size, const char* expected) {
 static void test_same_weights(const char* first, const char* second) {
     WeightsFile a = open_weights(first), b = open_weights(second);
     Plan plan = make_plan(a.config, 1, false), other = make_plan(b.config, 1, false);
-    std::vector<float> x(plan.num_parameters), y(other.num_parameters);
+    std::vector<float> x(plan.num_floats), y(other.num_floats);
     read_parameters(x.data(), a, "weights", plan), read_parameters(y.data(), b, "weights", other);
     bool named = plan.tensors.size() == other.tensors.size();
     for (size_t i = 0; named && i < plan.tensors.size(); i++)
@@ -3648,7 +3692,7 @@ static void test_microbatch(double limit) {
         backend_upload(m->master, values.data(), values.size() * sizeof(float));
         use_weights(m, m->master);
         t.images.count = 7, t.images.size = config.image_size;
-        t.images.bytes.resize((size_t)7 * IMAGE_CHANNELS * 16 * 16);
+        t.images.bytes.resize((size_t)7 * 3 * 16 * 16), t.images.channels = 3;
         for (size_t i = 0; i < t.images.bytes.size(); i++)
             t.images.bytes[i] = (uint8_t)random_word(2, STREAM_PERTURB, (uint32_t)i, 0, 0);
         prepare_steps(&t);

@@ -18,8 +18,8 @@
 //              group's statistics.
 // Layout       Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
 //              PyTorch's order; every other weight lies in memory as it does in files. The weights follow
-//              each other in another order than in files: see join_projections. On a GPU an image's three
-//              channels, and their weights, are followed by zeros: see padded.
+//              each other in another order than in files: see join_projections. An image's channels, and
+//              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
 // Gradients    Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
@@ -75,21 +75,21 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #if defined(_OPENMP)
@@ -224,7 +224,7 @@ static double seconds_now() {
 
 // ---- configuration ----------------------------------------------------------------------------------------
 
-enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, IMAGE_CHANNELS = 3, MAX_ATTENTION_SIZE = 512 };
+enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
@@ -245,7 +245,9 @@ struct Config {
     char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
     char output_dir[MAX_PATH_LENGTH], config[MAX_PATH_LENGTH];
     // architecture
-    int image_size, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
+    int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
+    int class_cond, num_classes;
+    float cond_drop_prob;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
@@ -256,9 +258,9 @@ struct Config {
     float min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
-    char seeds[MAX_PATH_LENGTH];
+    char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
-    float eta;
+    float eta, guidance_scale;
     // what to do
     int resume_given, print_config, dry_run, help;
 };
@@ -273,7 +275,25 @@ static int list_length(const T (&list)[N]) {
     return (int)(std::find(list, list + N, 0) - list);
 }
 
+// Whether pictures are drawn once more without their class; how many at a time, of `batch` of the network.
+static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
+static int pictures_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
+
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
+
+// Rows of the label embedding: a class each, and what stands for no class where labels are dropped; 0: none.
+static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
+
+// In which part of the chain, from 0, the least noise, to 1, pictures are guided.
+static std::pair<float, float> guidance_interval(const Config& c) {
+    std::pair<float, float> part = {0, 1};
+    char more;
+    if (!*c.guidance_interval) return part;
+    int numbers = sscanf(c.guidance_interval, "%f,%f%c", &part.first, &part.second, &more);
+    if (numbers != 2 || !(part.first >= 0 && part.first <= part.second && part.second <= 1))
+        fail("--guidance_interval '%s' is not two numbers from 0 to 1 such as 0.2,0.8", c.guidance_interval);
+    return part;
+}
 
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) {
@@ -290,8 +310,7 @@ static void check_config(const Config& c) {
     for (int i = 0; i < levels; i++) {
         int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
         if (width > 8192)
-            fail("--channel_mult %d makes a level %d channels wide; 8192 is the most", c.channel_mult[i],
-                 width);
+            fail("--channel_mult %d makes a level %d wide; 8192 is the most", c.channel_mult[i], width);
         if (width % c.norm_groups)
             fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
         if (width / c.norm_groups < 2)
@@ -299,7 +318,7 @@ static void check_config(const Config& c) {
                  c.norm_groups, width / 4);
         bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
         if (attention && size > MAX_ATTENTION_SIZE)
-            fail("attention at %dx%d does not fit; use more levels or other --attention_resolutions", size,
+            fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
                  size);
 #ifdef __CUDACC__
         if (attention && (c.num_head_channels % 16 || c.num_head_channels > 128))
@@ -310,20 +329,26 @@ static void check_config(const Config& c) {
             fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
                  c.num_head_channels, width, size, size);
     }
+    if (c.class_cond && !c.num_classes)
+        fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
+    if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
+        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob", c.guidance_scale);
+    guidance_interval(c);
+    if (is_guided(c) && microbatch_of(c) < 2)
+        fail("--guidance_scale %g takes two images at a time: use --microbatch 2", c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
         fail(
-            "--diffusion_steps %d is too few for --noise_schedule linear, whose last beta would be %.3g; use "
-            "21 or more, or cosine",
+            "--diffusion_steps %d is too few for a linear schedule: its last beta is %.3g; use 21 or more, "
+            "or cosine",
             c.diffusion_steps, 20.0 / c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
-        fail("--sample_steps %d is more than the chain's --diffusion_steps %d", c.sample_steps,
-             c.diffusion_steps);
+        fail("--sample_steps %d is more than --diffusion_steps %d", c.sample_steps, c.diffusion_steps);
 }
 
 // ===========================================================================================================
@@ -442,16 +467,16 @@ static void backend_replay(Recording* recording, Launches launches);
 static void backend_forget(Recording* recording);
 inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32, and how that was computed; 0: not known.
-static double backend_peak(std::string* source);
+static double backend_peak(std::string* source = nullptr);
 
-// What a launcher costs: PROFILE("3x3 dW", {operations, bytes}) at its head, for dev/profile.cu.
+// PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/profile.cu.
 #ifndef PROFILE
 #define PROFILE(...)
 #endif
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
-enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS };
+enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
 struct Parameter {
@@ -465,29 +490,11 @@ struct Parameter {
 
 static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
 
-// Kernels load 16 bytes of channels at a time, so that in the CUDA build channels come in multiples of 8.
-// Only an image's are no such multiple; zeros follow them. The weights of these are zeros too, which the
-// optimiser leaves zeros, because their gradients are.
-#ifdef __CUDACC__
-enum { CHANNEL_MULTIPLE = 8 };
-#else
-enum { CHANNEL_MULTIPLE = 1 };
-#endif
-HOST_DEVICE static constexpr int padded(int channels) {
-    return (channels + CHANNEL_MULTIPLE - 1) / CHANNEL_MULTIPLE * CHANNEL_MULTIPLE;
-}
-enum { PIXEL = padded(IMAGE_CHANNELS) };  // elements from one pixel to the next, as the network has images
-// Where element i of (B, H, W, 3) is in (B, H, W, PIXEL), and its setting, with the zeros behind the last.
-HOST_DEVICE static inline size_t padded_at(size_t i) {
-    return i / IMAGE_CHANNELS * PIXEL + i % IMAGE_CHANNELS;
-}
-template <typename T>
-HOST_DEVICE static inline void set_padded(T* padded, size_t i, float value) {
-    T* at = padded + padded_at(i);
-    *at = (T)value;
-    if (i % IMAGE_CHANNELS == IMAGE_CHANNELS - 1)
-        for (int zero = 1; zero <= PIXEL - IMAGE_CHANNELS; zero++) at[zero] = (T)0.0f;
-}
+// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8. Only an image's are
+// no such multiple; zeros follow them. The weights of these are zeros too, which the optimiser leaves zeros,
+// because their gradients are.
+enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
+static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
 
 // From PyTorch's order, (count), to the order in memory, (size), or back. Only 3x3 weights differ, (O, C, 3,
 // 3) against (O, 3, 3, C), and what is padded.
@@ -583,8 +590,8 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
 
 HOST_DEVICE static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample,
                                                    uint32_t step, int diffusion_steps) {
-    return (uint32_t)(((uint64_t)random_word(seed, stream, 0, sample, step) * (uint32_t)diffusion_steps) >>
-                      32);
+    uint64_t word = random_word(seed, stream, 0, sample, step);
+    return (uint32_t)(word * (uint32_t)diffusion_steps >> 32);
 }
 
 // The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws are keyed by the epoch.
@@ -713,16 +720,27 @@ LAYER_TYPES(floatX)
 
 namespace DEVICE {
 
-// out (B, H, W, O) = F.linear(x, w, bias) + residual: a 1x1 convolution, or the rows of an embedding.
-static void linear_forward(Tensor out, Joined x, Linear layer, Forward options = {});
-// dx = [+=] dout w; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)). dx without data: not wanted. On
-// the GPU dw and dbias are under way until backend_join; so they are in conv3x3_backward.
-static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options = {});
+// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, of 9 taps; of one,
+// F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only the latter takes two tensors.
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options);
+// dx = [+=] the same convolution of dout, taps flipped; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1,
+// 2)). dx without data: not wanted. On the GPU dw and dbias are under way until backend_join.
+template <int TAPS>
+static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options);
 
-// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual.
-static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options = {});
-// dx = the same convolution of dout, taps flipped; layer.dw, layer.dbias +=; options.demb = dout.sum((1, 2)).
-static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options = {});
+static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options = {}) {
+    product_forward<9>(out, x, layer, options);
+}
+static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options = {}) {
+    product_backward<9>(dx, dout, x, layer, options);
+}
+static void linear_forward(Tensor out, Joined x, Linear layer, Forward options = {}) {
+    product_forward<1>(out, x, layer, options);
+}
+static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options = {}) {
+    product_backward<1>(dx, dout, x, layer, options);
+}
 
 // x.moments, of a tensor that no product wrote.
 static void channel_moments(Tensor x);
@@ -758,12 +776,6 @@ static const float NORM_EPS = 1e-5f;
 // fields are its arguments, outputs first, and operator() does one item. run() does all of them, on the CPU
 // in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
 // where the tests of a CUDA build also run the layer on the CPU, it is float there.
-struct Items {
-    size_t count;
-    const char* kind = "other";  // what `make profile` counts the layer among, and the bytes that must move
-    double bytes = 0;
-};
-
 namespace DEVICE {
 template <typename Layer>
 static void run(Layer layer);
@@ -799,15 +811,6 @@ HOST_DEVICE static inline Sum team_sum(Sum value) {
 #endif
     return value;
 }
-// *counter += 1, by whichever threads: the order of integers does not matter.
-HOST_DEVICE static inline void team_count(int* counter) {
-#ifdef __CUDA_ARCH__
-    atomicAdd(counter, 1);
-#else
-    ++*counter;
-#endif
-}
-
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
 template <typename T, int N>
 struct alignas(N * sizeof(T)) Vector {
@@ -830,7 +833,7 @@ struct TimestepEmbedding {
     const int* timesteps;
     int max_period;
 
-    Items items() const { return {out.count() / 2, "embedding, SiLU", (double)sizeof(T) * out.count()}; }
+    size_t items() const { return out.count() / 2; }
     HOST_DEVICE void operator()(size_t item) const {
         int half = out.C / 2, i = (int)(item % half);
         size_t b = item / half;
@@ -911,7 +914,7 @@ template <typename T>
 struct SiluForward {
     TensorOf<T> out, x;
 
-    Items items() const { return {x.count(), "embedding, SiLU", 2.0 * sizeof(T) * x.count()}; }
+    size_t items() const { return x.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         float value = (float)x.data[i];
         out.data[i] = (T)(value * sigmoid(value));
@@ -921,9 +924,39 @@ template <typename T>
 struct SiluBackward {
     TensorOf<T> dx, dout, x;
 
-    Items items() const { return {x.count(), "embedding, SiLU", 3.0 * sizeof(T) * x.count()}; }
+    size_t items() const { return x.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         dx.data[i] = (T)((float)dout.data[i] * silu_gradient((float)x.data[i]));
+    }
+};
+
+// out (B, E) = F.embedding(labels, table), the row of table (rows, E) that each of labels (B) names.
+template <typename T>
+struct LabelForward {
+    TensorOf<T> out;
+    const T* table;
+    const int* labels;
+
+    size_t items() const { return out.count(); }
+    HOST_DEVICE void operator()(size_t i) const {
+        out.data[i] = table[(size_t)labels[i / out.C] * out.C + i % out.C];
+    }
+};
+// dtable (rows, E) += for each row the sum of dout's rows that have its label. An item is an element.
+template <typename T>
+struct LabelBackward {
+    float* dtable;
+    TensorOf<T> dout;
+    const int* labels;
+    int rows;
+
+    size_t items() const { return (size_t)rows * dout.C; }
+    HOST_DEVICE void operator()(size_t i) const {
+        int row = (int)(i / dout.C), c = (int)(i % dout.C);
+        float sum = 0;
+        for (int b = 0; b < dout.B; b++)
+            if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
+        dtable[i] += sum;
     }
 };
 
@@ -947,10 +980,7 @@ struct Resample {
     bool accumulate;     // to what `out` holds
 
     enum { N = 16 / sizeof(T) };
-    Items items() const {
-        return {std::min(out.count(), x.count()) / N, "resampling",
-                (double)sizeof(T) * (x.count() + (accumulate ? 2 : 1) * out.count())};
-    }
+    size_t items() const { return std::min(out.count(), x.count()) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         out.H > x.H ? repeat(item * N, Pixels2x2(item * N, x.W, x.C))
                     : sum(item * N, Pixels2x2(item * N, out.W, out.C));
@@ -1024,8 +1054,8 @@ struct Plan {
     bool training;
 };
 
-struct StepState;     // of the step under way: see OPTIMISER
-struct PictureNoise;  // where a picture begins: see DIFFUSION
+struct StepState;  // of the step under way: see OPTIMISER
+struct Beginning;  // of a picture: see DIFFUSION
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
 struct OptimiserMemory {
@@ -1045,16 +1075,17 @@ struct Model : OptimiserMemory {
     char* arena;               // activations, their gradients, scratch: where the plan says
     Arena scratch;             // the part of it that the block under way may take from
     floatX* input;             // (B, H, W, PIXEL): the noised images
-    float* target;             // (B, H, W, 3)
-    float* images;             // (B, 3, H, W): clean, planar, as in the files
+    float* target;             // (B, H, W, PIXEL)
+    float* images;             // (B, C, H, W): clean, planar, as in the files
     int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
     int first;                 // the sample of the batch that this part begins with
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
     StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;          // (batch_size, loss_parts)
     float* norm_parts;      // one a NORM_CHUNK of the parameters
     float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
-    PictureNoise* begins;   // (B): of the pictures being drawn
+    Beginning* begins;      // (B): of the pictures being drawn
     float* limits;          // (B): theirs, for dynamic thresholding
     float* loss_weights;    // (diffusion_steps): what the loss of a timestep counts for
     Memory memory;
@@ -1127,7 +1158,8 @@ static float2* take_sums(Model* m, int B, int H, int C) {
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 
-enum { EMBED_LINEAR1, EMBED_LINEAR2 };
+// With --class_cond a row a class is added before the second SiLU.
+enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 
 struct EmbedBlock {
     const Model* m;
@@ -1137,6 +1169,8 @@ struct EmbedBlock {
     Tensor hidden = part(0), linear2 = part(1), embedding = part(2);
     Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
     Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
+    const int* labels = m->labels ? m->labels + m->first : nullptr;
+    Linear table = labels ? layer_of(m, block, EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
     Linear projections = layer_at(m, 0, size_t(E) * block.O);
 
@@ -1151,7 +1185,8 @@ static void embed_forward(Model* m, const Block& block, int B) {
     run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period});
     linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
     run(SiluForward<floatX>{.out = active, .x = e.hidden});
-    linear_forward(e.linear2, active, e.linear2_layer);
+    if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
+    linear_forward(e.linear2, active, e.linear2_layer, {.residual = e.labels ? e.linear2 : Tensor()});
     run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
     linear_forward(output_of(m, block, B), e.embedding, e.projections);
 }
@@ -1163,6 +1198,7 @@ static void embed_backward(Model* m, const Block& block, int B) {
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
     linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
     run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
+    if (e.labels) run(LabelBackward<floatX>{e.table.dw, dlinear2, e.labels, label_rows(m->config)});
     run(SiluForward<floatX>{.out = active, .x = e.hidden});
     linear_backward(dactive, dlinear2, active, e.linear2_layer);
     run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = e.hidden});
@@ -1317,23 +1353,28 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // ---- plan -------------------------------------------------------------------------------------------------
 
-// Declares a layer's weight and bias, as named_parameters() calls them; `name` is empty or ends in a dot.
-static void add_layer(Plan* plan, Block* block, const std::string& name, std::vector<int> shape, Init init) {
+// Declares a parameter of a block, as named_parameters() calls it.
+static void add_parameter(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
+                          Init init, int fan_in) {
     if (!block->num_params) block->param = (int)plan->tensors.size();
+    Parameter t = {};
+    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in;
+    snprintf(t.name, sizeof t.name, "%s", name.c_str());
+    for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
+    t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
+             : t.ndim == 1 ? padded(shape[0])
+                           : t.count;
+    block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
+    plan->tensors.push_back(t);
+}
+// A layer's weight and bias; `name` is empty or ends in a dot.
+static void add_layer(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
+                      Init init) {
+    std::string layer = std::string(block->name) + "." + name;
     int fan_in = 1;
     for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
-    for (bool is_bias : {false, true}) {
-        Parameter t = {};
-        snprintf(t.name, sizeof t.name, "%s.%s%s", block->name, name.c_str(), is_bias ? "bias" : "weight");
-        t.ndim = is_bias ? 1 : (int)shape.size(), t.count = 1, t.fan_in = fan_in;
-        t.init = is_bias && init == INIT_ONES ? INIT_ZEROS : init;
-        for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
-        t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
-                 : t.ndim == 1 ? padded(shape[0])
-                               : t.count;
-        block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
-        plan->tensors.push_back(t);
-    }
+    add_parameter(plan, block, layer + "weight", shape, init, fan_in);
+    add_parameter(plan, block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init, fan_in);
 }
 
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
@@ -1345,7 +1386,7 @@ static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::st
     if (kind == BLOCK_EMBED) {
         block.C = c.num_channels, block.H = 1;
     } else if (kind == BLOCK_CONV_IN) {
-        block.C = IMAGE_CHANNELS, block.H = c.image_size, block.input = -1;
+        block.C = c.in_channels, block.H = c.image_size, block.input = -1;
     } else {
         const Block& previous = plan->blocks.back();
         block.C = previous.O, block.H = previous.out_H;
@@ -1360,6 +1401,8 @@ static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::st
         case BLOCK_EMBED:
             add_layer(plan, &block, "0.", {O, block.C}, INIT_UNIFORM);
             add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
+            if (int rows = label_rows(c))
+                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL, 0);
             break;
         case BLOCK_CONV_IN: add_layer(plan, &block, "", {O, K, 3, 3}, INIT_UNIFORM); break;
         case BLOCK_RES:
@@ -1527,7 +1570,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         }
     }
     ASSERT(skips.empty());
-    add_block(&plan, c, BLOCK_OUT, "out", IMAGE_CHANNELS);
+    add_block(&plan, c, BLOCK_OUT, "out", c.in_channels);
     join_projections(&plan);
     size_buffers(&plan, c);
     place_buffers(&plan);
@@ -1544,7 +1587,8 @@ static double training_flops(const Plan& plan) {
         for (int k = 0; k < b.num_params; k++) {
             const Parameter& t = plan.tensors[b.param + k];
             int products = k == 0 && b.input < 0 ? 2 : 3;
-            if (t.ndim > 1) flops += products * 2.0 * (double)t.count * (t.ndim == 2 ? 1 : pixels);
+            if (t.ndim > 1 && t.init != INIT_NORMAL)  // rows of a table are no product
+                flops += products * 2.0 * (double)t.count * (t.ndim == 2 ? 1 : pixels);
         }
         if (b.kind == BLOCK_ATTENTION) flops += 3 * 4 * pixels * pixels * b.C;  // scores, and their values
     }
@@ -1651,8 +1695,8 @@ static std::vector<int> space_timesteps(int T, int count) {
 // ---- noising ----------------------------------------------------------------------------------------------
 
 // An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
-// is in the order (3, H, W), as images are in files, and what the network reads in (B, H, W, 3); an item's
-// pixels lie together in both, so that a GPU's threads read and write whole lines.
+// is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL); an
+// item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels, b, first, n;  // pixels = H W; the first of n
     template <typename T>
@@ -1664,16 +1708,16 @@ struct FourPixels {
         b = (int)(item / items), first = 4 * (int)(item % items);
         n = pixels - first < 4 ? pixels - first : 4;
     }
-    HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (3, H, W)
-    HOST_DEVICE size_t at(int i, int c) const {                          // pixel i's, in (B, H, W, 3)
-        return ((size_t)b * pixels + first + i) * IMAGE_CHANNELS + c;
+    HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (C, H, W)
+    HOST_DEVICE size_t at(int i, int c) const {                          // pixel i's, in (B, H, W, PIXEL)
+        return ((size_t)b * pixels + first + i) * PIXEL + c;
     }
 };
 
 // What noising goes by at every step.
 struct Noising {
     const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
-    int predict;
+    int predict, channels;
     float offset;
     uint32_t seed;
 };
@@ -1690,15 +1734,12 @@ struct Samples {
 template <typename T>
 struct AddNoise {
     TensorOf<T> x_t;
-    float* target;        // (B, H, W, 3)
-    const float* images;  // (B, 3, H, W): x0
+    float* target;        // (B, H, W, PIXEL)
+    const float* images;  // (B, C, H, W): x0
     Noising by;
     Samples samples;
 
-    Items items() const {
-        return {FourPixels::count(x_t), "noising",
-                (2.0 * sizeof(float) + sizeof(T)) * IMAGE_CHANNELS * x_t.rows()};
-    }
+    size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
         const int64_t* step = samples.step;
@@ -1706,15 +1747,15 @@ struct AddNoise {
         int t = samples.timesteps[four.b];
         float alpha = by.signal[t], sigma = by.noise[t], offset = step ? by.offset : 0, shift[4] = {};
         if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
-        UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
+        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
             float normal[4];
             random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
                               sample, s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-                float x0 = images[(size_t)four.b * IMAGE_CHANNELS * four.pixels + four.element(c) + i];
+                float x0 = images[(size_t)four.b * by.channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
                 size_t at = four.at(i, c);
-                set_padded(x_t.data, at, alpha * x0 + sigma * eps);
+                x_t.data[at] = (T)(alpha * x0 + sigma * eps);
                 target[at] = by.predict == PREDICT_EPS ? eps
                              : by.predict == PREDICT_V ? alpha * eps - sigma * x0
                                                        : x0;
@@ -1726,37 +1767,43 @@ struct AddNoise {
 // ---- loss -------------------------------------------------------------------------------------------------
 
 enum { LOSS_CHUNK = 4096 };
-HOST_DEVICE static inline int loss_parts(int n) { return ceil_div(n, LOSS_CHUNK); }
+HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// The squared error of B samples of n elements, a batch or a part of it, and its gradient. With weights of 1
-// the sum of `losses` over total is F.mse_loss(out, target). A team does a chunk of a sample.
-template <typename T>
-struct MeanSquaredError {
-    float* losses;                   // (B, loss_parts(n)): sums of squares of each chunk, not weighted
-    T* dout = nullptr;               // (B, n, padded): 2 w_b (out - target) / total; null: not wanted
-    const T* out;                    // (B, n, padded)
-    const float* target;             // (B, n)
+// Where the squared errors of B samples of H W pixels go, and what they count for.
+struct BatchLoss {
+    float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
     const int* timesteps = nullptr;  // (B)
     const float* weights = nullptr;  // (diffusion_steps): w_b = weights[t_b]; null: 1
-    int B, n;
-    size_t total;  // elements of the whole batch
+    int B, pixels, channels, diffusion_steps;
+    HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
+};
+
+// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
+// sum of the batch's parts over its elements is F.mse_loss(out, target). A team does a chunk of a sample.
+template <typename T>
+struct MeanSquaredError {
+    BatchLoss batch;
+    int first, B;
+    const T* out;         // (B, H, W, PIXEL)
+    const float* target;  // likewise; their zeros behind an image's channels add nothing
+    T* dout = nullptr;    // likewise: 2 w_b (out - target) / elements of the batch; null: not wanted
 
     enum { THREADS = 1024 };
-    Items items() const {
-        return {(size_t)B * loss_parts(n), "loss", (sizeof(float) + (dout ? 2.0 : 1.0) * sizeof(T)) * B * n};
-    }
+    size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
-        int parts = loss_parts(n), b = team.index / parts, part = team.index % parts;
-        size_t first = (size_t)b * n, end = first + (part + 1 < parts ? (part + 1) * LOSS_CHUNK : n);
-        float scale = (float)(2.0 / (double)total) * (weights ? weights[timesteps[b]] : 1.0f);
+        int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels);
+        int b = team.index / parts, part = team.index % parts;
+        size_t start = (size_t)b * n, end = start + (part + 1 < parts ? (part + 1) * LOSS_CHUNK : n);
+        float scale = (float)(2.0 / batch.elements());
+        if (batch.weights) scale *= batch.weights[batch.timesteps[first + b]];
         Sum sum = 0;
-        for (size_t i = first + part * LOSS_CHUNK + team.thread; i < end; i += team.threads) {
-            float difference = (float)out[padded_at(i)] - target[i];
-            if (dout) set_padded(dout, i, scale * difference);
+        for (size_t i = start + part * LOSS_CHUNK + team.thread; i < end; i += team.threads) {
+            float difference = (float)out[i] - target[i];
+            if (dout) dout[i] = (T)(scale * difference);
             sum += (Sum)difference * difference;
         }
         sum = team_sum(sum);
-        if (team.thread == 0) losses[team.index] = (float)sum;
+        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)sum;
     }
 };
 
@@ -1774,6 +1821,7 @@ struct SamplerStep {
     float from_x, from_out;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
+    float guidance = 1;             // see Drawing
 };
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
@@ -1803,12 +1851,16 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
     std::vector<SamplerStep> calls;
+    auto guided = guidance_interval(c);
     auto call_at = [&](int timestep) {
         double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
         if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
         if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
         uint32_t number = (uint32_t)calls.size() + 1;
-        return SamplerStep{number, timestep, c.threshold, (float)from_x, (float)from_out};
+        SamplerStep s = {number, timestep, c.threshold, (float)from_x, (float)from_out};
+        double part = (double)timestep / c.diffusion_steps;
+        if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
+        return s;
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
     for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
@@ -1835,67 +1887,74 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     return calls;
 }
 
-// The picture that a call predicts, kept within [-1, 1]; limit: of dynamic thresholding.
-HOST_DEVICE static inline float predicted_x0(const SamplerStep& s, float x, float out) {
-    return s.from_x * x + s.from_out * out;
-}
-HOST_DEVICE static inline float thresholded_x0(const SamplerStep& s, float x, float out, float limit) {
-    float x0 = predicted_x0(s, x, out);
-    if (s.threshold == THRESHOLD_NONE) return x0;
-    if (s.threshold == THRESHOLD_CLAMP) limit = 1;
-    return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
-}
-
-// Where a picture begins: at weight z(seed) + other_weight z(other), z(s) being seed s's normals. Noise that
-// a sampler adds later is the seed's.
-struct PictureNoise {
+// What a picture comes from: its class, and its noise, weight z(seed) + other_weight z(other), z(s) being
+// seed s's normals. Noise that a sampler adds later is the seed's.
+struct Beginning {
     uint32_t seed, other;
     float weight, other_weight;
+    int label;
 };
 
-// Pictures that are being drawn at the same time.
+// Pictures that are being drawn at the same time, and the network's answers. Guided, the network is given
+// each once more, without its class, and answer = free + guidance (told - free), as Ho and Salimans
+// have it in "Classifier-Free Diffusion Guidance" (2022).
 template <typename T>
 struct Drawing {
-    TensorOf<T> input;           // x for the network
-    float *x, *saved;            // (B, H, W, 3)
-    const PictureNoise* begins;  // (B)
-    float* limits;               // (B): of dynamic thresholding
+    TensorOf<T> input;        // x for the network
+    const T* out;             // (B, H, W, PIXEL): what it is told of the pictures with their classes
+    size_t free;              // from there, and in input, to the same pictures without a class; 0: none
+    int channels;             // of a picture
+    float *x, *saved;         // (B, H, W, PIXEL)
+    const Beginning* begins;  // (B)
+    float* limits;            // (B): of dynamic thresholding
+
+    HOST_DEVICE void set(size_t at, float value) const {
+        x[at] = value, input.data[at] = (T)value;
+        if (free) input.data[free + at] = (T)value;
+    }
+    HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
+        float answer = (float)out[at];
+        if (s.guidance != 1) {
+            float without = (float)out[free + at];
+            answer = without + s.guidance * (answer - without);
+        }
+        return s.from_x * x[at] + s.from_out * answer;
+    }
+    // The same kept within [-1, 1].
+    HOST_DEVICE float thresholded_x0(const SamplerStep& s, size_t at, float limit) const {
+        float x0 = predicted_x0(s, at);
+        if (s.threshold == THRESHOLD_NONE) return x0;
+        if (s.threshold == THRESHOLD_CLAMP) limit = 1;
+        return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
+    }
 };
 
 // limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et
 // al., "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is the value numbered rank in
-// rising order. Floats above 0 are in the order of their bits, so that the value is found exactly, eight bits
-// at a time: count what agrees in the bits found so far by the next eight. A team does a picture.
+// rising order, the largest that no more than rank lie below. Floats above 0 are in the order of their bits,
+// so that it is found exactly, bit by bit. A team does a picture.
 template <typename T>
 struct ThresholdLimits {
     Drawing<T> drawing;
-    const T* out;  // (B, H, W, PIXEL): the network's answer
     SamplerStep step;
 
     enum { THREADS = 1024 };
-    Items items() const { return {(size_t)drawing.input.B}; }
+    size_t items() const { return drawing.input.B; }
     HOST_DEVICE void operator()(Team team) const {
-        SHARED int counts[256];
         SHARED uint32_t found;
-        int elements = IMAGE_CHANNELS * drawing.input.T();
-        size_t first = (size_t)team.index * elements;
-        int rank = (int)((995L * (elements - 1) + 999) / 1000);  // among what agrees with the bits found
+        int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
+        size_t first = (size_t)team.index * pixels;
         if (team.thread == 0) found = 0;
-        for (int shift = 24; shift >= 0; shift -= 8) {
-            for (int digit = team.thread; digit < 256; digit += team.threads) counts[digit] = 0;
+        for (uint32_t bit = 1u << 30; bit; bit /= 2) {
             team_wait();
-            for (size_t i = first + team.thread; i < first + elements; i += team.threads) {
-                FloatBits x0 = {predicted_x0(step, drawing.x[i], (float)out[padded_at(i)])};
-                uint32_t bits = x0.bits & 0x7FFFFFFF;
-                if ((bits ^ found) >> shift < 256) team_count(counts + (bits >> shift & 255));
-            }
-            team_wait();
-            if (team.thread == 0) {
-                int digit = 0;
-                while (rank >= counts[digit]) rank -= counts[digit++];
-                found |= (uint32_t)digit << shift;
-            }
-            team_wait();
+            Sum below = 0;
+            for (size_t i = first + team.thread; i < first + pixels; i += team.threads)
+                for (int c = 0; c < drawing.channels; c++) {
+                    FloatBits x0 = {drawing.predicted_x0(step, i * PIXEL + c)};
+                    below += (x0.bits & 0x7FFFFFFF) < (found | bit);
+                }
+            below = team_sum(below);
+            if (team.thread == 0 && below <= rank) found |= bit;
         }
         if (team.thread > 0) return;
         FloatBits limit = {.bits = found};
@@ -1903,26 +1962,22 @@ struct ThresholdLimits {
     }
 };
 
-// x begins as noise. A picture depends on its PictureNoise alone, whatever the batch it is drawn in.
+// x begins as noise. A picture depends on its Beginning alone, whatever the batch it is drawn in.
 template <typename T>
 struct StartPictures {
     Drawing<T> drawing;
 
-    Items items() const { return {FourPixels::count(drawing.input)}; }
+    size_t items() const { return FourPixels::count(drawing.input); }
     HOST_DEVICE void operator()(size_t item) const {
-        const auto& [input, x, saved, begins, limits] = drawing;
-        FourPixels four(item, input.H * input.W);
-        PictureNoise from = begins[four.b];
-        UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
+        FourPixels four(item, drawing.input.T());
+        Beginning from = drawing.begins[four.b];
+        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
             float normal[4], other[4] = {};
             random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
             if (from.other_weight != 0)
                 random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
-            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-                size_t at = four.at(i, c);
-                x[at] = from.weight * normal[i] + from.other_weight * other[i];
-                set_padded(input.data, at, x[at]);
-            }
+            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++)
+                drawing.set(four.at(i, c), from.weight * normal[i] + from.other_weight * other[i]);
         }
     }
 };
@@ -1931,38 +1986,40 @@ struct StartPictures {
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
-    const T* out;  // (B, H, W, PIXEL): the network's answer
     SamplerStep step;
 
-    Items items() const { return {FourPixels::count(drawing.input)}; }
+    size_t items() const { return FourPixels::count(drawing.input); }
     HOST_DEVICE void operator()(size_t item) const {
-        const auto& [input, x, saved, begins, limits] = drawing;
-        FourPixels four(item, input.H * input.W);
-        UNROLLED_FOR (int c = 0; c < IMAGE_CHANNELS; c++) {
+        FourPixels four(item, drawing.input.T());
+        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
             float normal[4] = {};
             if (step.sigma > 0)
-                random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                random_normals_at(normal, drawing.begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
                                   step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
-                float x0 = thresholded_x0(step, x[at], (float)out[padded_at(at)], limits[four.b]);
-                float old = x[at];
-                x[at] =
-                    step.to_x0 * x0 + step.to_x * old + step.to_saved * saved[at] + step.sigma * normal[i];
-                saved[at] = step.save_x0 * x0 + step.save_x * old;
-                set_padded(input.data, at, x[at]);
+                float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
+                float x = drawing.x[at], saved = drawing.saved[at];
+                drawing.set(at,
+                            step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + step.sigma * normal[i]);
+                drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
         }
     }
 };
 
-// timesteps (n) become all the same: what the network is told in a call.
-struct FillTimesteps {
-    int* timesteps;
-    int n, value;
+// What the network is told in a call of so many rows: the timestep, and of the first `pictures` rows the
+// classes (labels null: none), of the others that they have none.
+struct TellNetwork {
+    int *timesteps, *labels;
+    const Beginning* begins;
+    int rows, pictures, timestep, no_class;
 
-    Items items() const { return {(size_t)n}; }
-    HOST_DEVICE void operator()(size_t i) const { timesteps[i] = value; }
+    size_t items() const { return rows; }
+    HOST_DEVICE void operator()(size_t i) const {
+        timesteps[i] = timestep;
+        if (labels) labels[i] = (int)i < pictures ? begins[i].label : no_class;
+    }
 };
 
 // ===========================================================================================================
@@ -2005,28 +2062,26 @@ enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLO
 struct SquaredNorm {
     float* parts;
     const float* x;
-    size_t n;
+    size_t n;  // a multiple of 4
 
     enum { THREADS = 512 };
-    Items items() const {
-        return {(size_t)ceil_div(n, NORM_CHUNK), "gradient norm", (double)sizeof(float) * n};
-    }
+    size_t items() const { return ceil_div(n, NORM_CHUNK); }
     HOST_DEVICE void operator()(Team team) const {
         size_t first = (size_t)team.index * NORM_CHUNK, end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
         Sum sum = 0;
-        for (size_t i = first + 4 * team.thread; i + 4 <= end; i += 4 * team.threads) {
+        for (size_t i = first + 4 * team.thread; i < end; i += 4 * team.threads) {
             Vector<float, 4> v = load<4>(x + i);
             sum += (v.of[0] * v.of[0] + v.of[1] * v.of[1]) + (v.of[2] * v.of[2] + v.of[3] * v.of[3]);
         }
-        for (size_t i = end - (end - first) % 4 + team.thread; i < end; i += team.threads) sum += x[i] * x[i];
         sum = team_sum(sum);
         if (team.thread == 0) parts[team.index] = (float)sum;
     }
 };
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
-// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n) and aligned to 16
-// bytes. The state says how, and a step that is not accepted changes nothing. An item is four parameters.
+// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n), a multiple of 4,
+// and aligned to 16 bytes. The state says how, and a step that is not accepted changes nothing. An item is
+// four parameters; x_n: its part of x. Branches come first, so that the rest is one stretch.
 template <typename T>
 struct UpdateWeights {
     OptimiserMemory memory;
@@ -2035,33 +2090,21 @@ struct UpdateWeights {
     size_t n;
     const StepState* state;
 
-    Items items() const {
-        double bytes = 7.0 * sizeof(float) + (working ? sizeof(T) : 0);
-        for (float* mean : memory.ema) bytes += mean ? 2 * sizeof(float) : 0;
-        return {(n + 3) / 4, "AdamW", bytes * n};
-    }
+    size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
         if (!state->accepted) return;
-        size_t i = 4 * item;
-        if (i + 4 <= n)
-            update<4>(i);
-        else
-            for (; i < n; i++) update<1>(i);
-    }
-    // Parameters i to i + N - 1; x_n: their part of x. Branches come first, so that the rest is one stretch.
-    template <int N>
-    HOST_DEVICE void update(size_t i) const {
         const AdamW a = state->update;
         const auto& [w, ema, m, v, gradient] = memory;
+        size_t i = 4 * item;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = decays[i / DECAY_CHUNK] ? 1.0f - a.lr * a.weight_decay : 1.0f;
-        Vector<float, N> ema_n[MAX_EMAS];
+        Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
-            if (ema[k]) ema_n[k] = load<N>(ema[k] + i);
-        Vector<float, N> g_n = load<N>(gradient + i), w_n = load<N>(w + i), m_n = load<N>(m + i),
-                         v_n = load<N>(v + i);
-        Vector<T, N> working_n;
-        for (int j = 0; j < N; j++) {
+            if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
+        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i), m_n = load<4>(m + i),
+                         v_n = load<4>(v + i);
+        Vector<T, 4> working_n;
+        for (int j = 0; j < 4; j++) {
             float g = g_n.of[j] * a.clip;
             m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
             v_n.of[j] = a.beta2 * v_n.of[j] + (1.0f - a.beta2) * g * g;
@@ -2072,7 +2115,7 @@ struct UpdateWeights {
         if (working) store(working + i, working_n);
         for (int k = 0; k < MAX_EMAS; k++) {
             if (!ema[k]) continue;
-            for (int j = 0; j < N; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
+            for (int j = 0; j < 4; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
             store(ema[k] + i, ema_n[k]);
         }
     }
@@ -2158,12 +2201,12 @@ static size_t lay_out_model(Model* m, char* memory) {
         place(P / DECAY_CHUNK + 1, m->decays);
     }
     place(plan.arena_bytes, m->arena);
-    place(B * pixels * PIXEL, m->input);
-    place(B * pixels * IMAGE_CHANNELS, m->target, m->images);
+    place(B * pixels * PIXEL, m->input, m->target, m->images);
     place(whole, m->timesteps, m->sources);
+    if (label_rows(c)) place(whole, m->labels);
     place(1 + RESULT_SLOTS, m->state);
     place(c.diffusion_steps, m->signal, m->noise, m->loss_weights);
-    place(whole * loss_parts((int)pixels * IMAGE_CHANNELS), m->losses);
+    place(whole * loss_parts((int)pixels), m->losses);
     place(B, m->begins);
     place(B, m->limits);
     return arena.used;
@@ -2198,10 +2241,8 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 // so many pictures, held as floats and as bytes with gaps between them, that memory or one PNG can't.
 static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
     if (m.plan.num_parameters > INT32_MAX)
-        fail(
-            "this model has %zu parameters and %d are the most; use fewer --num_channels or a smaller "
-            "--channel_mult",
-            m.plan.num_parameters, INT32_MAX);
+        fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
+             m.plan.num_parameters, INT32_MAX);
     size_t available = backend_memory_available();
     auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
     int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
@@ -2222,8 +2263,8 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
 #ifndef __CUDACC__
     model = (double)memory_of(m);
 #endif
-    check_host_memory(model + IMAGE_CHANNELS * (sizeof(float) * pixels + with_gaps), "the model and " + what,
-                      instead);
+    check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
+                      "the model and " + what, instead);
 }
 
 static void allocate_model(Model* m) {
@@ -2256,7 +2297,7 @@ struct RoundWeights {
     const float* from;
     size_t n;
 
-    Items items() const { return {n}; }
+    size_t items() const { return n; }
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
@@ -2276,7 +2317,8 @@ static void start_from_master(Model* m) {
         if (ema) backend_copy(ema, m->master, m->plan.num_floats * sizeof(float));
 }
 
-// Fresh weights as by PyTorch's defaults, uniform within 1 / sqrt(fan_in), and guided-diffusion's zeros.
+// Fresh weights as by PyTorch's defaults, uniform within 1 / sqrt(fan_in) or, of a table's rows, normal; and
+// guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
@@ -2289,44 +2331,55 @@ static void initialise_weights(Model* m, uint32_t seed) {
             for (size_t e = 4 * quad; e < std::min(4 * quad + 4, t.count); e++)
                 values[e] = (float)(2.0 * ((p.word[e % 4] >> 8) * 0x1p-24) - 1.0) * bound;
         }
+        for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
+            random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
         reorder(reordered.data(), values.data(), t, true);
         backend_upload(m->master + t.offset, reordered.data(), t.size * sizeof(float));
     }
     start_from_master(m);
 }
 
+// The model's images as a batch of B samples, of which each counts for what its timestep does.
+static BatchLoss batch_loss(const Model* m, int B) {
+    const Config& c = m->config;
+    return {m->losses,     m->timesteps,     m->loss_weights, B, c.image_size * c.image_size,
+            c.in_channels, c.diffusion_steps};
+}
 // Mean of the squared error of the first B samples against their targets, without weights.
 static double loss_of(const Model* m, int B) {
-    int n = IMAGE_CHANNELS * m->config.image_size * m->config.image_size;
-    std::vector<float> losses((size_t)B * loss_parts(n));
+    BatchLoss batch = batch_loss(m, B);
+    std::vector<float> losses((size_t)B * loss_parts(batch.pixels));
     backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
     double sum = 0;
     for (float part : losses) sum += part;
-    return sum / ((double)B * n);
+    return sum / batch.elements();
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
 
-// All images, (count, 3, size, size), as bytes or as floats (the other is null), where the device can read
+// All images, (count, C, size, size), as bytes or as floats (the other is null), where the device can read
 // them, and what decides which of them a step takes: sample n = step * batch + b of the run is image order[n
 // mod count] of epoch n / count, whose order lies in row (n / count) mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
     const int* order;  // (slots, count)
-    int count, slots, batch, size, flip, diffusion_steps;
+    int count, slots, batch, size, channels, flip, diffusion_steps;
     uint32_t seed;
+    const int* labels = nullptr;  // (count); null: not wanted
+    int no_class = 0;             // what stands for a label that is dropped, with this probability
+    float drop = 0;
 };
 
-// A step begins: the state's update; each sample's timestep, and its image (-1 - image: mirrored). An item is
-// a sample.
+// A step begins: the state's update; each sample's timestep, its image (-1 - image: mirrored), and its label.
+// An item is a sample.
 struct BeginStep {
     StepState* state;
-    int *timesteps, *sources;  // (batch)
+    int *timesteps, *sources, *labels;  // (batch)
     BatchSource source;
     Hyper hyper;
 
-    Items items() const { return {(size_t)source.batch, "begin, images, end"}; }
+    size_t items() const { return source.batch; }
     HOST_DEVICE void operator()(size_t b) const {
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
@@ -2337,35 +2390,27 @@ struct BeginStep {
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] =
             (int)random_timestep(s.seed, STREAM_TIMESTEP, (uint32_t)b, (uint32_t)step, s.diffusion_steps);
+        if (!s.labels) return;
+        uint32_t word = random_word(s.seed, STREAM_LABEL, 0, (uint32_t)b, (uint32_t)step);
+        labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
     }
 };
 
-// images (B, 3, size, size): those that their sources (B) name, in [-1, 1]. An item is an element.
+// images (B, C, size, size): those that their sources (B) name, in [-1, 1]. An item is an element.
 struct LoadImages {
     float* images;
     const int* sources;
     BatchSource source;
     int B;
 
-    int elements() const { return IMAGE_CHANNELS * source.size * source.size; }
-    Items items() const {
-        return {(size_t)B * elements(), "begin, images, end", (sizeof(float) + 1.0) * B * elements()};
-    }
+    size_t items() const { return (size_t)B * source.channels * source.size * source.size; }
     HOST_DEVICE void operator()(size_t i) const {
-        int W = source.size, image = IMAGE_CHANNELS * W * W, chosen = sources[i / image], e = i % image;
+        int W = source.size, image = source.channels * W * W, chosen = sources[i / image], e = i % image;
         bool mirrored = chosen < 0;
         size_t at =
             (size_t)(mirrored ? -1 - chosen : chosen) * image + (mirrored ? e - e % W + (W - 1 - e % W) : e);
         images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
     }
-};
-
-// A whole batch's losses, as MeanSquaredError leaves them, and what tells each sample's weight and quartile.
-struct BatchLoss {
-    const float* parts;    // (batch, loss_parts(elements))
-    const int* timesteps;  // (batch)
-    const float* weights;  // (diffusion_steps)
-    int batch, elements, diffusion_steps;
 };
 
 // The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
@@ -2378,18 +2423,17 @@ struct FinishStep {
     Hyper hyper;
 
     enum { THREADS = 256 };
-    Items items() const { return {1, "begin, images, end"}; }
+    size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        const auto [losses, timesteps, weights, batch, elements, diffusion_steps] = loss;
         StepState* result = state + 1 + state->step % RESULT_SLOTS;
         enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
         Sum sums[SUMS] = {};
-        int parts = loss_parts(elements);
-        for (int i = team.thread; i < batch * parts; i += team.threads) {
-            int t = timesteps[i / parts], quartile = 4 * t / diffusion_steps;
-            sums[WEIGHTED] += weights[t] * losses[i];
+        int parts = loss_parts(loss.pixels);
+        for (int i = team.thread; i < loss.B * parts; i += team.threads) {
+            int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
+            sums[WEIGHTED] += loss.weights[t] * loss.parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
-                if (q == quartile) sums[QUARTILE + q] += losses[i], sums[COUNT + q] += i % parts == 0;
+                if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
             sums[SQUARED_NORM] += norm_parts[i];
@@ -2398,9 +2442,9 @@ struct FinishStep {
             team_wait();
         }
         if (team.thread == 0) {
-            float mean = (float)((double)sums[WEIGHTED] / ((double)batch * elements));
+            float mean = (float)((double)sums[WEIGHTED] / loss.elements());
             UNROLLED_FOR (int q = 0; q < 4; q++)
-                state->quartile_sums[q] = (float)(sums[QUARTILE + q] / elements),
+                state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
                 state->quartile_counts[q] = (int)sums[COUNT + q];
             conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
         }
@@ -2412,11 +2456,13 @@ struct FinishStep {
 
 // ---- a training step --------------------------------------------------------------------------------------
 
-// The images of a .bin in memory, planar (N, 3, H, W): bytes as they are, or floats in [-1, 1].
+// The images of a .bin in memory, planar (N, C, H, W): bytes as they are, or floats in [-1, 1].
 struct Dataset {
-    int count = 0, size = 0;  // images; height and width
+    int count = 0, size = 0, channels = 0;  // images; height and width
     std::vector<uint8_t> bytes;
     std::vector<float> floats;
+    float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
+    std::vector<int> labels;  // (N), where there are classes
 };
 
 // The lowest validation loss of a run so far.
@@ -2443,8 +2489,7 @@ struct Metrics {
     // validation loss so far. Nothing is written before open().
     void read(const std::string& name, long resumed_step, Best* best);
     void open();
-    void add(const std::string& record);
-    void write_waiting();
+    void add(const std::string& lines);
     void close();
 };
 
@@ -2455,6 +2500,7 @@ struct Trainer {
     Dataset images, validation;
     BatchSource source;
     Memory pixels;             // the images where the device reads them, if that is a copy
+    Memory labels;             // int (N): the images', where the network is told
     Memory order, host_order;  // int (slots, count): the device's and the host's, which is ahead of it
     Memory results;            // StepState (RESULT_SLOTS), the host's
     long epochs;               // whose orders were sent
@@ -2462,6 +2508,7 @@ struct Trainer {
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
     double peak = 0;                // TFLOP/s of the device at the most; 0: not known
+    bool had_ended = false;         // the run that is resumed, at its last step
     long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
     long begun = 0;                 // steps given to the device
     long step = 0;                  // optimiser steps done, as far as the host knows
@@ -2469,8 +2516,6 @@ struct Trainer {
     History history = History();
     Metrics metrics;
     Best best;
-    // what was due at the step that is resumed; where a stop or a crash came before it, it is made up for
-    bool owes_validation = false, owes_samples = false;
     // flags that --resume came with, such as --lr 0.001 (was 0.0001)
     std::vector<std::string> changes;
     // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
@@ -2517,8 +2562,15 @@ static void prepare_steps(Trainer* t) {
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
     source->order = t->order.as<int>(), source->count = data.count, source->slots = slots;
-    source->batch = c.batch_size, source->size = c.image_size, source->flip = c.flip;
-    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed;
+    source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
+    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
+    if (m->labels) {
+        t->labels = Memory(data.count * sizeof(int), false);
+        if (!t->labels.data) fail("could not allocate memory for the labels");
+        backend_upload(t->labels.as<int>(), data.labels.data(), data.count * sizeof(int));
+        source->labels = t->labels.as<int>(), source->no_class = c.num_classes;
+        source->drop = c.cond_drop_prob;
+    }
     StepState state = StepState();
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
@@ -2528,7 +2580,7 @@ static void prepare_steps(Trainer* t) {
 // Noises the model's B images.
 static void add_noise(Model* m, int B, const Samples& samples) {
     const Config& c = m->config;
-    Noising by = {m->signal, m->noise, c.predict, c.offset_noise, c.seed};
+    Noising by = {m->signal, m->noise, c.predict, c.in_channels, c.offset_noise, c.seed};
     run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, samples});
 }
 
@@ -2537,28 +2589,20 @@ static void add_noise(Model* m, int B, const Samples& samples) {
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    int batch = c.batch_size, H = c.image_size, elements = IMAGE_CHANNELS * H * H;
+    int batch = c.batch_size;
     size_t P = m->plan.num_floats;
-    run(BeginStep{m->state, m->timesteps, m->sources, t->source, c.optimiser});
+    BatchLoss loss = batch_loss(m, batch);
+    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
     backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
         add_noise(m, B, {first, m->timesteps + first, &m->state->step});
         unet_forward(m, B, first);
-        run(MeanSquaredError<floatX>{.losses = m->losses + (size_t)first * loss_parts(elements),
-                                     .dout = unet_output_gradient(m),
-                                     .out = unet_output(m),
-                                     .target = m->target,
-                                     .timesteps = m->timesteps + first,
-                                     .weights = m->loss_weights,
-                                     .B = B,
-                                     .n = elements,
-                                     .total = (size_t)batch * elements});
+        run(MeanSquaredError<floatX>{loss, first, B, unet_output(m), m->target, unet_output_gradient(m)});
         unet_backward(m, B);
     }
     run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
-    BatchLoss loss = {m->losses, m->timesteps, m->loss_weights, batch, elements, c.diffusion_steps};
     run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
     floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
     run(UpdateWeights<floatX>{*m, working, m->decays, P, m->state});
@@ -2598,9 +2642,6 @@ static StepState await_step(Trainer* t) {
     return result;
 }
 
-// Image `index` as floats in [-1, 1], (3, H, W).
-static void copy_image(float* to, const Dataset& data, int index);
-
 // The weights that sampling and validation use, and what the log calls them.
 static const float* chosen_weights(const Model* m) {
     const float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
@@ -2616,7 +2657,7 @@ static std::string chosen_name(const Config& c) {
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t elements = (size_t)IMAGE_CHANNELS * c.image_size * c.image_size;
+    size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
     int most = m->plan.batch;
     std::vector<float> images(most * elements);
     std::vector<int> timesteps(most);
@@ -2625,19 +2666,16 @@ static double validation_loss(Trainer* t) {
     for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
         int B = std::min(most, t->validation.count - first);
         for (int b = 0; b < B; b++) {
-            copy_image(images.data() + b * elements, t->validation, first + b);
+            for (size_t e = 0; e < elements; e++)
+                images[b * elements + e] = t->validation.value((first + b) * elements + e);
             timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
         }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
+        if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
         add_noise(m, B, {first, m->timesteps, nullptr});
         unet_forward(m, B);
-        run(MeanSquaredError<floatX>{.losses = m->losses,
-                                     .out = unet_output(m),
-                                     .target = m->target,
-                                     .B = B,
-                                     .n = (int)elements,
-                                     .total = B * elements});
+        run(MeanSquaredError<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
         sum += loss_of(m, B) * B;
     }
     use_weights(m, m->master);
@@ -2647,15 +2685,22 @@ static double validation_loss(Trainer* t) {
 // ---- drawing pictures -------------------------------------------------------------------------------------
 
 // Pictures as the seeds say, without interpolation.
-static std::vector<PictureNoise> noise_of_seeds(const std::vector<uint32_t>& seeds) {
-    std::vector<PictureNoise> begins;
-    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f});
+static std::vector<Beginning> begin_with(const std::vector<uint32_t>& seeds) {
+    std::vector<Beginning> begins;
+    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f, 0});
     return begins;
 }
-static std::vector<uint32_t> consecutive_seeds(uint32_t first, int count) {
-    std::vector<uint32_t> seeds;
-    for (int i = 0; i < count; i++) seeds.push_back(first + i);
-    return seeds;
+static std::vector<uint32_t> consecutive(uint32_t first, int count) {
+    std::vector<uint32_t> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), first);
+    return numbers;
+}
+// The pictures' classes, equally many of each. Returns the columns of a grid with a row a class; 0: there are
+// none, or not as many of each.
+static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_t>& classes) {
+    size_t n = begins->size(), k = classes.size();
+    for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
+    return k > 1 && n % k == 0 ? (int)(n / k) : 0;
 }
 static bool all_finite(const float* values, size_t n) {
     bool finite = true;  // without a way out of the loop, which is vector code then
@@ -2687,14 +2732,14 @@ struct Progress {
     }
 };
 
-// pictures (count, H, W, 3). strip (count, columns, H, W, 3), where columns are asked for: what each picture
-// was predicted to be after steps evenly spread from the first to the last. Says how far it is where asked;
-// stops early, and returns false, on Ctrl-C. The network's call is recorded once for each size of batch.
+// pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
+// picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
+// asked; stops early, and returns false, on Ctrl-C. The network's call is recorded for each size of batch.
 // While nothing is trained target and images are free for x and what the sampler saves.
-static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<PictureNoise>& begins,
+static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
-    int elements = IMAGE_CHANNELS * c.image_size * c.image_size, count = (int)begins.size();
+    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
     auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
         return columns > 1 ? column * last / (columns - 1) : last;
     };
@@ -2703,22 +2748,28 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
-    Progress progress = {show_progress, (long)calls.size() * ceil_div(count, m->plan.batch)};
-    Recording network;
-    for (int first = 0; first < count && !stop_requested; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, count - first), step = 0;
+    int most = pictures_at_a_time(c, m->plan.batch);
+    Progress progress = {show_progress, (long)calls.size() * ceil_div(count, most)};
+    Recording network, guided_network;
+    for (int first = 0; first < count && !stop_requested; first += most) {
+        int B = std::min(most, count - first), step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
-        if (B < m->plan.batch) backend_forget(&network);  // it was recorded for a larger batch
-        backend_upload(m->begins, &begins[first], B * sizeof(PictureNoise));
-        Drawing<floatX> drawing = {unet_input(m, B), x, saved, m->begins, m->limits};
+        if (B < most) backend_forget(&network), backend_forget(&guided_network);  // of a larger batch
+        backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
+        Tensor input = unet_input(m, B);
+        size_t free = is_guided(c) ? input.count() : 0;
+        Drawing<floatX> drawing = {input, unet_output(m), free,      c.in_channels,
+                                   x,     saved,          m->begins, m->limits};
         run(StartPictures<floatX>{drawing});
         backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
         for (const SamplerStep& s : calls) {
             if (stop_requested) break;
-            run(FillTimesteps{.timesteps = m->timesteps, .n = B, .value = s.timestep});
-            backend_replay(&network, [&] { unet_forward(m, B); });
-            if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, unet_output(m), s});
-            run(UpdatePictures<floatX>{drawing, unet_output(m), s});
+            bool guided = s.guidance != 1;
+            int rows = guided ? 2 * B : B;
+            run(TellNetwork{m->timesteps, m->labels, m->begins, rows, B, s.timestep, c.num_classes});
+            backend_replay(guided ? &guided_network : &network, [&] { unet_forward(m, rows); });
+            if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, s});
+            run(UpdatePictures<floatX>{drawing, s});
             progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
             for (int column = 0; column < columns; column++)
@@ -2743,8 +2794,9 @@ static std::string checkpoint_path(const std::string& folder, long step);
 static std::vector<long> list_checkpoints(const std::string& folder);
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
                              const History& history);
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H,
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
                        int columns = 0, int gap = 2);
+static std::vector<uint32_t> wanted_classes(const Config& c);
 
 // Where no checkpoint can be written, the run ends, after a last attempt at what the log lacks.
 static void save(Trainer* t) {
@@ -2774,16 +2826,16 @@ static void save_samples(Trainer* t) {
     if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
     std::vector<float> pictures;
     double start = seconds_now();
-    auto begins = noise_of_seeds(consecutive_seeds(c.seed, c.num_samples));
+    auto begins = begin_with(consecutive(c.seed, c.num_samples));
+    int columns = set_classes(&begins, wanted_classes(c));
     if (!draw_pictures(&t->model, &pictures, begins, false)) return;
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c.image_size); });
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
     if (long broken = count_broken(pictures, c.num_samples))
-        printf("note: %ld of them became NaN and black: the weights have grown too large; try a lower --lr\n",
-               broken);
+        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
 
 // The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
@@ -2830,15 +2882,8 @@ static void validate(Trainer* t) {
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
-    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}", t->step, json_number(loss).c_str()));
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
     t->best.update(loss, t->step);
-}
-
-// What was due at the step that is resumed, where a stop or a crash came before it.
-static void make_up(Trainer* t) {
-    if (t->owes_validation && t->validation.count && t->best.last != t->step) validate(t);
-    if (t->owes_samples && !file_exists(samples_path(t->model.config.out_dir, t->step))) save_samples(t);
-    fflush(stdout);
 }
 
 // The step up to which the device can be kept busy: after it the host works with the weights.
@@ -2896,7 +2941,7 @@ static void log_step(Trainer* t, const StepState& result, const Pace& pace, doub
     t->metrics.add(
         text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
              "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-             "\"skipped\": %d, \"loss_quartiles\": %s}",
+             "\"skipped\": %d, \"loss_quartiles\": %s}\n",
              t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
              t->peak ? text(", \"mfu\": %.4f", tflops / t->peak).c_str() : "",
              1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
@@ -2925,12 +2970,16 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    std::string source;
-    t->peak = backend_peak(&source);
+    t->peak = backend_peak();
     t->saved = t->step;
-    make_up(t);
     Pace pace = {t->step};
     auto due = [&](int every) { return every && t->step % every == 0; };
+    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
+        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
+        if (t->validation.count && (ended || due(c.val_every)) && t->best.last != t->step) validate(t);
+        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        fflush(stdout);
+    }
     while (t->step < c.steps && !stop_requested) {
         while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
         StepState result = await_step(t);
@@ -2983,15 +3032,13 @@ struct Flag {
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static const Flag FLAGS[] = {
     {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0,
-     "a named set of defaults, listed below: tiny (for a CPU), small32, unet64 or large64"},
-    {FIELD(data_file), PATH, FILES, FREE, 0, "data/emoji.bin", 0, 0,
-     "training images, made by prepare_data.py"},
+     "a named set of defaults, listed below, such as tiny (for a CPU)"},
+    {FIELD(data_file), PATH, FILES, FREE, 0, "data/emoji.bin", 0, 0, "training images, from prepare_data.py"},
     {FIELD(val_file), PATH, FILES, FREE, 0, "", 0, 0,
      "validation images: their loss, with fixed noise, every --val_every steps"},
     {FIELD(model_weights), PATH, FILES, FIXED, 0, "", 0, 0,
      "start from (or generate with) the weights of this .bin; its configuration comes with it"},
-    {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0,
-     "folder for checkpoints, samples, metrics.jsonl and config.txt"},
+    {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
     {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0,
      "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
     {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
@@ -2999,6 +3046,7 @@ static const Flag FLAGS[] = {
      "folder into which --generate also writes each picture, as SEED.png"},
 
     {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
+    {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
     {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024,
      "width of the first level, a multiple of 32"},
     {FIELD(channel_mult), INT, MODEL, FIXED, 24, "1,2,3,4", 1, 64,
@@ -3009,11 +3057,14 @@ static const Flag FLAGS[] = {
     {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
     {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024,
      "groups of a group norm; every level needs two channels a group or more"},
-    {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000,
-     "longest period of the timestep embedding"},
+    {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
 
-    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000,
-     "timesteps T of the noising chain"},
+    {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
+    {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
+    {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
+     "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs"},
+
+    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000, "timesteps of the noising chain"},
     {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, 41, "linear", 0, 0, "how fast the chain adds noise",
      "linear|cosine"},
     {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0,
@@ -3029,10 +3080,8 @@ static const Flag FLAGS[] = {
     {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
      "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
-    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1,
-     "part of --lr that cosine and linear end at"},
-    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9,
-     "steps over which the learning rate rises to --lr"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1, "part of --lr at the end"},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9, "steps over which --lr is reached"},
     {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, 55, "0", 0, 1e3,
      "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
     {OPTIMISER(beta1), FLOAT, TRAINING, FREE, 56, "0.9", 0, 0.99999, "AdamW's first moment"},
@@ -3052,19 +3101,23 @@ static const Flag FLAGS[] = {
     {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0,
      "decides weights, order, noise; with --generate the first picture's seed"},
     {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
-    {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9,
-     "steps between two checkpoints; 0: only at the end"},
+    {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9, "steps between checkpoints; 0: at the end"},
     {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
     {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
      "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
-    {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9,
-     "steps between two sample grids; 0: only at the end"},
+    {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9, "steps between grids; 0: at the end"},
     {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
 
     {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
      "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
     {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
+    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "draw pictures of these classes, such as 3 or 0-4,7, equally many of each; without it, of all"},
+    {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
+     "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
     {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
      "draw this many pictures on the way from the first of two --seeds to the second"},
     {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
@@ -3092,6 +3145,7 @@ static const Flag FLAGS[] = {
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
+    FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
     FIELD_MORE_FLOATS = 75,  // a list of floats' second number and on, which do not fit after its first
 };
 
@@ -3107,9 +3161,13 @@ static const Preset PRESETS[] = {
      "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
      "--save_every 1000 --sample_every 1000 --val_every 1000"},
     {"small32",
-     "--image_size 32 --num_channels 64 --channel_mult 1,2,2 --num_res_blocks 2 "
-     "--attention_resolutions 16,8 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
-     "--lr_schedule cosine --warmup_steps 500 --steps 20000"},
+     "--image_size 32 --channel_mult 1,2,2 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
+     "--lr_schedule cosine --warmup_steps 500"},
+    {"fashion32",
+     "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 --cond_drop_prob "
+     "0.1 "
+     "--guidance_scale 2 --predict v --noise_schedule cosine --flip 1 --batch_size 128 --lr 3e-4 "
+     "--lr_schedule cosine --warmup_steps 500"},
     {"unet64", ""},
     {"large64",
      "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
@@ -3168,11 +3226,9 @@ static double parse_number(const Flag& flag, const std::string& value) {
     if (value.empty() || *end || !std::isfinite(number) || !whole)
         fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
     if (real && number != 0 && fabs(number) < FLT_MIN)
-        fail_usage("--%s %s is too close to 0 for a float; the least above it is 1.2e-38", flag.name,
-                   value.c_str());
+        fail_usage("--%s %s is too close to 0; a float's least is 1.2e-38", flag.name, value.c_str());
     if (!in_range(flag, number))
-        fail_usage("--%s must lie between %g and %.10g, not %s", flag.name, flag.least, flag.most,
-                   value.c_str());
+        fail_usage("--%s %s must lie between %g and %.10g", flag.name, value.c_str(), flag.least, flag.most);
     return number;
 }
 
@@ -3213,8 +3269,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         bool is_word = flag.kind == BOOL || flag.kind == CHOICE;
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
-            fail_usage("--%s %s has a 0 among its numbers; 0 stands alone, for none", flag.name,
-                       value.c_str());
+            fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
         set_number(config, flag, (int)i, number);
     }
 }
@@ -3321,12 +3376,10 @@ static std::string shell_word(const std::string& path) {
     return plain ? path : "'" + quoted + "'";
 }
 
-static bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+namespace fs = std::filesystem;
+static std::error_code ignored;  // where an answer is enough
 
-static bool is_folder(const std::string& path) {
-    struct stat info;
-    return !stat(path.c_str(), &info) && S_ISDIR(info.st_mode);
-}
+static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
@@ -3344,33 +3397,24 @@ static std::vector<std::string> whole_lines(const std::string& contents) {
     return lines;
 }
 
-// The names in a folder; false, with errno, where they can't all be had.
-static bool list_folder(const std::string& path, std::vector<std::string>* names) {
-    DIR* dir = opendir(path.c_str());
-    if (!dir) return false;
-    errno = 0;
-    while (dirent* entry = readdir(dir)) names->push_back(entry->d_name);
-    int error = errno;
-    closedir(dir);
-    errno = error;
-    return !error;
+// The names in a folder.
+static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
+    std::vector<std::string> names;
+    for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
+        names.push_back(at->path().filename().string());
+    return names;
 }
 
 static void make_folder(const std::string& path) {
-    for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
-        std::string part = path.substr(0, slash);
-        if (mkdir(part.c_str(), 0777) && errno != EEXIST)
-            fail("can't make the folder %s: %s", part.c_str(), strerror(errno));
-        if (slash == std::string::npos) break;
-    }
+    std::error_code error;
+    fs::create_directories(path, error);
+    if (error) fail("can't make the folder %s: %s", path.c_str(), error.message().c_str());
     if (access(path.c_str(), W_OK)) fail("can't write into the folder %s: %s", path.c_str(), strerror(errno));
 }
 
 // Removes the temporary files that killed processes left in a folder. A live Writer holds a lock on its own.
 static void remove_stale_temporaries(const std::string& folder) {
-    std::vector<std::string> names;
-    list_folder(folder, &names);
-    for (const std::string& name : names) {
+    for (const std::string& name : list_folder(folder, &ignored)) {
         int end = 0;
         size_t mark = name.rfind(".unet-");
         if (mark == std::string::npos) continue;
@@ -3390,9 +3434,8 @@ struct Writer {
     uint32_t crc = 0;
     explicit Writer(const std::string& name) : path(name) {
         struct stat info;
-        char* target = realpath(name.c_str(), nullptr);  // behind a link, where there is something
-        if (target) path = target;
-        free(target);
+        fs::path target = fs::canonical(name, ignored);  // behind a link, where there is something
+        if (!target.empty()) path = target;
         if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
             fail("can't write %s: it is not a regular file", name.c_str());
         folder = path.substr(0, path.rfind('/') + 1);
@@ -3462,7 +3505,7 @@ static void shrink(Dataset* data, int factor) {
     bool bytes = data->floats.empty();
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
     int width = data->size;
-    size_t rows = (size_t)data->count * IMAGE_CHANNELS * width;  // of all images
+    size_t rows = (size_t)data->count * data->channels * width;  // of all images
     data->size /= factor;
     std::vector<float> smaller(rows / factor * data->size);
     for (size_t row = 0; row < rows; row++)
@@ -3477,13 +3520,13 @@ static void shrink(Dataset* data, int factor) {
 
 // The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other
 // size is refused with the command that mends it. image_size 0: as it is in the file.
-static Dataset read_images(const std::string& path, int image_size) {
+static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
     if (!file_exists(path))
         fail("there is no %s; make one from a folder of images: %s", name,
-             prepare_command(path, image_size).c_str());
+             prepare_command(path, c.image_size).c_str());
     Reader in(path);
     int32_t header[HEADER_INTS] = {0};
     in.read(header, std::min(in.size, sizeof header));
@@ -3492,15 +3535,15 @@ static Dataset read_images(const std::string& path, int image_size) {
     int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5], type = header[6],
             classes = header[7], names = header[8];
     if (version != 0 && version != IMAGES_VERSION)
-        fail("%s has version %d of the image format; this program reads versions 0 and %d", name, version,
-             IMAGES_VERSION);
+        fail("%s has version %d; this program reads versions 0 and %d", name, version, IMAGES_VERSION);
     if (!version) type = IMAGES_UINT8, classes = names = 0;  // fields that it does not have
     if (type != IMAGES_UINT8)
         fail("%s stores elements of type %d; this program reads type %d (uint8)", name, type, IMAGES_UINT8);
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
-    if (C != IMAGE_CHANNELS) fail("%s has %d channels; this program trains on RGB images", name, C);
+    if (C != c.in_channels)
+        fail("%s has images of %d channels and --in_channels is %d", name, C, c.in_channels);
     // 65536^2 pixels * 3 * 2^31 images fit 128 bits; a double is exact enough to refuse what no disk holds
     double claimed =
         (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
@@ -3508,7 +3551,7 @@ static Dataset read_images(const std::string& path, int image_size) {
         fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
     if (version && !checksum_matches(&in, header, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
-    int wanted = image_size ? image_size : H, factor = H / wanted;
+    int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
         fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
              prepare_command(path, wanted).c_str());
@@ -3516,7 +3559,7 @@ static Dataset read_images(const std::string& path, int image_size) {
                       "the images of " + path, "use fewer or smaller ones");
 
     Dataset data;
-    data.count = N, data.size = H;
+    data.count = N, data.size = H, data.channels = C;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
     if (version) {
@@ -3529,22 +3572,33 @@ static Dataset read_images(const std::string& path, int image_size) {
             if (!(value >= -1.001f && value <= 1.001f))
                 fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
     }
+    if (classes) {
+        data.labels.resize(N);
+        in.read(data.labels.data(), N * sizeof(int));
+        for (int label : data.labels)
+            if (label < 0 || label >= classes)
+                fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
+    }
+    if (c.class_cond && (!classes || classes > c.num_classes))
+        fail("%s has %d classes and the model %d; see prepare_data.py --labels", name, classes,
+             c.num_classes);
     if (factor > 1) shrink(&data, factor);
     return data;
 }
 
-// Image `index` as floats in [-1, 1], (3, H, W).
-static void copy_image(float* to, const Dataset& data, int index) {
-    size_t elements = (size_t)IMAGE_CHANNELS * data.size * data.size, from = index * elements;
-    for (size_t e = 0; e < elements; e++)
-        to[e] = data.bytes.empty() ? data.floats[from + e] : (float)data.bytes[from + e] / 127.5f - 1.0f;
+// The number of classes that an image file's header tells; 0 where it has none.
+static int classes_in(const std::string& path) {
+    Reader in(path);
+    int32_t header[HEADER_INTS] = {0};
+    in.read(header, std::min(in.size, sizeof header));
+    return header[0] == IMAGES_MAGIC && header[5] ? std::max(0, header[7]) : 0;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
 
-enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 1, OLD_WEIGHTS_MAGIC = 12345678, RNG_RECORD_BYTES = 48 };
+enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678, RNG_RECORD_BYTES = 48 };
 enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
-enum { FIELD_CHANNELS = 17, FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
+enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 struct Section {
@@ -3580,7 +3634,8 @@ static std::vector<Array> arrays_of(const Model& m) {
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
-static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights"};  // flags' names
+static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights",  // flags' names
+                                            "guidance_interval"};
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
@@ -3596,6 +3651,7 @@ static void flags_to_fields(int32_t* header, const Config& config) {
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
+        if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
         bool ended = false;  // a list, by a 0, which stands first where it is empty
         for (int i = 0; flag.field && i < most_numbers(flag); i++) {
             memcpy((char*)config + flag.offset + 4 * i, header + field_of(flag, i), 4);
@@ -3622,14 +3678,15 @@ static void read_old_header(WeightsFile* file, const int32_t* header, size_t siz
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
         period = header[7];
     bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
-    if (C_in != IMAGE_CHANNELS || C_out != IMAGE_CHANNELS || H != W)
-        fail("%s is a model of %d x %d images from %d to %d channels; this program trains square RGB images",
-             path, H, W, C_in, C_out);
+    if (C_in != C_out || C_in < 1 || C_in > MAX_CHANNELS || H != W)
+        fail("%s is a model of %d x %d images from %d to %d channels: square ones of up to %d can be used",
+             path, H, W, C_in, C_out, MAX_CHANNELS);
     if (B < 1 || B > 65536 || base < 32 || base > 1024 || H < 8 || H > 1024 || period < 2)
         fail("%s is damaged: its header says batch %d, width %d, size %d, max_period %d", path, B, base, H,
              period);
     Config* c = &file->config;
-    c->num_channels = base, c->image_size = H, c->max_period = period, c->batch_size = B;
+    c->num_channels = base, c->in_channels = C_in, c->image_size = H, c->max_period = period,
+    c->batch_size = B;
     c->attention_resolutions[0] = H / 4, c->attention_resolutions[1] = H / 8, c->attention_resolutions[2] = 0;
     size_t bytes = parameters_of(*file) * sizeof(float),
            rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
@@ -3688,7 +3745,7 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
 
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
-    if (is_folder(path))
+    if (fs::is_directory(path, ignored))
         fail("%s is a folder; name one of its checkpoints, or the folder with --resume", name);
     Reader in(path);
     WeightsFile file;
@@ -3703,15 +3760,12 @@ static WeightsFile open_weights(const std::string& path) {
         read_old_header(&file, header, in.size);
         return file;
     }
-    if (header[FIELD_VERSION] != UNET_VERSION)
-        fail("%s has version %d of the weights format; this program reads version %d", name,
+    if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
+        fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
              header[FIELD_VERSION], UNET_VERSION);
     read_sections(&file, header, in.size);
     if (!checksum_matches(&in, header, FIELD_CHECKSUM))
         fail("%s is damaged: its checksum does not match", name);
-    if (header[FIELD_CHANNELS] != IMAGE_CHANNELS)
-        fail("%s is a model of images with %d channels; this program trains RGB images", name,
-             header[FIELD_CHANNELS]);
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
@@ -3765,7 +3819,6 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
-    header[FIELD_CHANNELS] = IMAGE_CHANNELS;
     memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
     flags_to_fields(header, c);
     auto declare = [&](const char* name, uint64_t bytes) {
@@ -3794,22 +3847,22 @@ static std::string checkpoint_path(const std::string& folder, long step) {
 
 // Steps of the checkpoints in a folder, newest first, whole or not.
 static std::vector<long> list_checkpoints(const std::string& folder) {
-    std::vector<std::string> names;
-    if (!list_folder(folder, &names) && errno != ENOENT && errno != ENOTDIR)
-        fail("can't list the folder %s: %s", folder.c_str(), strerror(errno));
+    std::error_code error;
     std::vector<long> steps;
-    for (const std::string& name : names) {
+    for (const std::string& name : list_folder(folder, &error)) {
         long step = -1;
         sscanf(name.c_str(), "checkpoint_%8ld", &step);
         if (step >= 0 && folder + "/" + name == checkpoint_path(folder, step)) steps.push_back(step);
     }
+    if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
+        fail("can't list the folder %s: %s", folder.c_str(), error.message().c_str());
     std::sort(steps.rbegin(), steps.rend());
     return steps;
 }
 
 // The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
-    if (file_exists(folder) && !is_folder(folder))
+    if (file_exists(folder) && !fs::is_directory(folder, ignored))
         fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
@@ -3832,19 +3885,22 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
     out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
-// rgb (height, width, 3). Pixels are stored, not compressed (PNG specification, RFC 1950 and 1951): no
-// library is needed, and any viewer reads it. Each line is a chunk or more of its own, so that neither the
-// length of a chunk nor memory for a copy of them all limits the picture.
-static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, int width, int height) {
-    const std::string RGB_OF_8_BITS("\x08\x02\x00\x00\x00", 5);
+// pixels (height, width, channels): grey, grey and alpha, RGB, or RGBA. They are stored, not compressed (PNG
+// specification, RFC 1950 and 1951): no library is needed, and any viewer reads it. Each line is a chunk or
+// more of its own, so that neither the length of a chunk nor memory for a copy of all limits the picture.
+static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int width, int height) {
+    size_t line_bytes = pixels.size() / height;
+    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[line_bytes / width - 1], 0, 0, 0};
     std::string data = "\x78\x01";
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
-    write_png_chunk(&out, "IHDR", big_endian((uint32_t)width) + big_endian((uint32_t)height) + RGB_OF_8_BITS);
+    write_png_chunk(
+        &out, "IHDR",
+        big_endian((uint32_t)width) + big_endian((uint32_t)height) + std::string(depth_and_type, 5));
     uint32_t a = 1, b = 0;  // Adler-32
     for (int y = 0; y < height; y++) {
         std::string line(1, '\0');  // no filter
-        line.append((const char*)rgb.data() + (size_t)y * width * 3, (size_t)width * 3);
+        line.append((const char*)pixels.data() + y * line_bytes, line_bytes);
         for (char value : line) a = (a + (uint8_t)value) % 65521, b = (b + a) % 65521;
         for (size_t start = 0; start < line.size(); start += 65535) {
             size_t bytes = std::min((size_t)65535, line.size() - start);
@@ -3861,24 +3917,24 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& rgb, 
     out.commit();
 }
 
-// pictures (N, H, W, 3) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square as
-// it can be. A NaN is black.
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, int H, int columns,
-                       int gap) {
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
+// as it can be. A NaN is black.
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
+                       int columns, int gap) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
-    int rows = (N + columns - 1) / columns;
+    int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
-    std::vector<uint8_t> rgb((size_t)width * height * 3, 255);
-    for (int n = 0; n < N; n++)
-        for (int y = 0; y < H; y++)
-            for (int e = 0; e < 3 * H; e++) {
-                float value = pictures[((size_t)n * H + y) * 3 * H + e];
-                value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
-                size_t row = (size_t)(n / columns) * (H + gap) + gap + y,
-                       column = (size_t)(n % columns) * (H + gap) + gap;
-                rgb[(row * width + column) * 3 + e] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
-            }
-    write_png(path, rgb, width, height);
+    std::vector<uint8_t> pixels((size_t)width * height * C, 255);
+    for (size_t i = 0; i < (size_t)N * H * H; i++) {
+        size_t n = i / H / H, row = n / columns * (H + gap) + gap + i / H % H,
+               column = n % columns * (H + gap) + gap + i % H;
+        for (int k = 0; k < C; k++) {
+            float value = pictures[i * PIXEL + k];
+            value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
+            pixels[(row * width + column) * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
+        }
+    }
+    write_png(path, pixels, width, height);
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
@@ -3909,28 +3965,23 @@ void Metrics::open() {
         fail("can't write %s: %s", path.c_str(), strerror(errno));
 }
 
-void Metrics::add(const std::string& record) {
-    waiting += record + "\n";
-    write_waiting();
-}
-
-void Metrics::write_waiting() {
+void Metrics::add(const std::string& lines) {
     size_t written = 0;
     ssize_t n = 0;
+    waiting += lines;
     while (written < waiting.size() && (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
         written += (size_t)n;
     if (written < waiting.size()) {
-        if (!warned)
+        if (!std::exchange(warned, true))
             note("could not write " + path + ": " + strerror(errno) +
-                 "; what is missing there is added once it can be");
-        warned = true;
+                 "; what is missing there follows later");
         if (!ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
     }
     waiting.erase(0, written), end += (off_t)written;
 }
 
 void Metrics::close() {
-    write_waiting();
+    add("");
     if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
         note(path + " lacks " + counted(lost, "line"));
     ::close(file);
@@ -4158,21 +4209,13 @@ static void print_run(const Model& m) {
     }
     printf("%s\n", column % 3 ? "\n" : "");
     print_plan(plan);
-    size_t activations = 0, gradients = 0, scratch = 0;
-    for (const Block& b : plan.blocks) {
-        activations += b.out.bytes + b.hidden.bytes + b.inner.bytes + b.stats.bytes;
-        gradients += b.gradient.bytes;
-        scratch = std::max({scratch, b.scratch_forward.bytes, b.scratch_backward.bytes});
-    }
-    printf(
-        "%zu parameters in %zu tensors; memory: %s weights%s, %s where %s activations, %s gradients of them "
-        "and up to %s scratch take turns; %s in all\n\n",
-        plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
-        plan.training
-            ? text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c), ema_count(c) ? ", EMA" : "").c_str()
-            : "",
-        human_bytes(plan.arena_bytes).c_str(), human_bytes(activations).c_str(),
-        human_bytes(gradients).c_str(), human_bytes(scratch).c_str(), human_bytes(memory_of(m)).c_str());
+    std::string copies;
+    if (plan.training)
+        copies = text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c), ema_count(c) ? ", EMA" : "");
+    printf("%zu parameters in %zu tensors; memory: %s weights%s, %s activations%s and scratch; %s in all\n\n",
+           plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
+           copies.c_str(), human_bytes(plan.arena_bytes).c_str(), plan.training ? ", their gradients" : "",
+           human_bytes(memory_of(m)).c_str());
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
@@ -4180,18 +4223,14 @@ static void print_run(const Model& m) {
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--") || (!g->origin.empty() && g->value == g->flag->standard)) return;
-    std::string levels, missing;
-    std::set<int> sizes;
-    for (int i = 0; i < list_length(c.channel_mult); i++) {
-        sizes.insert(c.image_size >> i);
-        levels += text("%s%d", i ? ", " : "", c.image_size >> i);
+    int levels = list_length(c.channel_mult);
+    for (int size : c.attention_resolutions) {
+        bool found = !size;
+        for (int i = 0; i < levels; i++) found |= c.image_size >> i == size;
+        if (!found)
+            printf("note: no level has the size %d of --attention_resolutions; they halve from %d to %d\n",
+                   size, c.image_size, c.image_size >> (levels - 1));
     }
-    for (int i = 0; i < list_length(c.attention_resolutions); i++)
-        if (!sizes.count(c.attention_resolutions[i]))
-            missing += text("%s%d", missing.empty() ? "" : ", ", c.attention_resolutions[i]);
-    if (!missing.empty())
-        printf("note: no level has the size %s of --attention_resolutions; the levels have %s\n",
-               missing.c_str(), levels.c_str());
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
@@ -4221,9 +4260,11 @@ static double time_replays(Launches launches, double seconds = 10, int least = 3
 // A new run of this configuration on random images.
 static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
-    t->images.count = B, t->images.size = H, t->images.bytes.resize((size_t)B * IMAGE_CHANNELS * H * H);
+    t->images.count = B, t->images.size = H, t->images.channels = config.in_channels;
+    t->images.bytes.resize((size_t)B * config.in_channels * H * H);
     for (size_t i = 0; i < t->images.bytes.size(); i++)
         t->images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
+    for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     build_model(&t->model, config, microbatch_of(config), true);
     upload_schedule(&t->model);
     initialise_weights(&t->model, config.seed);
@@ -4250,9 +4291,8 @@ static void print_time(const Config& config, long steps_done) {
     std::string how = batch == config.batch_size
                           ? "measured, on random images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
-    std::string step = ms < 1e4 ? text("%.*f ms", ms < 100 ? 2 : 0, ms) : text("%.4g s", ms / 1e3);
-    printf("one training step: %s, %.1f images/s (%s)\n", step.c_str(), 1e3 * config.batch_size / ms,
-           how.c_str());
+    double rate = 1e3 * config.batch_size / ms;
+    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, rate, how.c_str());
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
@@ -4309,24 +4349,31 @@ static uint64_t parse_seed(const std::string& digits) {
     return isdigit((unsigned char)digits[0]) && !*end ? seed : UINT64_MAX;
 }
 
-// The seeds of a text such as 0-63 or 3,7,10-12.
-static std::vector<uint32_t> parse_seeds(const std::string& list) {
-    std::vector<uint32_t> seeds;
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+    std::vector<uint32_t> numbers;
     for (const std::string& range : split(list, ',')) {
         std::vector<std::string> ends = split(range, '-');
         uint64_t first = parse_seed(ends.front()), last = parse_seed(ends.back());
-        if (ends.size() > 2 || first > last || last > UINT32_MAX)
-            fail_usage("--seeds is a list of numbers and ranges up to 4294967295 such as 3,7,10-12, not '%s'",
-                       list.c_str());
-        if (seeds.size() + (last - first) >= 1000000)
-            fail_usage("--seeds %s are more than a million; draw them in parts", list.c_str());
-        for (uint64_t seed = first; seed <= last; seed++) seeds.push_back((uint32_t)seed);
+        if (ends.size() > 2 || first > last || last > most)
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+        if (numbers.size() + (last - first) >= 1000000)
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
     }
-    return seeds;
+    return numbers;
+}
+
+// The classes that pictures are drawn of; none where the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c) {
+    if (*c.classes && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
+    return parse_list("class", c.classes, c.num_classes - 1);
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
-static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
+static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
     double xy = 0, xx = 0, yy = 0;
     for (int e = 0; e < elements; e++) {
         float x[4], y[4];
@@ -4336,10 +4383,10 @@ static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed
         xy += a * b, xx += a * a, yy += b * b;
     }
     double angle = acos(xy / sqrt(xx * yy));
-    std::vector<PictureNoise> begins;
+    std::vector<Beginning> begins;
     for (int i = 0; i < count; i++) {
         double part = (double)i / (count - 1), from = sin((1 - part) * angle), to = sin(part * angle);
-        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle))});
+        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle)), 0});
     }
     return begins;
 }
@@ -4347,35 +4394,36 @@ static std::vector<PictureNoise> noise_between(uint32_t seed, uint32_t last_seed
 // Says that the disk may be too small for the checkpoints to come.
 static void note_disk(const Trainer& t) {
     const Config& c = t.model.config;
-    struct statvfs disk;
-    if (statvfs(c.out_dir, &disk)) return;
+    std::error_code error;
+    double unused = (double)fs::space(c.out_dir, error).available;
+    if (error) return;
     auto multiples = [&](int every) { return every ? c.steps / every - t.step / every : 0; };  // to come
     bool saves_last = !c.save_every || c.steps % c.save_every || !c.steps;
     long there = (long)list_checkpoints(c.out_dir).size(), saves = multiples(c.save_every) + saves_last,
          more = std::min(saves, std::max(1L, c.keep + 1L - there) + multiples(c.keep_every));
     if (t.step >= c.steps && there) return;
-    double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters,
-           unused = (double)disk.f_bavail * (double)disk.f_frsize;
+    double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters;
     if ((double)more * bytes > unused)
         say("note: the disk of %s has %s free and this run needs room for %s of %s more", c.out_dir,
             human_bytes(unused).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
 }
 
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
-static std::vector<PictureNoise> wanted_pictures(const Config& c) {
-    std::vector<uint32_t> seeds = *c.seeds ? parse_seeds(c.seeds) : consecutive_seeds(c.seed, c.generate);
+static std::vector<Beginning> wanted_pictures(const Config& c) {
+    std::vector<uint32_t> seeds =
+        *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
     int count = c.interpolate ? c.interpolate : (int)seeds.size();
     if (c.generate && c.generate != count)
         fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
              c.interpolate ? "interpolate" : "seeds", counted(count, "picture").c_str());
     if (c.strip > sampler_steps(c))
         fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
-    if (!c.interpolate) return noise_of_seeds(seeds);
+    if (!c.interpolate) return begin_with(seeds);
     if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
         fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
     if (c.sampler == SAMPLER_DDPM || c.eta > 0)
         fail("--interpolate needs a sampler that adds no noise: another than ddpm, and no --eta");
-    return noise_between(seeds[0], seeds[1], count, IMAGE_CHANNELS * c.image_size * c.image_size);
+    return noise_between(seeds[0], seeds[1], count, c.in_channels * c.image_size * c.image_size);
 }
 
 static std::string sampler_text(const Config& c) {
@@ -4415,17 +4463,18 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
 }
 
 // The grid, and what --strip and --output_dir ask for.
-static void write_pictures(const Config& c, const std::vector<PictureNoise>& begins,
+static void write_pictures(const Config& c, const std::vector<Beginning>& begins, int columns,
                            const std::vector<float>& pictures, const std::vector<float>& strip,
                            double seconds) {
-    int count = (int)begins.size(), H = c.image_size;
+    int count = (int)begins.size();
     std::string grid = c.output_name;
     // the way from one seed to another in a row, if it is not too long
-    write_grid(grid, pictures, count, H, c.interpolate <= 16 ? c.interpolate : 0);
+    if (c.interpolate) columns = c.interpolate <= 16 ? c.interpolate : 0;
+    write_grid(grid, pictures, count, c, columns);
     say("%s: %s in %s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str());
     if (c.strip) {
         grid.insert(grid.size() - strlen(".png"), "_strip");
-        write_grid(grid, strip, count * c.strip, H, c.strip);
+        write_grid(grid, strip, count * c.strip, c, c.strip);
         say("%s: %s of each", grid.c_str(), counted(c.strip, "step").c_str());
     }
     if (!*c.output_dir) return;
@@ -4433,7 +4482,7 @@ static void write_pictures(const Config& c, const std::vector<PictureNoise>& beg
     for (int n = 0; n < count; n++) {  // between two seeds the pictures are numbered instead
         auto first = pictures.begin() + n * elements;
         write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
-                   {first, first + elements}, 1, H, 1, 0);
+                   {first, first + elements}, 1, c, 1, 0);
     }
     say("%s: each picture on its own", c.output_dir);
 }
@@ -4441,11 +4490,12 @@ static void write_pictures(const Config& c, const std::vector<PictureNoise>& beg
 static int run_generate(const std::vector<GivenFlag>& given) {
     WeightsFile file;
     Config config = drawing_config(given, &file);
-    std::vector<PictureNoise> begins = wanted_pictures(config);
-    int count = (int)begins.size();
+    std::vector<Beginning> begins = wanted_pictures(config);
+    int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config));
     std::string weights = chosen_name(config);
     memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
-    config.batch_size = std::min({config.batch_size, count, most_images(config)});
+    int calls = is_guided(config) ? 2 : 1;                                   // of the network for a picture
+    config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) {
@@ -4467,7 +4517,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         return 130;
     }
-    write_pictures(config, begins, pictures, strip, seconds_now() - start);
+    write_pictures(config, begins, columns, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -4497,11 +4547,7 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }
     t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
-    auto was_due = [&](int every) {
-        return t->step && (t->step == file.config.steps || (every && t->step % every == 0));
-    };
-    t->owes_validation = *file.config.val_file && was_due(file.config.val_every);
-    t->owes_samples = was_due(file.config.sample_every);
+    t->had_ended = file.step == file.config.steps;
     return file;
 }
 
@@ -4515,6 +4561,7 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         file = open_weights(config.model_weights);
         take_model(&config, given, file);
     }
+    if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
     check_given(config, given);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
@@ -4561,8 +4608,9 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     const Config& c = t->model.config;
     refuse_other_run(*t);
     check_memory(t->model, c.num_samples, "lower --num_samples");
-    t->images = read_images(c.data_file, c.image_size);
-    if (*c.val_file) t->validation = read_images(c.val_file, c.image_size);
+    wanted_classes(c);
+    t->images = read_images(c.data_file, c);
+    if (*c.val_file) t->validation = read_images(c.val_file, c);
     lock_folder(t);
     refuse_other_run(*t);
     allocate_model(&t->model);
@@ -4773,14 +4821,14 @@ static void each_tile(Pieces rows, Pieces columns, Work work) {
 
 template <typename Layer>
 static void run(Layer layer) {
-    Items items = layer.items();
-    PROFILE(items.kind, {0, items.bytes});
+    PROFILE(layer);
+    size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
 #pragma omp parallel for
-        for (size_t i = 0; i < items.count; i++) layer(Team{(int)i, 0, 1});
+        for (size_t i = 0; i < items; i++) layer(Team{(int)i, 0, 1});
     } else {
 #pragma omp parallel for simd firstprivate(layer)
-        for (size_t i = 0; i < items.count; i++) layer(i);
+        for (size_t i = 0; i < items; i++) layer(i);
     }
 }
 
@@ -4977,8 +5025,8 @@ static void product_forward(Tensor out, Joined x, Conv layer, const Forward& opt
     each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
-        matmul({p1 - p0, o1 - o0, C}, target, O, pixels_of<TAPS>(x.first, p0, p1, 0, C), transposed(w, K),
-               in_place);
+        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
+        matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
         if (C2)
             matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
                    transposed(w + C, K), true);
@@ -5025,19 +5073,6 @@ static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const
                   });
     }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
-}
-
-static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
-    product_forward<1>(out, x, layer, options);
-}
-static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
-    product_backward<1>(dx, dout, x, layer, options);
-}
-static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
-    product_forward<9>(out, x, layer, options);
-}
-static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options) {
-    product_backward<9>(dx, dout, x, layer, options);
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
@@ -5287,8 +5322,8 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 
 #ifndef __CUDACC__
 static std::string backend_name() {
-    return text("the CPU: fp32, %s, vectors of %d", counted(omp_get_max_threads(), "thread").c_str(),
-                (int)cpu::VECTOR);
+    std::string threads = counted(omp_get_max_threads(), "thread");
+    return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
 }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
 static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
@@ -5334,25 +5369,19 @@ static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
 static void backend_init() {
+    const char* instead = "build for the CPU: make train_unet DEVICE=cpu";
     int count = 0, driver = 0;  // 0: there is no driver
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver)
-        fail(
-            "the GPU's driver is older than this program's CUDA %d.%d; update the driver, or build for the "
-            "CPU: make train_unet DEVICE=cpu",
-            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        fail("the GPU's driver is older than this program's CUDA %d.%d; update it, or %s",
+             CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, instead);
     if (status != cudaSuccess || !count)
-        fail(
-            "this program was built for a GPU and finds none (%s); build it for the CPU: make train_unet "
-            "DEVICE=cpu",
-            cudaGetErrorString(status));
+        fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     if (properties.major < 8)
-        fail(
-            "%s is too old: compute capability %d.%d, and 8.0 is the least; build for the CPU: make "
-            "train_unet DEVICE=cpu",
-            properties.name, properties.major, properties.minor);
+        fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", properties.name,
+             properties.major, properties.minor, instead);
     gpu_multiprocessors = properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
@@ -5454,8 +5483,9 @@ static double backend_peak(std::string* source) {
     for (auto& peak : PEAKS) {
         if (peak.capability != 10 * properties.major + properties.minor) continue;
         khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
-        *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
-                       tensor ? "dense bf16" : "fp32");
+        if (source)
+            *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
+                           tensor ? "dense bf16" : "fp32");
         return 1e-9 * khz * properties.multiProcessorCount * (tensor ? peak.bf16 : peak.fp32);
     }
     return 0;
@@ -5581,13 +5611,13 @@ __global__ void teams_kernel(Layer layer) {
 // Few items go in small blocks, so that every multiprocessor gets some.
 template <typename Layer>
 static void run(Layer layer) {
-    Items items = layer.items();
-    PROFILE(items.kind, {0, items.bytes});
+    PROFILE(layer);
+    size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
-        launch(teams_kernel<Layer>, (int)items.count, Layer::THREADS, 0, layer);
+        launch(teams_kernel<Layer>, (int)items, Layer::THREADS, 0, layer);
     } else {
-        int threads = items.count < (1 << 18) ? 64 : 256;
-        launch(layer_kernel<Layer>, ceil_div(items.count, threads), threads, 0, layer, items.count);
+        int threads = items < (1 << 18) ? 64 : 256;
+        launch(layer_kernel<Layer>, ceil_div(items, threads), threads, 0, layer, items);
     }
 }
 
@@ -5668,8 +5698,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
 }
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.count()});
-    launch(channel_moments_kernel, dim3(norm_parts(x.T()), ceil_div(x.C, 8 * VEC), x.B), NORM_PART_THREADS, 0,
-           x);
+    dim3 grid(norm_parts(x.T()), ceil_div(x.C, 8 * VEC), x.B);
+    launch(channel_moments_kernel, grid, NORM_PART_THREADS, 0, x);
 }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
@@ -5968,22 +5998,6 @@ enum { ATTENTION_ROWS = 64 };
 // Backward, heads of up to 32, an H100, bf16, T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3 blocks 43.
 enum { ATTENTION_COLUMNS = ATTENTION_ROWS, ATTENTION_THREADS = 2 * ATTENTION_ROWS, ATTENTION_BLOCKS = 4 };
 
-#ifdef PRECISION_FP32
-// A sum over the rows of the other side, up to 262,144 of them, of which a plain float would lose 3e-5: what
-// rounding took is kept and given back with the next addition (Kahan, 1965).
-struct AttentionSum {
-    float value, taken;
-    __device__ operator float() const { return value; }
-    __device__ void operator*=(float factor) { value *= factor, taken *= factor; }
-    __device__ void operator+=(float x) {
-        float y = x - taken, sum = value + y;
-        taken = (sum - value) - y, value = sum;
-    }
-};
-#else
-typedef float AttentionSum;
-#endif
-
 // Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
 template <int D>
 struct AttentionRow {
@@ -6038,7 +6052,7 @@ __device__ static void attention_mask(float (&scores)[N][4], int columns) {
 }
 // sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
 template <int D, int N>
-__device__ static void attention_weigh(AttentionSum (&sum)[D / 8][4], const float (&p)[N][4],
+__device__ static void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4],
                                        const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
     UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
@@ -6070,8 +6084,8 @@ __device__ static void attention_weigh(AttentionSum (&sum)[D / 8][4], const floa
 // The warp's rows of sum (ROWS, D), by way of its rows of `scratch`, to target, in pieces of 16 bytes.
 template <int D>
 __device__ static void attention_store(floatX* target, size_t stride, int t0, int T, int d,
-                                       AttentionRow<D>* scratch, const AttentionSum sum[D / 8][4],
-                                       float factor0, float factor1) {
+                                       AttentionRow<D>* scratch, const float sum[D / 8][4], float factor0,
+                                       float factor1) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
     UNROLLED_FOR (int n = 0; n < D / 8; n++) {
@@ -6109,7 +6123,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  //
     attention_load<COLUMNS>(s.v[0], v, 3 * C, 0, T, d);
     copy_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
-    AttentionSum sum[D / 8][4] = {}, total[2] = {};
+    float sum[D / 8][4] = {}, total[2] = {};
     float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
     for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
@@ -6140,8 +6154,8 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  //
         __syncthreads();  // the stage is free
     }
     for (int half = 0; half < 2; half++) {
-        total[half] += __shfl_xor_sync(~0u, (float)total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, (float)total[half], 2);
+        total[half] += __shfl_xor_sync(~0u, total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, total[half], 2);
         int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
@@ -6199,7 +6213,7 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
         copy_commit();
     };
     load(0);
-    AttentionSum sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
+    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
     for (int j = 0; j < tiles; j++) {
         int stage = j % 2;
         load(j + 1);
@@ -6240,12 +6254,11 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, ATTENTI
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
     lse += ((size_t)b * gridDim.y + head) * T;
+    dqkv += at3, qkv += at3, dout += at, out += at;
     if (blockIdx.x < tiles)
-        attention_backward_rows<D, COLUMNS, true>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
-                                                  d, scale);
+        attention_backward_rows<D, COLUMNS, true>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
     else
-        attention_backward_rows<D, COLUMNS, false>(dqkv + at3, dout + at, out + at, lse, qkv + at3, t0, T, C,
-                                                   d, scale);
+        attention_backward_rows<D, COLUMNS, false>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
 }
 
 // launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
@@ -7174,19 +7187,6 @@ template <int TAPS>
 static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
     on_side_lane([&] { weight_gradient<TAPS>(layer, dout, x, options.demb); });
     if (dx.first) input_gradient<TAPS>(dx, dout, layer, options);
-}
-
-static void linear_forward(Tensor out, Joined x, Linear layer, Forward options) {
-    product_forward<1>(out, x, layer, options);
-}
-static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options) {
-    product_backward<1>(dx, dout, x, layer, options);
-}
-static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
-    product_forward<9>(out, x, layer, options);
-}
-static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options) {
-    product_backward<9>(dx, dout, x, layer, options);
 }
 
 }  // namespace gpu

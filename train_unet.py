@@ -36,7 +36,8 @@ from tqdm import tqdm
 from unet_io import Checkpoint, Config, Stream, UserError
 
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
-                "norm_groups", "max_period", "channel_mult", "attention_resolutions")
+                "norm_groups", "max_period", "channel_mult", "attention_resolutions", "class_cond",
+                "num_classes", "cond_drop_prob")
 DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
 
 
@@ -126,7 +127,10 @@ class AttentionBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """model(x, t): x (B, in_channels, image_size, image_size), t (B,) -> the prediction, of x's shape."""
+    """model(x, t, y): x (B, in_channels, image_size, image_size), t (B,) -> the prediction, of x's shape.
+
+    y (B,): with class_cond, each image's class; num_classes stands for none, where labels were dropped.
+    """
     def __init__(self, config):
         super().__init__()
         self.config = config.check()
@@ -134,6 +138,10 @@ class UNet(nn.Module):
         emb_width, last_level = 4 * width, len(config.channel_mult) - 1
         self.time_embed = nn.Sequential(nn.Linear(width, emb_width), nn.SiLU(),
                                         nn.Linear(emb_width, emb_width))
+        if config.class_cond:
+            if not config.num_classes:
+                raise UserError("class_cond needs num_classes, or images with labels")
+            self.label_emb = nn.Embedding(config.label_rows(), emb_width)
 
         def level_layers(channels, out_channels, size):
             layers = [ResBlock(channels, out_channels, emb_width, groups)]
@@ -170,11 +178,17 @@ class UNet(nn.Module):
         self.out = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
                                  zero(nn.Conv2d(channels, config.in_channels, 3, padding=1)))
 
-    def forward(self, x, t):
-        if t.shape != x.shape[:1]:
-            raise ValueError(f"t has shape {tuple(t.shape)}, one timestep an image is needed: ({len(x)},)")
+    def forward(self, x, t, y=None):
+        for name, value in (("t", t), ("y", y)):
+            if (value is not None or name == "t") and value.shape != x.shape[:1]:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, one number an image is needed:"
+                                 f" ({len(x)},)")
+        if (y is None) == self.config.class_cond:
+            raise ValueError("y, the classes of the images, goes with class_cond, and only with it")
         emb = timestep_embedding(t, self.config.num_channels, self.config.max_period)
         emb = self.time_embed(emb.to(self.time_embed[0].weight.dtype))
+        if y is not None:
+            emb = emb + self.label_emb(y)
         skips = []
         for block in self.input_blocks:
             x = block(x, emb)
@@ -189,7 +203,7 @@ class UNet(nn.Module):
 GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
 # Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
 # value here.
-FIXED_FLAGS = dict(learn_sigma=False, class_cond=False, use_scale_shift_norm=False, resblock_updown=False,
+FIXED_FLAGS = dict(learn_sigma=False, use_scale_shift_norm=False, resblock_updown=False,
                    conv_resample=False, dropout=0, use_fp16=False, use_checkpoint=False,
                    use_new_attention_order=True, timestep_respacing="", use_kl=False, predict_xstart=False,
                    rescale_timesteps=False, rescale_learned_sigmas=False)
@@ -202,8 +216,9 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
     units of it, "1,2,3,4" or a tuple; "" stands for guided-diffusion's at this image_size. flags: any other
     field of unet_io.Config, as attention_resolutions="16,8" (pixels a side), num_head_channels=32,
     norm_groups=32; and guided-diffusion's others, with the value that they have here.
-    Returns a module called as model(x, t): x (B, 3, image_size, image_size), t (B,) -> the prediction, of x's
-    shape. Weights as PyTorch initialises them, see init_weights.
+    Returns a module called as model(x, t), or with class_cond as model(x, t, y): x (B, 3, image_size,
+    image_size) or with other in_channels, t (B,), y (B,) classes -> the prediction, of x's shape. num_classes
+    is 1000, as there. Weights as PyTorch initialises them, see init_weights.
 
     What is not given is as in ./train_unet, and then the network is not guided-diffusion's by default: it
     resamples without a convolution (conv_resample False: 20,494,211 parameters where guided-diffusion has
@@ -212,6 +227,8 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
     """
     known = {field.name: field for field in dataclasses.fields(Config)}
     values = dict(image_size=image_size, num_channels=num_channels, num_res_blocks=num_res_blocks)
+    if flags.get("class_cond") and not flags.get("num_classes"):
+        flags = flags | dict(num_classes=1000)  # guided-diffusion's NUM_CLASSES
     if isinstance(channel_mult, str) and channel_mult == "":
         channel_mult = GUIDED_MULTS.get(image_size)
         if channel_mult is None:
@@ -257,6 +274,8 @@ def init_weights(model, seed):
             value = np.full(parameter.shape, kind == "weight", np.float32)
         elif getattr(module, "starts_at_zero", False):
             value = np.zeros(parameter.shape, np.float32)
+        elif isinstance(module, nn.Embedding):
+            value = unet_io.normals(seed, Stream.INIT, parameter.numel(), index).reshape(parameter.shape)
         else:
             value = unet_io.init_uniform(seed, index, tuple(parameter.shape), module.weight[0].numel())
         parameter.data.copy_(torch.from_numpy(value))
@@ -381,11 +400,14 @@ def _read_bare(path, state, overrides):
     count = len(state)
     state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}  # torch.compile's
     guided = any(".in_layers." in name for name in state)
-    for part, flag in {"label_emb.": "class_cond", ".op.": "conv_resample"}.items():
+    for part, flag in {".op.": "conv_resample"}.items():
         if guided and any(part in name for name in state):
             raise UserError(f"{path} is a model made with guided-diffusion's {flag}, which is not supported")
     first = next(iter(state.values())).shape  # time_embed.0.weight: (4 num_channels, num_channels)
     config = Config(num_channels=first[-1] if len(first) == 2 else 0, max_period=10000 if guided else 1000)
+    if "label_emb.weight" in state:
+        rows = len(state["label_emb.weight"]) - (overrides.get("cond_drop_prob", 0) > 0)
+        overrides = dict(class_cond=True, num_classes=rows) | overrides
     config = dataclasses.replace(config, **overrides) if guided else _with_old_attention(config, overrides)
     expected = _expected_shapes(config.check("" if overrides else path), path)
     names = [".".join(OLD_NAMES.get(part, part) for part in name.split(".")) for name in state]
@@ -579,12 +601,15 @@ def seed_noise(seeds, shape, call=0):
 
 @torch.no_grad()
 def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
-           eta=0.0, threshold="clamp", start=None, columns=0):
+           eta=0.0, threshold="clamp", start=None, columns=0, classes=None, guidance_scale=1.0,
+           guidance_interval=(0.0, 1.0)):
     """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
     model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
     columns: if not 0, a second tensor (len(seeds), columns, C, H, W) is returned, of the predicted pictures
-    after steps evenly spread from the first to the last.
+    after steps evenly spread from the first to the last. classes: with class_cond, one for each picture.
+    guidance_scale: what is drawn differs so many times as much from a picture without a class (Ho and
+    Salimans 2022, equation 6), in this part of the chain.
     Each sampler stands here as its paper has it, with abar for the paper's alpha-bar, alpha^2 or
     1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
     """
@@ -597,8 +622,20 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
     strip, x0_before = [], None
 
+    def answer(x, i):
+        t = torch.full((len(x),), int(times[i]), device=device)
+        if not config.class_cond:
+            return model(x, t).float()
+        told = torch.as_tensor(classes, device=device)
+        low, high = guidance_interval
+        if guidance_scale == 1 or not low <= times[i] / config.diffusion_steps <= high:
+            return model(x, t, told).float()
+        none = torch.full_like(told, config.num_classes)
+        told, free = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([told, none])).float().chunk(2)
+        return free + guidance_scale * (told - free)
+
     def predict(x, i):
-        out = model(x, torch.full((len(seeds),), int(times[i]), device=device)).float()
+        out = answer(x, i)
         a = float(abar[i])
         if config.predict == "eps":
             return limited((x - math.sqrt(1 - a) * out) / math.sqrt(a), threshold)
@@ -646,7 +683,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
 # training
 
 def make_batch(images, config, step):
-    """What step (0-based) trains on: float32 images (B, C, H, W) in [-1, 1], t int64 (B,), float32 noise."""
+    """What step (0-based) trains on: float32 images (B, C, H, W) in [-1, 1], t int64 (B,), float32 noise, and
+    with class_cond the classes, int64 (B,), otherwise None."""
     rows = np.arange(config.batch_size)
     places = unet_io.batch_indices(config.seed, step, config.batch_size, len(images))
     x0 = images.floats(places, config.image_size)
@@ -656,7 +694,11 @@ def make_batch(images, config, step):
     t = unet_io.timesteps(config.seed, rows, step, config.diffusion_steps)
     noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
     shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
-    return x0, t, noise + np.float32(config.offset_noise) * shift[..., None, None]
+    y = None
+    if config.class_cond:
+        hidden = unet_io.dropped(config.seed, rows, step, config.cond_drop_prob)
+        y = np.where(hidden, config.num_classes, images.labels[places]).astype(np.int64)
+    return x0, t, noise + np.float32(config.offset_noise) * shift[..., None, None], y
 
 
 def decay_groups(parameters, config):
@@ -675,6 +717,7 @@ class Trainer:
                  compile=False):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
         images.check_size(config.image_size, config.in_channels)
+        images.check_labels(config)
         self.model = model.to(device, dtype)
         self.forward = torch.compile(self.model) if compile else self.model
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
@@ -687,12 +730,13 @@ class Trainer:
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
 
-    def loss(self, x0, t, noise, weighted=True):
+    def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays, with or without the timesteps' weights: a scalar tensor."""
         x0, t, noise = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise))
+        classes = () if y is None else (torch.from_numpy(y).to(self.device),)
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
-            prediction = self.forward(x.to(self.dtype), t)
+            prediction = self.forward(x.to(self.dtype), t, *classes)
         prediction, target = prediction.to(self.dtype), target.to(self.dtype)
         return self.diffusion.loss(prediction, target, t) if weighted else F.mse_loss(prediction, target)
 
@@ -731,7 +775,8 @@ class Trainer:
             x0 = images.floats(rows, config.image_size)
             t = unet_io.timesteps(config.seed, rows, 0, config.diffusion_steps, Stream.VAL_TIMESTEP)
             noise = unet_io.normals(config.seed, Stream.VAL_NOISE, x0[0].size, rows).reshape(x0.shape)
-            total += self.loss(x0, t, noise, weighted=False).item() * len(rows)
+            y = images.labels[rows].astype(np.int64) if config.class_cond else None
+            total += self.loss(x0, t, noise, y, weighted=False).item() * len(rows)
         return total / len(images)
 
     def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
@@ -780,31 +825,37 @@ def debug_state(prefix, config, images=None, steps=0):
 
     PREFIX_weights.bin  the weights: stream INIT, then N(0, 0.02^2) of stream PERTURB added to every parameter
     PREFIX_images.bin   random images, where none are given
-    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images; t (B,) int32; target
-                        float32; out float64; loss float64; grad.NAME float64 for every parameter; and, with
-                        steps > 0, losses (steps,) float64, those of AdamW in float32
+    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images; t (B,) int32; with
+                        class_cond the classes y (B,) int32; target float32; out float64; loss float64;
+                        grad.NAME float64 for every parameter; and, with steps > 0, losses (steps,) float64,
+                        those of AdamW in float32
     Returns the tensors as a dict.
     """
     if images is None:
         shape = (2 * config.batch_size, config.in_channels, config.image_size, config.image_size)
         pixels = unet_io.words(config.seed, Stream.PERTURB, math.prod(shape), 0, 1) >> np.uint32(24)
-        unet_io.write_images(f"{prefix}_images.bin", pixels.astype(np.uint8).reshape(shape))
+        labels = [f"{i % config.num_classes:07d}" for i in range(shape[0])] if config.class_cond else None
+        unet_io.write_images(f"{prefix}_images.bin", pixels.astype(np.uint8).reshape(shape), labels)
         images = unet_io.read_images(f"{prefix}_images.bin")
     images.check_size(config.image_size, config.in_channels)
+    images.check_labels(config)
     model = perturb(init_weights(UNet(config), config.seed), config.seed)
     weights = to_numpy(model.parameters())
     unet_io.write_checkpoint(f"{prefix}_weights.bin", Checkpoint(config, {"weights": weights}))
 
-    x0, t, noise = (torch.from_numpy(array) for array in make_batch(images, config, 0))
+    *arrays, y = make_batch(images, config, 0)
+    x0, t, noise = map(torch.from_numpy, arrays)
+    classes = () if y is None else (torch.from_numpy(y),)
     x, target = Diffusion(config).noised(x0, t, noise)
     losses = replay(model, images, config, steps) if steps else None
     model, _ = load_model(f"{prefix}_weights.bin")
     model.double()
-    out = model(x.double(), t)
+    out = model(x.double(), t, *classes)
     loss = F.mse_loss(out, target.double())
     loss.backward()
     tensors = dict(x=x.numpy(), t=t.numpy().astype(np.int32), target=target.numpy(), out=out.detach().numpy(),
                    loss=loss.detach().numpy())
+    tensors |= {} if y is None else dict(y=y.astype(np.int32))
     tensors |= {f"grad.{name}": p.grad.numpy() for name, p in model.named_parameters()}
     if steps:
         tensors["losses"] = losses
@@ -996,6 +1047,8 @@ def train(config, run, given):
     device = pick_device(run.device)
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.backends.cudnn.benchmark = True
+    if config.class_cond and not config.num_classes and not run.data_dir and os.path.isfile(run.data_file):
+        config.num_classes = len(unet_io.read_images(run.data_file).class_names)
     model, checkpoint, path = start_model(config, run, given)
     if not checkpoint:
         refuse_other_run(run.out_dir)
@@ -1079,9 +1132,10 @@ def train(config, run, given):
             last_time, last_step = time.time(), step
         if run.sample_every and step % run.sample_every == 0:
             name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
-            pictures = unet_io.to_uint8(sample_average(trainer, range(16)).numpy())
+            classes, columns = unet_io.spread_classes(config, range(config.num_classes), 16)
+            pictures = unet_io.to_uint8(sample_average(trainer, range(16), classes).numpy())
             try:
-                unet_io.save_grid(name, pictures)
+                unet_io.save_grid(name, pictures, columns)
                 unet_io.say(f"wrote {name}")
             except UserError as error:
                 tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
@@ -1094,13 +1148,13 @@ def train(config, run, given):
         unet_io.say(f"done; to see pictures: python generate.py --model_filename {shlex.quote(saved)}")
 
 
-def sample_average(trainer, seeds):
+def sample_average(trainer, seeds, classes=None):
     """Pictures from the first averaged weights, where there are any, by DDIM."""
     kept = [p.detach().clone() for p in trainer.parameters]
     try:
         if trainer.emas:
             torch._foreach_copy_([p.data for p in trainer.parameters], trainer.emas[0])
-        return sample(trainer.model, seeds, device=trainer.device)
+        return sample(trainer.model, seeds, device=trainer.device, classes=classes)
     finally:
         torch._foreach_copy_([p.data for p in trainer.parameters], kept)
 

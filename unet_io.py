@@ -54,7 +54,7 @@ TENSORS_MAGIC = 0x534E4554  # the bytes "TENS"
 FLOAT_MIN = 2.0**-126       # a float32 below it is 0 or has lost digits
 MAX_LEVELS = 8              # of channel_mult
 MAX_WIDTH = 8192            # channels of a level
-MAX_ATTENTION_SIZE = 512    # pixels a side
+MAX_ATTENTION_SIZE = 128    # pixels a side
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -293,6 +293,12 @@ def permutation(seed, epoch, n):
     return np.array(order, np.int64)
 
 
+def dropped(seed, sample, step, probability):
+    """Whether each sample's label is hidden at this step: bool of the shape of `sample`."""
+    u = (words(seed, Stream.LABEL, 1, sample, step)[..., 0] >> np.uint32(8)) * np.float32(2.0**-24)
+    return u < np.float32(probability)
+
+
 def batch_indices(seed, step, batch_size, n):
     """Which of the n images make up the batch of this step (0-based): int64 (batch_size,)."""
     places = range(step * batch_size, (step + 1) * batch_size)
@@ -381,12 +387,18 @@ def _setting(default, index, help=None, choices=None, low=None, high=None):
 class Config:
     """Architecture, diffusion, optimiser: what a .bin's header holds, and a flag each where help is given."""
     image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=4, high=1024)
-    in_channels: int = _setting(3, 17, low=1, high=16)
+    in_channels: int = _setting(3, 17, "channels of an image: 1 grey, 3 RGB, 4 RGBA or another code", low=1,
+                                high=4)
     num_channels: int = _setting(64, 18, "width of the first level, a multiple of 32", low=32, high=1024)
     num_res_blocks: int = _setting(2, 19, "residual blocks a level", low=1, high=16)
     num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=1024)
     norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=1024)
     max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=2, high=10**8)
+    class_cond: bool = _setting(False, 107, "tell the network each image's class, by the file's labels")
+    num_classes: int = _setting(0, 23, "classes that class_cond knows, 0 for those of the images", low=0,
+                                high=10**6)
+    cond_drop_prob: float = _setting(0.0, 108, "part of the images whose class is hidden, for guidance",
+                                     low=0, high=0.999)
     channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels", low=1,
                                    high=64)
     attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", low=0,
@@ -423,6 +435,10 @@ class Config:
 
     def __post_init__(self):
         self.ema_rate = Rates(self.ema_rate)
+
+    def label_rows(self):
+        """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
+        return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
 
     def level_sizes(self):
         """Height and width of each level's images, from the first level to the last, in pixels."""
@@ -468,9 +484,9 @@ class Config:
                             f" {MAX_ATTENTION_SIZE}x{MAX_ATTENTION_SIZE} is the largest: use more levels or"
                             f" other sizes (the middle, at the last level, always has attention)")
         if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
-            T, dashes = self.diffusion_steps, "" if where else "--"
-            raise UserError(f"{prefix}diffusion_steps {T} is too few for {dashes}noise_schedule linear, whose"
-                            f" last beta would be {20 / T:.3g}; use {LEAST_LINEAR_STEPS} or more, or cosine")
+            T = self.diffusion_steps
+            raise UserError(f"{prefix}diffusion_steps {T} is too few for a linear schedule: its last beta is"
+                            f" {20 / T:.3g}; use {LEAST_LINEAR_STEPS} or more, or cosine")
         if self.zero_terminal_snr and self.predict == "eps":
             raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
@@ -484,7 +500,8 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
           "keep_every": (0, 10**9), "sample_every": (0, 10**9), "val_every": (1, 10**9),
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
           "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
-          "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2)}
+          "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2),
+          "guidance_scale": (0, 1000)}
 
 
 def check_range(name, value, least=None, flag=None):
@@ -502,12 +519,27 @@ PRESETS = {
     "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
                     attention_resolutions=(16, 8), predict="v", noise_schedule="cosine", batch_size=64,
                     lr=3e-4, lr_schedule="cosine", warmup_steps=500, steps=20000),
+    "fashion32": dict(image_size=32, in_channels=1, num_classes=10, channel_mult=(1, 2, 2), class_cond=True,
+                      cond_drop_prob=0.1, predict="v", noise_schedule="cosine", flip=True, batch_size=128,
+                      lr=3e-4, lr_schedule="cosine", warmup_steps=500),
     "unet64": {},
     "large64": dict(image_size=64, num_channels=128, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
                     attention_resolutions=(32, 16, 8), num_head_channels=64, noise_schedule="cosine",
                     batch_size=64, lr=1e-4, warmup_steps=1000, ema_rate=0.9999, steps=200000, save_every=5000,
                     sample_every=5000),
 }
+
+
+def spread_classes(config, classes, count):
+    """(a class for each of `count` pictures, equally many of each; columns of a grid with a row a class).
+
+    (None, None) without class_cond; the second is None where the numbers don't come out even.
+    """
+    if not config.class_cond:
+        return None, None
+    classes = list(classes)
+    rows = [classes[i * len(classes) // count] for i in range(count)]
+    return rows, count // len(classes) if len(classes) > 1 and count % len(classes) == 0 else None
 
 
 def flags_of(config):
@@ -741,6 +773,12 @@ class Images:
                             " a file with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
                             f" --image_size {image_size}")
 
+    def check_labels(self, config):
+        """Raise UserError unless there are the labels that class_cond needs."""
+        if config.class_cond and not 0 < len(self.class_names) <= config.num_classes:
+            raise UserError(f"{self.path} has {len(self.class_names)} classes and class_cond needs up to"
+                            f" {config.num_classes}: make it with prepare_data.py --labels")
+
     def floats(self, indices, image_size=None):
         """Images in [-1, 1]: float32 (len(indices), C, image_size, image_size).
 
@@ -871,7 +909,8 @@ def write_old_images(path, pixels):
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
 TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v")  # float32, in named_parameters() order
-TEXT_SECTIONS = ("data_file", "val_file", "model_weights")
+TEXT_SECTIONS = ("data_file", "val_file", "model_weights", "guidance_interval")
+WEIGHTS_VERSION, VERSION_2_FIELD = 2, 107  # the latter and those behind it are new in version 2
 
 
 @dataclasses.dataclass
@@ -889,13 +928,15 @@ class Checkpoint:
 
 # Settings of a run that ./train_unet takes up again on --resume: the field of the header that holds each,
 # and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number;
-# eta is a float's bits).
+# eta and guidance_scale are floats' bits).
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
               "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "microbatch": (72, 0),
-              "eta": (92, 0), "threshold": (93, 0), "keep_every": (106, 0)}
+              "eta": (92, 0), "threshold": (93, 0), "keep_every": (106, 0),
+              "guidance_scale": (118, 0x3F800000)}  # the bits of 1.0
 
 
+FLOAT_RUN_FIELDS = ("eta", "guidance_scale")
 MORE_RATES = 75  # the field of the second of several rates; the others follow
 
 
@@ -920,6 +961,8 @@ def _unpack_config(header, path):
     floats, config = header.view("<f4"), Config()
     for field in dataclasses.fields(Config):
         index, choices = field.metadata["index"], field.metadata["choices"]
+        if header[1] < 2 and index >= VERSION_2_FIELD:
+            continue  # keeps its default
         value = int(header[index])
         if field.type is float:
             value = float(str(floats[index]))  # the shortest decimal: 1e-4, not 9.99999974e-05
@@ -948,8 +991,8 @@ def read_checkpoint(path):
         raise UserError(f"{path} holds no weights (its first bytes are neither UNET nor those of an old"
                         f" file)")
     version, count, step, parameters, tensors = (int(header[i]) for i in (1, 3, 4, 5, 6))
-    if version != 1:
-        raise UserError(f"{path} has version {version}, this program knows version 1")
+    if version not in (1, WEIGHTS_VERSION):
+        raise UserError(f"{path} has version {version}, this program knows versions 1 and {WEIGHTS_VERSION}")
     if not 1 <= count <= 16 or step < 0 or parameters < 1 or tensors < 1:
         raise UserError(f"{path} is damaged: {count} sections, step {step}, {parameters} parameters in"
                         f" {tensors} tensors")
@@ -980,11 +1023,13 @@ def read_checkpoint(path):
     floats = header.view("<f4")
     for name, (index, _) in RUN_FIELDS.items():
         low, high = RANGES[name]
-        if not low <= (floats if name == "eta" else header)[index] <= high:
+        known = version > 1 or index < VERSION_2_FIELD
+        if known and not low <= (floats if name in FLOAT_RUN_FIELDS else header)[index] <= high:
             raise UserError(f"{path} is damaged: its {name} is out of range")
     if not np.isfinite(floats[60]):
         raise UserError(f"{path} is damaged: its loss is no number")
-    run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()}
+    run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()
+           if version > 1 or index < VERSION_2_FIELD}
     return Checkpoint(_unpack_config(header, path), sections, step, float(floats[60]), tensors, run=run)
 
 
@@ -1033,7 +1078,7 @@ def write_checkpoint(path, checkpoint):
         blocks += parts
     parameters = sum(np.size(part) for part in as_list["weights"])
     assert all(sum(np.size(part) for part in parts) == parameters for parts in as_list.values())
-    header[:2] = [WEIGHTS_MAGIC, 1]
+    header[:2] = [WEIGHTS_MAGIC, WEIGHTS_VERSION]
     header[4:7] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
     _pack_config(header, checkpoint.config)
     header.view("<f4")[60] = checkpoint.smoothed_loss
@@ -1147,7 +1192,8 @@ def picture_format(path):
 
 
 def save_picture(path, pixels):
-    """Write uint8 (C, H, W), C = 1 or 3, in the format that the name's ending tells; whole or not at all."""
+    """Write uint8 (C, H, W): grey, grey and alpha, RGB or RGBA, in the format that the name's ending tells;
+    whole or not at all."""
     from PIL import Image
     path = os.fspath(path)
     array = np.ascontiguousarray(np.moveaxis(pixels, 0, -1))

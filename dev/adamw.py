@@ -4,7 +4,7 @@ import torch
 import common
 
 LR, WEIGHT_DECAY, BETA1, BETA2, EPS, EMA_WEIGHT, STEP = 1e-3, 0.01, 0.9, 0.999, 1e-8, 1e-3, 10
-CASES = {"10007": dict(n=10007),
+CASES = {"10008": dict(n=10008),
          "unet64": dict(n=20494211, timed=1)}
 
 

@@ -25,13 +25,13 @@ static LinearShape linear_shape(const Problem& p) { return {p.dim("M"), p.dim("C
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void linear_forward0(Problem& p) {
-    cpu::linear_forward(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
-                        {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
+    cpu::product_forward<1>(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
+                            {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
 }
 static void linear_backward0(Problem& p) {
-    cpu::linear_backward(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"),
-                         {.w = p.in<float>("w"), .dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")},
-                         cpu::Backward());
+    cpu::product_backward<1>(
+        p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"),
+        {.w = p.in<float>("w"), .dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, cpu::Backward());
 }
 
 #ifdef __CUDACC__

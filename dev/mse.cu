@@ -21,19 +21,11 @@
 template <typename Real>
 static MeanSquaredError<Real> mse_of(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
-    return {.losses = p.out<float>("losses"),
-            .dout = p.out<Real>("dx"),
-            .out = p.in<Real>("x"),
-            .target = p.in<float>("target"),
-            .timesteps = p.in<int>("t"),
-            .weights = p.in<float>("weights"),
-            .B = B,
-            .n = n,
-            .total = (size_t)B * n};
+    BatchLoss batch = {
+        p.out<float>("losses"), p.in<int>("t"), p.in<float>("weights"), B, n / PIXEL, PIXEL, 1000};
+    return {batch, 0, B, p.in<Real>("x"), p.in<float>("target"), p.out<Real>("dx")};
 }
-static void mse_step0(Problem& p) {
-    cpu::run(mse_of<float>(p));
-}
+static void mse_step0(Problem& p) { cpu::run(mse_of<float>(p)); }
 
 #ifdef __CUDACC__
 // ---- 1: atomic additions ----------------------------------------------------------------------------------
@@ -58,7 +50,7 @@ static void mse_gradient1(Problem& p) {
            p.in<float>("target"), p.in<int>("t"), p.in<float>("weights"), count, n);
 }
 static void mse_step1(Problem& p) {
-    int n = p.dim("n"), parts = loss_parts(n);
+    int n = p.dim("n"), parts = loss_parts(n / PIXEL);
     size_t count = (size_t)p.dim("B") * n;
     float* losses = p.out<float>("losses");
     CUDA_CHECK(cudaMemsetAsync(losses, 0, (size_t)p.dim("B") * parts * sizeof(float), main_lane.stream));
@@ -79,7 +71,7 @@ __global__ void mse_losses_kernel2(float* losses, const floatX* x, const float* 
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
 static void mse_step2(Problem& p) {
-    int n = p.dim("n"), parts = loss_parts(n);
+    int n = p.dim("n"), parts = loss_parts(n / PIXEL);
     launch(mse_losses_kernel2, p.dim("B") * parts, 256, 0, p.out<float>("losses"), p.in<floatX>("x"),
            p.in<float>("target"), n, parts);
     mse_gradient1<floatX>(p);
@@ -87,9 +79,7 @@ static void mse_step2(Problem& p) {
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
-static void mse_step3(Problem& p) {
-    run(mse_of<floatX>(p));
-}
+static void mse_step3(Problem& p) { run(mse_of<floatX>(p)); }
 #endif
 
 static const Ladder mse_ladder = {

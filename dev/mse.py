@@ -5,8 +5,8 @@ import torch
 import common
 
 CHUNK = 4096
-CASES = {"3x3335": dict(B=3, n=3335),
-         "2x10007": dict(B=2, n=10007),
+CASES = {"3x3336": dict(B=3, n=3336),
+         "2x10008": dict(B=2, n=10008),
          "32x3x64x64": dict(B=32, n=3 * 64 * 64, timed=1),
          "256x3x64x64": dict(B=256, n=3 * 64 * 64, timed=1)}
 

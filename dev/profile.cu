@@ -4,7 +4,7 @@
 //   make profile FLAGS="--batch_size 1"     with flags of the program
 //
 // It is the program with hooks in its launchers. Each opens a scope at its head, PROFILE("3x3 dW", {operations,
-// bytes}), that lasts until it returns; a scope within another is a part of it. PROFILE(name) says of which
+// bytes}) or PROFILE(layer), that lasts until it returns; a scope within another is a part of it. PROFILE(name) says of which
 // block of the network the scopes within are. On a GPU events in the step's graph take the times.
 #define PROFILING
 #define PROFILE(...) auto profile_scope = open_scope(__VA_ARGS__)
@@ -21,8 +21,9 @@ struct BlockScope {
 };
 static LauncherScope open_scope(const char* kind, const Work& work);
 static BlockScope open_scope(const char* name);
+template <typename Layer>
+static LauncherScope open_scope(const Layer& layer);
 static void count_launch();
-static double adamw_bytes(int emas, size_t n);
 static int run_program(int argc, char** argv);
 
 #include "work.h"
@@ -87,9 +88,59 @@ static void count_launch() {
     if (measuring) depth ? entries[opened - 1].launches++ : uncounted++;
 }
 
-// Bytes that an update moves.
-static double adamw_bytes(int emas, size_t n) {
-    return (7.0 * sizeof(float) + 8.0 * emas + (sizeof(floatX) == 2 ? 2 : 0)) * n;
+// The layers that are written once: what they are counted among, and the bytes that must move.
+struct Kind {
+    const char* name = "other";
+    double bytes = 0;
+};
+static Kind kind_of(...) { return {}; }
+template <typename T>
+static Kind kind_of(const TimestepEmbedding<T>& l) {
+    return {"embedding, SiLU", (double)sizeof(T) * l.out.count()};
+}
+template <typename T>
+static Kind kind_of(const SiluForward<T>& l) {
+    return {"embedding, SiLU", 2.0 * sizeof(T) * l.x.count()};
+}
+template <typename T>
+static Kind kind_of(const SiluBackward<T>& l) {
+    return {"embedding, SiLU", 3.0 * sizeof(T) * l.x.count()};
+}
+template <typename T>
+static Kind kind_of(const LabelForward<T>& l) {
+    return {"embedding, SiLU", 2.0 * sizeof(T) * l.out.count()};
+}
+template <typename T>
+static Kind kind_of(const LabelBackward<T>& l) {
+    return {"embedding, SiLU", 1.0 * sizeof(T) * l.dout.count()};
+}
+template <typename T>
+static Kind kind_of(const Resample<T>& l) {
+    return {"resampling", (double)sizeof(T) * (l.x.count() + (l.accumulate ? 2 : 1) * l.out.count())};
+}
+template <typename T>
+static Kind kind_of(const AddNoise<T>& l) {
+    return {"noising", (2.0 * sizeof(float) + sizeof(T)) * l.by.channels * l.x_t.rows()};
+}
+template <typename T>
+static Kind kind_of(const MeanSquaredError<T>& l) {
+    return {"loss", (sizeof(float) + (l.dout ? 2.0 : 1.0) * sizeof(T)) * l.B * l.batch.pixels * PIXEL};
+}
+static Kind kind_of(const SquaredNorm& l) { return {"gradient norm", (double)sizeof(float) * l.n}; }
+template <typename T>
+static Kind kind_of(const UpdateWeights<T>& l) {
+    double bytes = 7.0 * sizeof(float) + (l.working ? sizeof(T) : 0);
+    for (float* mean : l.memory.ema) bytes += mean ? 2 * sizeof(float) : 0;
+    return {"AdamW", bytes * l.n};
+}
+static Kind kind_of(const BeginStep&) { return {"begin, images, end", 0}; }
+static Kind kind_of(const LoadImages& l) { return {"begin, images, end", (sizeof(float) + 1.0) * l.items()}; }
+static Kind kind_of(const FinishStep&) { return {"begin, images, end", 0}; }
+
+template <typename Layer>
+static LauncherScope open_scope(const Layer& layer) {
+    Kind kind = kind_of(layer);
+    return open_scope(kind.name, Work{0, kind.bytes});
 }
 
 // ---- what is measured and printed -------------------------------------------------------------------------
@@ -162,10 +213,11 @@ static int run_program(int argc, char** argv) {
     drawing.optimiser.ema_rate[0] = 0;  // one set of weights is enough
     build_model(&m, drawing, drawn, false);
     initialise_weights(&m, config.seed);
-    auto begins = noise_of_seeds(consecutive_seeds(config.seed, drawn));
-    backend_upload(m.begins, begins.data(), drawn * sizeof(PictureNoise));
-    run(StartPictures<floatX>{{unet_input(&m, drawn), m.target, m.images, m.begins, m.limits}});
-    run(FillTimesteps{.timesteps = m.timesteps, .n = drawn, .value = config.diffusion_steps / 2});
+    auto begins = begin_with(consecutive(config.seed, drawn));
+    backend_upload(m.begins, begins.data(), drawn * sizeof(Beginning));
+    run(StartPictures<floatX>{{unet_input(&m, drawn), unet_output(&m), 0, config.in_channels, m.target,
+                               m.images, m.begins, m.limits}});
+    run(TellNetwork{m.timesteps, m.labels, m.begins, drawn, drawn, config.diffusion_steps / 2, 0});
     double call_ms = time_replays([&] { unet_forward(&m, drawn); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
 

@@ -60,11 +60,17 @@ TRAINING = {
     "eps, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=6, min_snr_gamma=5.0)),
     "v, min-SNR": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=7, predict="v",
                                       noise_schedule="cosine", min_snr_gamma=1.5)),
+    "classes, some hidden": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=15,
+                                                class_cond=True, num_classes=4, cond_drop_prob=0.4)),
+    "grey, classes": Config(**TOY | dict(in_channels=1, class_cond=True, num_classes=3, seed=2,
+                                         offset_noise=0.2)),
+    "four channels": Config(**TOY | dict(in_channels=4, predict="x0", seed=16, batch_size=3)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
 RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
-                           predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1)
+                           predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1,
+                           class_cond=True, num_classes=3, cond_drop_prob=0.3)
 RESUMED = Config(**RESUMED_FLAGS)
 QUICK = ("--num_samples", 1, "--sample_steps", 1)  # the grid at the end of a run costs next to nothing
 
@@ -135,11 +141,12 @@ def same_bits(a, b):
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def write_toy_images(path, n=11, size=8, seed=1):
-    """Random smooth pictures."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (n, 3, 4, 4)).astype(np.float32)
+def write_toy_images(path, n=11, size=8, seed=1, channels=3):
+    """Random smooth pictures of three classes."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (n, channels, 4, 4)).astype(np.float32)
     fine = F.interpolate(torch.from_numpy(coarse), size=size, mode="bilinear").numpy()
-    unet_io.write_images(path, fine.astype(np.uint8))
+    names = [("cat", "dog", "fox", "dog")[i % 4] for i in range(n)]
+    unet_io.write_images(path, fine.astype(np.uint8), names)
     return str(path)
 
 
@@ -174,9 +181,9 @@ def start_flags(config, data, folder, steps, **more):
     return words
 
 
-def picture(path, mode="RGB"):
+def picture(path):
     with Image.open(path) as image:
-        assert image.format == "PNG" and image.mode == mode
+        assert image.format == "PNG" and image.mode in ("L", "RGB", "RGBA")
         return np.asarray(image).astype(int)
 
 

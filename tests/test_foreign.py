@@ -123,7 +123,7 @@ def hostile_states():
         "more": (whole | {"extra": torch.ones(3)}, "extra"),
         "class": (whole | {"x": Elsewhere()}, "only tensors"),
         "learned resampling": (whole | {"input_blocks.2.0.op.weight": torch.ones(3)}, "conv_resample"),
-        "classes": (whole | {"label_emb.weight": torch.ones(3)}, "class_cond"),
+        "classes": (whole | {"label_emb.weight": torch.ones(3)}, "label_emb.weight"),
     }
     config = Config(**TOY).__dict__ | dict(ema_rate=(0.999,))
     good = dict(state_dict=whole, config=config)
@@ -285,7 +285,7 @@ def test_attention_resolutions(asked, attended):
 
 def test_flags_that_another_model_needs():
     """What this model can't do is refused by its name; what it does anyway is taken."""
-    fixed = dict(learn_sigma=False, class_cond=False, use_checkpoint=False, use_scale_shift_norm=False,
+    fixed = dict(learn_sigma=False, use_checkpoint=False, use_scale_shift_norm=False,
                  dropout=0.0, resblock_updown=False, use_fp16=False, use_new_attention_order=True,
                  timestep_respacing="", use_kl=False, predict_xstart=False, rescale_timesteps=False,
                  rescale_learned_sigmas=False, conv_resample=False)
@@ -344,7 +344,7 @@ def test_both_programs_take_the_same_ranges():
     (["--beta2", -1], "beta2"), (["--image_size", 2048], "image_size"), (["--max_period", 1], "max_period"),
     (["--batch_size", 65537], "batch_size"), (["--channel_mult", "1,65"], "channel_mult"),
     (["--num_channels", 1024, "--channel_mult", "9"], "8192"), (["--log_every", 0], "log_every"),
-    (["--image_size", 1024, "--channel_mult", "1", "--norm_groups", 8], "512x512"),
+    (["--image_size", 1024, "--channel_mult", "1", "--norm_groups", 8], "128x128"),
     (["--steps", -1], "steps"), (["--save_every", -1], "save_every"), (["--steps", 10**8], "steps"),
     (["--diffusion_steps", 20], "--diffusion_steps 20 is too few"),
     (["--diffusion_steps", 1], "diffusion_steps")])

@@ -186,7 +186,7 @@ def layer_cases():
     add_embedding(layers, 2, 2, [3, 99999])
     for n, scale in ((1, 1), (4097, 3), (1000, 60)):
         add_silu(layers, n, scale)
-    for B, n, T in ((1, 1, 1000), (3, 4096, 1000), (2, 4097, 7), (33, 192, 30), (1, 24577, 2)):
+    for B, n, T in ((1, 8, 1000), (3, 4096, 1000), (2, 4104, 7), (33, 192, 30), (1, 24584, 2)):
         add_mse(layers, B, n, T)
     add_linear(layers, 32, 64, 0, 256, wants_dx=False)
     add_linear(layers, 33, 256, 0, 64, accumulate=True)
@@ -252,6 +252,10 @@ MODELS = {
                                      batch_size=3, predict="v", noise_schedule="cosine")),
     "three blocks": Config(**TOY | dict(image_size=12, channel_mult=(1, 3), num_res_blocks=3, seed=9,
                                         attention_resolutions=(12, 6), max_period=1000, batch_size=1)),
+    "classes": Config(**TOY | dict(class_cond=True, num_classes=3, batch_size=4, seed=12,
+                                   cond_drop_prob=0.3)),
+    "grey": Config(**TOY | dict(in_channels=1, seed=13)),
+    "four channels": Config(**TOY | dict(in_channels=4, batch_size=1, seed=14)),
     "four levels": Config(**TOY | dict(image_size=16, channel_mult=(1, 1, 2, 2), batch_size=3, seed=10,
                                        attention_resolutions=(8, 2))),
 }

@@ -8,7 +8,7 @@ from unet_io import Config, flags_of
 @pytest.mark.parametrize("flags, says", [
     (dict(num_channels=1024, channel_mult=(8,), norm_groups=32), ["parameters", "2147483647", "--channel_mult"]),
     (dict(batch_size=65536), ["65536 images of 4 x 4", "--microbatch 65535"]),
-    (dict(batch_size=65536, image_size=1024, channel_mult=(1, 1)), ["needs", "GB of memory", "--microbatch"]),
+    (dict(batch_size=65536, image_size=1024, channel_mult=(1, 1, 1, 1)), ["needs", "GB of memory", "--microbatch"]),
 ])
 def test_too_large(flags, says):
     config = Config(**SMALL | flags)

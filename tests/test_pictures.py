@@ -28,6 +28,12 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
     "dpmpp": (Config(**TOY | dict(predict="v", noise_schedule="cosine")), ["--sampler", "dpmpp"], 2),
     "dpmpp x0": (Config(**TOY | dict(predict="x0", zero_terminal_snr=True)),
                  ["--sampler", "dpmpp", "--threshold", "none", "--sample_steps", 11], 2),
+    "classes": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=4)), ["--class", "3"], 2),
+    "grey": (Config(**TOY | dict(predict="v", in_channels=1)), [], 2),
+    "four channels": (Config(**TOY | dict(predict="v", in_channels=4)), ["--threshold", "dynamic"], 2),
+    "guided": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=3, cond_drop_prob=0.1)),
+               ["--class", "2", "--guidance_scale", 3, "--guidance_interval", "0.1,0.7", "--threshold",
+                "dynamic"], 2),
     "heun": (Config(**TOY | dict(predict="v", zero_terminal_snr=True)),
              ["--sampler", "heun", "--threshold", "dynamic"], 2),
 }
@@ -49,7 +55,8 @@ def test_pictures(tmp_path, images8, name):
     assert call(generate, "--num_images", 5, "--model_filename", weights, "--output_name", tmp_path / "b.png",
                 "--device", "cpu", "--output_dir", tmp_path / "single", *common) == ""
     ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
-    assert ours.shape == theirs.shape == (2 * (size + 2) + 2, 3 * (size + 2) + 2, 3)
+    shape = (2 * (size + 2) + 2, 3 * (size + 2) + 2, config.in_channels)
+    assert ours.shape == theirs.shape == (shape if config.in_channels > 1 else shape[:2])
     first = ours[2:2 + size, 2:2 + size]
     inside = ((first > 0) & (first < 255)).mean()
     print(f"largest difference {np.abs(ours - theirs).max()}, {inside:.0%} of the values not at an end")

@@ -158,9 +158,9 @@ def test_attention_of_no_level(tmp_path):
                          (["--attention_resolutions", "16,8", "--image_size", 24], "16, 8"),
                          (["--config", tmp_path / "default.txt", "--image_size", 24], "")):
         notes = re.findall("^note: .*", run(TRAIN, *small, *words).stdout, re.M)
-        levels = "24, 12, 6" if 24 in words else "16, 8, 4"
-        assert notes == ([f"note: no level has the size {sizes} of --attention_resolutions;"
-                          f" the levels have {levels}"] if sizes else [])
+        levels = "24 to 6" if 24 in words else "16 to 4"
+        assert notes == [f"note: no level has the size {size} of --attention_resolutions; they halve from"
+                         f" {levels}" for size in sizes.split(", ") if size]
 
 
 def test_one_of_each(tmp_path, images8, capsys):
