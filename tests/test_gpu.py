@@ -154,6 +154,9 @@ GRADIENTS = {
                              num_res_blocks=1, attention_resolutions=(), batch_size=1, ema_rate=0.0),
     "attention of 64 x 64": Config(image_size=256, num_channels=32, norm_groups=8, channel_mult=(1, 1, 2),
                                    num_res_blocks=1, attention_resolutions=(64,), batch_size=2, ema_rate=0.0),
+    "grey, with classes": Config(image_size=32, in_channels=1, num_channels=64, channel_mult=(1, 2),
+                                 batch_size=16, class_cond=True, num_classes=3, cond_drop_prob=0.2,
+                                 ema_rate=0.0),
     "most images": Config(**SMALL | dict(num_head_channels=16, batch_size=65535, ema_rate=0.0)),
 }
 
@@ -165,7 +168,8 @@ def test_gpu_gradients(tmp_path, name, precision):
     PyTorch's autocast, as the mean of three batches, for a tensor of a few elements may be right by luck."""
     errors, data = {}, ROOT / "data/emoji.bin"
     if GRADIENTS[name].image_size != 64:
-        data = write_toy_images(tmp_path / "images.bin", size=GRADIENTS[name].image_size)
+        size, channels = GRADIENTS[name].image_size, GRADIENTS[name].in_channels
+        data = write_toy_images(tmp_path / "images.bin", size=size, channels=channels)
     for seed in (3, 4, 5):
         config = dataclasses.replace(GRADIENTS[name], seed=seed)
         ours, theirs, exact = first_gradients(on_gpu(precision), config, tmp_path, data)
