@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
-                        save_weights, seed_noise)
+                        save_diffusers, save_weights, seed_noise)
 from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -268,7 +268,8 @@ def main():
         help="also print how far the pictures are from images that it was not trained on (draw some hundred)")
     add("--device", default="", metavar="X", help="cpu, cuda, mps ... (default: the best there is)")
     add("--export", default="", metavar="FILE",
-        help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending; see --use_ema")
+        help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending, or FOLDER/ for"
+             " diffusers; see --use_ema")
     source.add_argument("--import", dest="imported", metavar="FILE",
                         help="short for --model_filename FILE --export STEM.bin, for ./train_unet")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
@@ -320,7 +321,10 @@ def main():
                  if name in ARCHITECTURE + DIFFUSION and value is not None}
     model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
     if target:
-        save_weights(target, model, checkpoint)
+        if target.endswith("/") or os.path.isdir(target):
+            save_diffusers(target, model)
+        else:
+            save_weights(target, model, checkpoint)
         kind = ("averaged " if args.use_ema else "raw ") if "ema" in checkpoint.sections else ""
         unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
         return

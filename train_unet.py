@@ -13,6 +13,7 @@ Shapes: B images, C channels, H = W pixels a side, E = 4 * num_channels the widt
 """
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
@@ -547,7 +548,127 @@ def save_weights(path, model, checkpoint):
         with unet_io.replacing(path) as file:
             file.write(block)
     else:
-        raise UserError(f"{path} must end in .bin, .pt or .safetensors, which says how weights are written")
+        raise UserError(f"{path} must end in .bin, .pt or .safetensors, which says how weights are written,"
+                        f" or in / for a folder that diffusers opens")
+
+
+# What the layers within a residual or an attention block are called in diffusers' UNet2DModel.
+DIFFUSERS_NAMES = {"in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj",
+                   "out_layers.0": "norm2", "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
+                   "norm": "group_norm", "proj_out": "to_out.0"}
+# It resamples with 3x3 convolutions: one of stride 2, and one after each pixel was repeated 2x2 times. With
+# these weights, in each channel alone, the first is the mean of 2x2 pixels and the second changes nothing.
+MEAN_KERNEL = ((0, 0, 0), (0, 0.25, 0.25), (0, 0.25, 0.25))
+SAME_KERNEL = ((0, 0, 0), (0, 1, 0), (0, 0, 0))
+
+
+def _diffusers_places(model):
+    """(name in UNet2DModel, module of a UNet): each block, each resampling, each layer outside of these."""
+    yield "time_embedding.linear_1", model.time_embed[0]
+    yield "time_embedding.linear_2", model.time_embed[2]
+    if model.config.class_cond:
+        yield "class_embedding", model.label_emb
+    yield "conv_in", model.input_blocks[0][0]
+    yield "mid_block.resnets.0", model.middle_block[0]
+    yield "mid_block.attentions.0", model.middle_block[1]
+    yield "mid_block.resnets.1", model.middle_block[2]
+    yield "conv_norm_out", model.out[0]
+    yield "conv_out", model.out[2]
+    kinds = {ResBlock: "resnets.{}", AttentionBlock: "attentions.{}", nn.AvgPool2d: "downsamplers.0",
+             nn.Upsample: "upsamplers.0"}
+    per_level = model.config.num_res_blocks + 1  # blocks; on the way down the last of them is the pooling
+    for part, blocks in (("down_blocks", model.input_blocks[1:]), ("up_blocks", model.output_blocks)):
+        for i, block in enumerate(blocks):
+            level, place = divmod(i, per_level)
+            for layer in block:
+                yield f"{part}.{level}.{kinds[type(layer)].format(place)}", layer
+
+
+def diffusers_tensors(model):
+    """The weights of a UNet2DModel that computes what this UNet does: {name: tensor}.
+
+    Its timestep embedding is as wide as the first level, k = channel_mult[0] times ours, and holds ours in
+    every k-th column; the others get the weight 0. A max_period other than 10000 takes a table instead of it.
+    """
+    config, tensors = model.config, {}
+    for name, layer in _diffusers_places(model):
+        if isinstance(layer, ResBlock):
+            channels = layer.out_layers[0].num_channels
+        elif isinstance(layer, (nn.AvgPool2d, nn.Upsample)):
+            kernel = torch.tensor(MEAN_KERNEL if isinstance(layer, nn.AvgPool2d) else SAME_KERNEL)
+            tensors[f"{name}.conv.weight"] = torch.eye(channels)[:, :, None, None] * kernel
+            tensors[f"{name}.conv.bias"] = torch.zeros(channels)
+        for path, value in layer.named_parameters():
+            inner, _, kind = path.rpartition(".")
+            value = value.detach().float().cpu()
+            if isinstance(layer, AttentionBlock) and inner != "norm" and kind == "weight":
+                value = value.squeeze(-1)  # a linear layer there
+            if inner == "qkv":
+                for part, third in zip("qkv", value.chunk(3)):
+                    tensors[f"{name}.to_{part}.{kind}"] = third.clone()
+            else:
+                tensors[f"{name}.{DIFFUSERS_NAMES[inner]}.{kind}" if inner else f"{name}.{kind}"] = value
+
+    def widened(columns):
+        wide = torch.zeros(len(columns), config.channel_mult[0] * config.num_channels)
+        wide[:, ::config.channel_mult[0]] = columns
+        return wide
+
+    tensors["time_embedding.linear_1.weight"] = widened(tensors["time_embedding.linear_1.weight"])
+    if config.max_period != 10000:
+        t = torch.arange(config.diffusion_steps)
+        tensors["time_proj.weight"] = widened(timestep_embedding(t, config.num_channels, config.max_period))
+    return tensors
+
+
+def diffusers_configs(config):
+    """The JSON files in a folder for diffusers' DDPMPipeline: {path: dict}, model_index.json first."""
+    T, attended = config.diffusion_steps, [s in config.attention_resolutions for s in config.level_sizes()]
+    learned = dict(time_embedding_type="learned", num_train_timesteps=T)  # a table: see diffusers_tensors
+    index = dict(_class_name="DDPMPipeline", unet=("diffusers", "UNet2DModel"),
+                 scheduler=("diffusers", "DDPMScheduler"))
+    unet = dict(
+        _class_name="UNet2DModel", sample_size=config.image_size, in_channels=config.in_channels,
+        out_channels=config.in_channels, time_embedding_dim=4 * config.num_channels, freq_shift=0,
+        flip_sin_to_cos=True, block_out_channels=[mult * config.num_channels for mult in config.channel_mult],
+        down_block_types=["AttnDownBlock2D" if here else "DownBlock2D" for here in attended],
+        up_block_types=["AttnUpBlock2D" if here else "UpBlock2D" for here in reversed(attended)],
+        layers_per_block=config.num_res_blocks, attention_head_dim=config.num_head_channels,
+        norm_num_groups=config.norm_groups, norm_eps=1e-5, act_fn="silu", downsample_padding=1,
+        num_class_embeds=config.label_rows() or None, **learned if config.max_period != 10000 else {})
+    scheduler = dict(
+        _class_name="DDPMScheduler", num_train_timesteps=T, beta_start=1e-4 * 1000 / T,
+        beta_end=0.02 * 1000 / T, rescale_betas_zero_snr=bool(config.zero_terminal_snr),
+        beta_schedule={"linear": "linear", "cosine": "squaredcos_cap_v2"}[config.noise_schedule],
+        prediction_type={"eps": "epsilon", "v": "v_prediction", "x0": "sample"}[config.predict],
+        clip_sample=True, clip_sample_range=1.0, variance_type="fixed_small", timestep_spacing="linspace")
+    files = {"model_index.json": index, "scheduler/scheduler_config.json": scheduler,
+             "unet/config.json": unet}
+    # the first version that has time_embedding_dim
+    return {name: values | dict(_diffusers_version="0.32.0") for name, values in files.items()}
+
+
+def save_diffusers(folder, model):
+    """Write a folder that diffusers' DDPMPipeline.from_pretrained opens, and UNet2DModel's with its unet/.
+
+    All are written before the first gets its name; then those of an older export go, and these get theirs,
+    the weights first and model_index.json last: so a folder that lacks none is whole, and of one model.
+    """
+    files = {os.path.join(folder, name): (json.dumps(values, indent=2) + "\n").encode()
+             for name, values in diffusers_configs(model.config).items()}
+    weights = _need_safetensors(folder).torch.save(diffusers_tensors(model), dict(format="pt"))
+    files[os.path.join(folder, "unet/diffusion_pytorch_model.safetensors")] = weights
+    for part in map(os.path.dirname, files):
+        unet_io.check_folder(part)
+    for part in map(os.path.dirname, files):
+        os.makedirs(part, exist_ok=True)
+    with contextlib.ExitStack() as stack:  # which renames the last file first
+        for path, content in files.items():
+            file = stack.enter_context(unet_io.replacing(path))
+            file.write(content)
+            file.flush()
+        for path in filter(os.path.exists, files):
+            os.remove(path)
 
 
 # ----------------------------------------------------------------------------------------------------
