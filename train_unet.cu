@@ -334,8 +334,6 @@ static void check_config(const Config& c) {
     if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
         fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob", c.guidance_scale);
     guidance_interval(c);
-    if (is_guided(c) && microbatch_of(c) < 2)
-        fail("--guidance_scale %g takes two images at a time: use --microbatch 2", c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
@@ -4563,6 +4561,8 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     }
     if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
     check_given(config, given);
+    if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
+        fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
 }

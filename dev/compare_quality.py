@@ -56,6 +56,8 @@ class DeviceReplay:
     losses: (steps,), after run().
     """
     def __init__(self, model, images, config, steps, device, precision="fp32", compile=False):
+        if config.class_cond:
+            raise UserError("this compares models without classes: leave --class_cond out")
         images.check_size(config.image_size, config.in_channels)
         self.config, self.steps, self.device = config, steps, torch.device(device)
         self.model = model.to(device)

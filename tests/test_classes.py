@@ -145,6 +145,20 @@ def test_hidden_labels():
     assert not unet_io.dropped(7, np.arange(1000), 0, 0.0).any()
 
 
+def test_guided_one_by_one(tmp_path, images8):
+    """A picture takes two images at a time: one by one they are the same. So small parts of a batch are for
+    runs without grids."""
+    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
+    for batch in (1, 5):
+        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 5, "--sample_steps", 4,
+            "--batch_size", batch, "--guidance_scale", 3, "--output_name", tmp_path / f"{batch}.png")
+    assert np.abs(picture(tmp_path / "1.png") - picture(tmp_path / "5.png")).max() <= 1
+    ones = [*start_flags(Config(**CLASSES), images8, tmp_path / "run", 1), "--guidance_scale", 3,
+            "--microbatch", 1]
+    refused(TRAIN, *ones, says="--microbatch 2")
+    run(TRAIN, *ones, "--num_samples", 0)
+
+
 @pytest.mark.parametrize("words, says, status", [
     (["--class", "3"], ["--class 3", "2"], 2), (["--class", "x"], "--class x", 2),
     (["--guidance_scale", "-1"], "--guidance_scale", 2), (["--guidance_interval", "0.5"], "0.5", 1),
