@@ -285,8 +285,7 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
             raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
         names = [f"{number:0{len(str(numbers.max()))}}" for number in numbers]
     held_out = _held_out(n, val_fraction)
-    stem, ending = os.path.splitext(output_name)
-    outputs = [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
+    outputs = _outputs(output_name, held_out)
     top, left = (size - height) // 2, (size - width) // 2
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
@@ -299,6 +298,12 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
         for writer in writers:
             writer.finish()
     return n - len(held_out), len(held_out), 0
+
+
+def _outputs(output_name, held_out):
+    """The files to write: output_name and, where images are held out, NAME_val.bin beside it."""
+    stem, ending = os.path.splitext(output_name)
+    return [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
 
 
 def _held_out(n, val_fraction):
@@ -341,8 +346,7 @@ def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0, c
                         f" .png, .jpg or the like")
     in_validation = _held_out(len(names), val_fraction)
     held_out = len(in_validation)
-    stem, ending = os.path.splitext(output_name)
-    outputs = [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
+    outputs = _outputs(output_name, held_out)
     for output in outputs:
         with contextlib.suppress(OSError):
             status = os.stat(output)

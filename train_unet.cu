@@ -2970,7 +2970,6 @@ static void train(Trainer* t) {
     const Config& c = t->model.config;
     t->peak = backend_peak();
     t->saved = t->step;
-    Pace pace = {t->step};
     auto due = [&](int every) { return every && t->step % every == 0; };
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
         bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
@@ -2978,6 +2977,7 @@ static void train(Trainer* t) {
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
         fflush(stdout);
     }
+    Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
         while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
         StepState result = await_step(t);
