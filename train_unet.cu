@@ -246,8 +246,8 @@ struct Config {
     char output_dir[MAX_PATH_LENGTH], config[MAX_PATH_LENGTH];
     // architecture
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
-    int class_cond, num_classes;
-    float cond_drop_prob;
+    int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
+    float cond_drop_prob, dropout;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
@@ -295,6 +295,12 @@ static std::pair<float, float> guidance_interval(const Config& c) {
     return part;
 }
 
+// Of an attention between so many channels, in the encoder and the middle or in the decoder.
+static int heads_of(const Config& c, int channels, bool decoder) {
+    if (c.num_heads) return decoder && c.num_heads_upsample ? c.num_heads_upsample : c.num_heads;
+    return channels / c.num_head_channels;
+}
+
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) {
     return std::count(c.attention_resolutions, std::end(c.attention_resolutions), size) > 0;
@@ -320,14 +326,17 @@ static void check_config(const Config& c) {
         if (attention && size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
                  size);
+        for (bool decoder : {false, true}) {
+            int heads = heads_of(c, width, decoder), d = heads ? width / heads : 0;
+            if (attention && (!heads || width % heads || (!c.num_heads && d != c.num_head_channels)))
+                fail("--%s %d does not divide the %d channels of the attention at %dx%d",
+                     c.num_heads ? "num_heads" : "num_head_channels",
+                     c.num_heads ? heads : c.num_head_channels, width, size, size);
 #ifdef __CUDACC__
-        if (attention && (c.num_head_channels % 16 || c.num_head_channels > 128))
-            fail("--num_head_channels %d: a GPU's attention takes multiples of 16 up to 128",
-                 c.num_head_channels);
+            if (attention && (d % 16 || d > 128))
+                fail("heads of %d channels: a GPU's attention takes multiples of 16 up to 128", d);
 #endif
-        if (attention && width % c.num_head_channels)
-            fail("--num_head_channels %d does not divide the %d channels of the attention at %dx%d",
-                 c.num_head_channels, width, size, size);
+        }
     }
     if (c.class_cond && !c.num_classes)
         fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
@@ -666,6 +675,17 @@ struct NormOf {
     float *dw = nullptr, *dbias = nullptr;
     float *mean = nullptr, *rstd = nullptr;
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
+    // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
+    RowsOf<Real> modulation = {}, dmodulation = {};
+    // The factor of channel c in image b; and its weight and bias, modulated.
+    HOST_DEVICE float gain(int b, int c) const {
+        return modulation.data ? 1 + (float)modulation.data[(size_t)b * modulation.pitch + c] : 1;
+    }
+    HOST_DEVICE float2 affine(int b, int c) const {
+        if (!modulation.data) return {w[c], bias[c]};
+        float shift = (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c];
+        return {w[c] * gain(b, c), bias[c] * gain(b, c) + shift};
+    }
 };
 
 // What a product may add to its output: a row for all pixels of an image, and a tensor, perhaps the output.
@@ -748,6 +768,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 static void groupnorm_apply(Tensor out, const Norm& norm);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
+// where w is an image's, modulated, and dw and dbias count each image's sums so.
 // First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by
 // part and channel.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
@@ -830,13 +851,14 @@ struct TimestepEmbedding {
     TensorOf<T> out;
     const int* timesteps;
     int max_period;
+    double unit = 1;  // of a timestep
 
     size_t items() const { return out.count() / 2; }
     HOST_DEVICE void operator()(size_t item) const {
         int half = out.C / 2, i = (int)(item % half);
         size_t b = item / half;
         double sine, cosine;
-        sincos(timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
+        sincos(unit * timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
         out.data[b * out.C + i] = (T)(float)cosine;
         out.data[b * out.C + half + i] = (T)(float)sine;
     }
@@ -958,6 +980,50 @@ struct LabelBackward {
     }
 };
 
+// norm.dmodulation from norm.sums, once these are there. An item is a channel of an image.
+template <typename T>
+struct ModulationBackward {
+    NormOf<T> norm;
+
+    size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
+    HOST_DEVICE void operator()(size_t i) const {
+        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), parts = norm_parts(norm.x.first.T());
+        const float2* sums = norm.sums + (size_t)b * parts * C + c;
+        float dscale = 0, dshift = 0;
+        for (int part = 0; part < parts; part++)
+            dshift += sums[part * C].x,
+                dscale += norm.w[c] * sums[part * C].y + norm.bias[c] * sums[part * C].x;
+        T* row = norm.dmodulation.data + (size_t)b * norm.dmodulation.pitch + c;
+        row[0] = (T)dscale, row[C] = (T)dshift;
+    }
+};
+
+// x = F.dropout(x, p), or the same of its gradient: the mask is a function of block, sample, step and element
+// in the order (H, W, C). An item is four elements.
+struct Dropping {
+    float p;
+    uint32_t seed, block;
+    int first;  // sample of the batch
+    const int64_t* step;
+};
+template <typename T>
+struct Dropout {
+    TensorOf<T> x;
+    Dropping by;
+
+    size_t items() const { return x.count() / 4; }
+    HOST_DEVICE void operator()(size_t item) const {
+        uint32_t quads = x.T() * x.C / 4, b = (uint32_t)(item / quads), key = STREAM_DROPOUT | by.block << 8;
+        Philox words = philox(by.seed, key, (uint32_t)(item % quads), by.first + b, (uint32_t)*by.step);
+        Vector<T, 4> values = load<4>(x.data + 4 * item);
+        for (int i = 0; i < 4; i++) {
+            bool kept = (words.word[i] >> 8) * 0x1p-24f >= by.p;
+            values.of[i] = (T)(kept ? (float)values.of[i] / (1 - by.p) : 0.0f);
+        }
+        store(x.data + 4 * item, values);
+    }
+};
+
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
 // other way round, with a factor of 1/4. An item is 16 bytes of the smaller tensor's pixel.
@@ -1027,6 +1093,7 @@ struct Block {
     int out_H;        // and of the output
     int input, skip;  // the blocks whose outputs are read; -1: none
     int emb;          // residual: its first channel of block 0's output
+    int heads;        // attention
     bool is_skip;     // the decoder reads the output too
     bool accumulate;  // the input feeds two consumers: its gradient is added to, not overwritten
     int param;        // its first tensor; the others follow
@@ -1050,6 +1117,7 @@ struct Plan {
     size_t arena_bytes;
     int batch;
     bool training;
+    bool decoding = false;  // while it is made: the decoder has begun
 };
 
 struct StepState;  // of the step under way: see OPTIMISER
@@ -1077,6 +1145,7 @@ struct Model : OptimiserMemory {
     float* images;             // (B, C, H, W): clean, planar, as in the files
     int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
     int first;                 // the sample of the batch that this part begins with
+    const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
     StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
@@ -1180,7 +1249,8 @@ struct EmbedBlock {
 static void embed_forward(Model* m, const Block& block, int B) {
     EmbedBlock e = {m, block, B};
     Tensor active = take_tensor(m, B, 1, e.E);
-    run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period});
+    double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
+    run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period, unit});
     linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
     run(SiluForward<floatX>{.out = active, .x = e.hidden});
     if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
@@ -1215,7 +1285,8 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 // ---- residual block ---------------------------------------------------------------------------------------
 
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
-// through a 1x1 convolution where the width changes. Kept for backward: h and the norms' statistics.
+// through a 1x1 convolution where the width changes. With --use_scale_shift_norm the linear layer's twice as
+// many outputs modulate the second norm instead. Kept for backward: h and the norms' statistics.
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock {
@@ -1228,8 +1299,14 @@ struct ResBlock {
     Conv conv1 = layer_of(m, block, RES_CONV1), conv2 = layer_of(m, block, RES_CONV2);
     bool widens = x.C() != block.O;
     Linear skip = widens ? layer_of(m, block, RES_SKIP) : Linear();
-    // The block's channels of the embedding's projections.
+    // The block's channels of the embedding's projections: they are added to h, or modulate what is normed.
     Rows emb = {output_of(m, m->plan.blocks[0], B).data + block.emb, m->plan.blocks[0].O};
+    Rows added = m->config.use_scale_shift_norm ? Rows() : emb;
+    bool drops = m->dropping && m->config.dropout > 0;
+    Dropping dropping = {m->config.dropout, m->config.seed, (uint32_t)block.param, m->first, m->dropping};
+    void modulate(Rows demb) {
+        if (m->config.use_scale_shift_norm) norm2.modulation = emb, norm2.dmodulation = demb;
+    }
 };
 
 static void res_forward(Model* m, const Block& block, int B) {
@@ -1237,14 +1314,16 @@ static void res_forward(Model* m, const Block& block, int B) {
     Tensor normed = take_tensor(m, B, block.H, std::max(r.x.C(), block.O)), residual = r.x.first;
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
+    r.modulate({});
     if (r.widens) {
         residual = r.out.with_channels(block.O);  // whose moments are still to come
         on_side_lane([&] { linear_forward(residual, r.x, r.skip); });
     }
     groupnorm_forward(normed1, r.norm1);
     backend_join();
-    conv3x3_forward(r.h, normed1, r.conv1, {.emb = r.emb});
+    conv3x3_forward(r.h, normed1, r.conv1, {.emb = r.added});
     groupnorm_forward(normed2, r.norm2);
+    if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
     conv3x3_forward(r.out, normed2, r.conv2, {.residual = residual});
 }
 
@@ -1255,13 +1334,23 @@ static void res_backward(Model* m, const Block& block, int B) {
     Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
     int wide = std::max(r.x.C(), block.O);
     r.norm1.sums = r.norm2.sums = take_sums(m, B, block.H, wide);
+    r.modulate(demb);
+    if (r.norm2.modulation.data) demb = {};
     Tensor normed = take_tensor(m, B, block.H, wide), dnormed = take_tensor(m, B, block.H, wide);
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
     Tensor dnormed1 = dnormed.with_channels(r.x.C()), dnormed2 = dnormed.with_channels(block.O);
     // The weight gradients go to the side lane, with the normed tensors, which only they read. The rest
     // waits for no more than the last reading of h.
-    int normed_ready = on_side_lane([&] { groupnorm_apply(normed2, r.norm2); });
-    conv3x3_backward(dnormed2, dout, normed2, r.conv2, {.norm = &r.norm2});
+    int normed_ready = on_side_lane([&] {
+        groupnorm_apply(normed2, r.norm2);
+        if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
+    });
+    conv3x3_backward(dnormed2, dout, normed2, r.conv2, {.norm = r.drops ? nullptr : &r.norm2});
+    if (r.drops) {
+        run(Dropout<floatX>{dnormed2, r.dropping});
+        groupnorm_backward_sums(dnormed2, dnormed2, r.norm2);
+    }
+    if (r.norm2.modulation.data) run(ModulationBackward<floatX>{r.norm2});
     if (r.widens) linear_backward(dx, dout, r.x, r.skip, {.accumulate = block.accumulate});
     backend_join(normed_ready);
     groupnorm_backward(dh, dnormed2, r.norm2);
@@ -1285,7 +1374,6 @@ struct AttentionBlock {
     Tensor joined = tensor_at(m, block.inner, B, block.H, block.C);
     Norm norm = norm_of(m, block, ATT_NORM, x);
     float* lse = norm.rstd + (size_t)B * norm.groups;
-    int heads = block.C / m->config.num_head_channels;
 };
 
 static void attention_block_forward(Model* m, const Block& block, int B) {
@@ -1293,7 +1381,7 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
     Tensor normed = take_tensor(m, B, block.H, block.C);
     groupnorm_forward(normed, a.norm);
     linear_forward(a.qkv, normed, layer_of(m, block, ATT_QKV));
-    attention_forward(a.joined, a.lse, a.qkv, a.heads);
+    attention_forward(a.joined, a.lse, a.qkv, block.heads);
     linear_forward(output_of(m, block, B), a.joined, layer_of(m, block, ATT_PROJ), {.residual = a.x});
 }
 
@@ -1305,7 +1393,7 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
     a.norm.sums = take_sums(m, B, block.H, block.C);
     on_side_lane([&] { groupnorm_apply(normed, a.norm); });
     linear_backward(djoined, dout, a.joined, layer_of(m, block, ATT_PROJ));
-    attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, a.heads);
+    attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, block.heads);
     linear_backward(dnormed, dqkv, normed, layer_of(m, block, ATT_QKV), {.norm = &a.norm});
     groupnorm_backward(input_gradient_of(m, block, B), dnormed, a.norm,
                        {.residual = dout, .accumulate = block.accumulate});
@@ -1389,7 +1477,9 @@ static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::st
         const Block& previous = plan->blocks.back();
         block.C = previous.O, block.H = previous.out_H;
     }
+    if (kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, plan->decoding);
     if (skip >= 0) {
+        plan->decoding = true;
         block.C2 = plan->blocks[skip].O;
         plan->blocks[skip].is_skip = true;
     }
@@ -1406,7 +1496,8 @@ static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::st
         case BLOCK_RES:
             add_layer(plan, &block, "in_layers.0.", {K}, INIT_ONES);
             add_layer(plan, &block, "in_layers.2.", {O, K, 3, 3}, INIT_UNIFORM);
-            add_layer(plan, &block, "emb_layers.1.", {O, embedding_width(c)}, INIT_UNIFORM);
+            add_layer(plan, &block, "emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)},
+                      INIT_UNIFORM);
             add_layer(plan, &block, "out_layers.0.", {O}, INIT_ONES);
             add_layer(plan, &block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
             if (K != O) add_layer(plan, &block, "skip_connection.", {O, K, 1, 1}, INIT_UNIFORM);
@@ -1433,8 +1524,8 @@ static void join_projections(Plan* plan) {
     embedding.O = 0;
     for (Block& b : plan->blocks) {
         if (b.kind != BLOCK_RES) continue;
-        b.emb = embedding.O, embedding.O += b.O;
         order.push_back(&plan->tensors[b.param + 2 * RES_EMB]);
+        b.emb = embedding.O, embedding.O += order.back()->shape[0];
     }
     for (size_t i = 0, n = order.size(); i < n; i++) order.push_back(order[i] + 1);
     for (Parameter& t : plan->tensors)
@@ -1449,8 +1540,8 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for what the resampling blocks read and the embedding's output. The network's own output
-// stays for the caller. take() stops the program where scratch is counted too small.
+// forward read, but for what the resampling blocks read and the embedding's output where it is only added.
+// The network's own output stays for the caller. take() stops the program where scratch is counted too small.
 static void size_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
     size_t B = plan->batch;
@@ -1474,7 +1565,7 @@ static void size_buffers(Plan* plan, const Config& c) {
                 break;
             case BLOCK_ATTENTION:
                 b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
-                stats = norm + B * (C / c.num_head_channels) * T;
+                stats = norm + B * b.heads * T;
                 forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
             case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
@@ -1497,7 +1588,7 @@ static void size_buffers(Plan* plan, const Config& c) {
         for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool once = b.kind == BLOCK_DOWN || b.kind == BLOCK_UP || source == 0;
+            bool once = b.kind == BLOCK_DOWN || b.kind == BLOCK_UP || (!source && !c.use_scale_shift_norm);
             read.out.last = std::max(read.out.last, once ? i : kept);
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
@@ -2596,9 +2687,11 @@ static void enqueue_step(Trainer* t) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
         add_noise(m, B, {first, m->timesteps + first, &m->state->step});
+        m->dropping = &m->state->step;
         unet_forward(m, B, first);
         run(MeanSquaredError<floatX>{loss, first, B, unet_output(m), m->target, unet_output_gradient(m)});
         unet_backward(m, B);
+        m->dropping = nullptr;
     }
     run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
     run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
@@ -3057,6 +3150,13 @@ static const Flag FLAGS[] = {
      "groups of a group norm; every level needs two channels a group or more"},
     {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
 
+    {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024,
+     "heads of every attention, instead of --num_head_channels; 0: by that"},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
+    {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
+     "timestep and class scale and shift what is normed, instead of being added"},
+    {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
+    {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
     {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
@@ -5128,8 +5228,9 @@ struct NormMap {
     NormMap(const Norm& norm, int b, int c, int n) {
         for (int k = 0; k < n; k++, c++) {
             int g = b * norm.groups + c / (norm.x.C() / norm.groups);
+            float2 affine = norm.affine(b, c);
             slope[k] = norm.rstd[g], offset[k] = -norm.mean[g] * norm.rstd[g];
-            scale[k] = slope[k] * norm.w[c], shift[k] = norm.bias[c] - norm.mean[g] * scale[k];
+            scale[k] = slope[k] * affine.x, shift[k] = affine.y - norm.mean[g] * scale[k];
         }
     }
 };
@@ -5217,7 +5318,8 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
             for (int part = 0; part < parts; part++)
                 for (int c = first; c < first + width; c++) {
                     float2 sum = norm.sums[((size_t)b * parts + part) * C + c];
-                    a += (double)norm.w[c] * sum.x, q += (double)norm.w[c] * sum.y;
+                    double weight = norm.affine(b, c).x;
+                    a += weight * sum.x, q += weight * sum.y;
                 }
             mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
         }
@@ -5237,8 +5339,10 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 #pragma omp parallel for
     for (int c = 0; c < C; c++) {
         double dw = 0, dbias = 0;
-        for (int i = 0; i < dy.B * parts; i++)
-            dbias += norm.sums[(size_t)i * C + c].x, dw += norm.sums[(size_t)i * C + c].y;
+        for (int i = 0; i < dy.B * parts; i++) {
+            double gain = norm.gain(i / parts, c);
+            dbias += gain * norm.sums[(size_t)i * C + c].x, dw += gain * norm.sums[(size_t)i * C + c].y;
+        }
         norm.dw[c] += (float)dw, norm.dbias[c] += (float)dbias;
     }
 }
@@ -5646,6 +5750,15 @@ __device__ static inline void norm_parameters(float (&value)[VEC], const float* 
     for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
 }
 
+__device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b,
+                                          int c) {
+    norm_parameters(w, norm.w + c), norm_parameters(bias, norm.bias + c);
+    for (int i = 0; i < VEC && norm.modulation.data; i++) {
+        float2 affine = norm.affine(b, c + i);
+        w[i] = affine.x, bias[i] = affine.y;
+    }
+}
+
 // put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
 template <typename Put>
 __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
@@ -5823,7 +5936,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    norm_parameters(scale, norm.w + p.c), norm_parameters(shift, norm.bias + p.c);
+    norm_affine(scale, shift, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
@@ -5870,7 +5983,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        norm_parameters(scale, norm.w + c), norm_parameters(shift, norm.bias + c);
+        norm_affine(scale, shift, norm, blockIdx.z, c);
         norm_each_channel(c, group, [&](int i, int g) {
             middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
         });
@@ -5897,16 +6010,18 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
            NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (C) += sums (rows, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a row.
-__device__ static inline void norm_weights(const Norm& norm, int rows, int C) {
+// dbias, dw (C) += sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
+// row.
+__device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
-    for (int i = warp; i < rows; i += WARPS) {
+    for (int i = warp; i < norm.x.first.B * parts; i += WARPS) {
         float2 more = norm.sums[(size_t)i * C + c];
-        total.x += more.x, total.y += more.y;
+        float gain = norm.gain(i / parts, c);
+        total.x += gain * more.x, total.y += gain * more.y;
     }
     shared_sums[warp][lane] = total;
     __syncthreads();
@@ -5925,7 +6040,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks) {
-        norm_weights(norm, norm.x.first.B * parts, C);
+        norm_weights(norm, parts, C);
         return;
     }
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
@@ -5942,7 +6057,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
         float2 sum = sums[(size_t)part * C + c];
-        float weight = norm.w[c];
+        float weight = norm.affine(p.b, c).x;
         return make_float2(weight * sum.x, weight * sum.y);
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
@@ -5954,7 +6069,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-    norm_parameters(scale, norm.w + p.c);
+    norm_affine(scale, beta, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         float3 of_group = coefficients[g];
         scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
@@ -7560,8 +7675,9 @@ struct HopperEpilogue {
                     added[i][h] += (float)g.emb.data[(size_t)b * g.emb.pitch + n];
                 if (!gradient) continue;
                 int of = b * g.norm.groups + n / (g.N() / g.norm.groups);
-                mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * g.norm.w[n];
-                shift[i][h] = g.norm.bias[n] - mean[i][h] * scale[i][h];
+                float2 affine = g.norm.affine(b, n);
+                mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * affine.x;
+                shift[i][h] = affine.y - mean[i][h] * scale[i][h];
             }
     }
 

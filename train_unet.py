@@ -38,7 +38,8 @@ from unet_io import Checkpoint, Config, Stream, UserError
 
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
                 "norm_groups", "max_period", "channel_mult", "attention_resolutions", "class_cond",
-                "num_classes", "cond_drop_prob")
+                "num_classes", "cond_drop_prob", "num_heads", "num_heads_upsample", "use_scale_shift_norm",
+                "dropout", "rescale_timesteps")
 DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
 
 
@@ -84,37 +85,53 @@ class EmbedSequential(nn.Sequential):
         return x
 
 
-class ResBlock(nn.Module):
-    """GN, SiLU, conv3x3, + linear(SiLU(emb)), GN, SiLU, conv3x3, + skip.
+class Dropout(nn.Dropout):
+    """nn.Dropout; or, where `replayed` is set, with the mask of ./train_unet in that step of a run."""
+    replayed = None  # (seed, index of the block's first tensor, step)
 
-    (B, C, H, W) and (B, E) -> (B, O, H, W); the skip is a 1x1 convolution where O differs from C.
+    def forward(self, x):
+        if not (self.training and self.replayed and self.p):
+            return super().forward(x)
+        seed, block, step = self.replayed
+        B, C, H, W = x.shape
+        kept = unet_io.kept(seed, block, (H, W, C), np.arange(B), step, self.p)
+        return torch.where(torch.from_numpy(kept).permute(0, 3, 1, 2).to(x.device), x / (1 - self.p), 0)
+
+
+class ResBlock(nn.Module):
+    """GN, SiLU, conv3x3, + linear(SiLU(emb)), GN, SiLU, dropout, conv3x3, + skip.
+
+    (B, C, H, W) and (B, E) -> (B, O, H, W); the skip is a 1x1 convolution where O differs from C. With
+    modulates, the linear layer's two halves scale (by 1 + the first) and shift what the second GN gives.
     """
-    def __init__(self, channels, out_channels, emb_width, groups):
+    def __init__(self, channels, out_channels, emb_width, groups, modulates, dropout):
         super().__init__()
+        self.modulates = modulates
         self.in_layers = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
                                        nn.Conv2d(channels, out_channels, 3, padding=1))
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb_width, out_channels))
-        self.out_layers = nn.Sequential(group_norm(out_channels, groups), nn.SiLU(), nn.Dropout(0.0),
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb_width, out_channels * (1 + modulates)))
+        self.out_layers = nn.Sequential(group_norm(out_channels, groups), nn.SiLU(), Dropout(dropout),
                                         zero(nn.Conv2d(out_channels, out_channels, 3, padding=1)))
         same = channels == out_channels
         self.skip_connection = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x, emb):
-        h = self.in_layers(x) + self.emb_layers(emb)[:, :, None, None]
-        return self.skip_connection(x) + self.out_layers(h)
+        h, emb = self.in_layers(x), self.emb_layers(emb)[:, :, None, None]
+        if not self.modulates:
+            return self.skip_connection(x) + self.out_layers(h + emb)
+        scale, shift = emb.chunk(2, dim=1)
+        norm, *rest = self.out_layers
+        return self.skip_connection(x) + nn.Sequential(*rest)(norm(h) * (1 + scale) + shift)
 
 
 class AttentionBlock(nn.Module):
     """Self-attention over the pixels, added to its input: (B, C, H, W) -> the same.
 
-    The 3C channels of qkv are all of q, then k, then v; heads of `head_channels` lie inside each third.
+    The 3C channels of qkv are all of q, then k, then v; the heads lie inside each third.
     """
-    def __init__(self, channels, head_channels, groups):
+    def __init__(self, channels, heads, groups):
         super().__init__()
-        if channels % head_channels:
-            raise UserError(f"num_head_channels {head_channels} doesn't divide an attention layer of"
-                            f" {channels} channels")
-        self.heads = channels // head_channels
+        self.heads = heads
         self.norm = group_norm(channels, groups)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = zero(nn.Conv1d(channels, channels, 1))
@@ -144,10 +161,14 @@ class UNet(nn.Module):
                 raise UserError("class_cond needs num_classes, or images with labels")
             self.label_emb = nn.Embedding(config.label_rows(), emb_width)
 
-        def level_layers(channels, out_channels, size):
-            layers = [ResBlock(channels, out_channels, emb_width, groups)]
+        def residual(channels, out_channels):
+            return ResBlock(channels, out_channels, emb_width, groups, config.use_scale_shift_norm,
+                            config.dropout)
+
+        def level_layers(channels, out_channels, size, decoder=False):
+            layers = [residual(channels, out_channels)]
             if size in config.attention_resolutions:
-                layers.append(AttentionBlock(out_channels, config.num_head_channels, groups))
+                layers.append(AttentionBlock(out_channels, config.heads(out_channels, decoder), groups))
             return layers
 
         size, channels = config.image_size, config.channel_mult[0] * width
@@ -164,13 +185,13 @@ class UNet(nn.Module):
                 skips.append(channels)
                 size //= 2
 
-        self.middle_block = EmbedSequential(ResBlock(channels, channels, emb_width, groups),
-                                            AttentionBlock(channels, config.num_head_channels, groups),
-                                            ResBlock(channels, channels, emb_width, groups))
+        attention = AttentionBlock(channels, config.heads(channels, False), groups)
+        self.middle_block = EmbedSequential(residual(channels, channels), attention,
+                                            residual(channels, channels))
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(config.channel_mult))):
             for i in range(config.num_res_blocks + 1):
-                layers = level_layers(channels + skips.pop(), mult * width, size)
+                layers = level_layers(channels + skips.pop(), mult * width, size, True)
                 channels = mult * width
                 if level and i == config.num_res_blocks:
                     layers.append(nn.Upsample(scale_factor=2, mode="nearest"))
@@ -179,6 +200,14 @@ class UNet(nn.Module):
         self.out = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
                                  zero(nn.Conv2d(channels, config.in_channels, 3, padding=1)))
 
+    def replay_dropout(self, seed, step):
+        """Dropout has the masks of ./train_unet in this step, until the next call."""
+        names = [name for name, _ in self.named_parameters()]
+        for name, module in self.named_modules():
+            if isinstance(module, Dropout):
+                first = names.index(name.removesuffix("out_layers.2") + "in_layers.0.weight")
+                module.replayed = (seed, first, step)
+
     def forward(self, x, t, y=None):
         for name, value in (("t", t), ("y", y)):
             if (value is not None or name == "t") and value.shape != x.shape[:1]:
@@ -186,6 +215,8 @@ class UNet(nn.Module):
                                  f" ({len(x)},)")
         if (y is None) == self.config.class_cond:
             raise ValueError("y, the classes of the images, goes with class_cond, and only with it")
+        if self.config.rescale_timesteps:
+            t = t.double() * (1000.0 / self.config.diffusion_steps)
         emb = timestep_embedding(t, self.config.num_channels, self.config.max_period)
         emb = self.time_embed(emb.to(self.time_embed[0].weight.dtype))
         if y is not None:
@@ -204,10 +235,9 @@ class UNet(nn.Module):
 GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
 # Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
 # value here.
-FIXED_FLAGS = dict(learn_sigma=False, use_scale_shift_norm=False, resblock_updown=False,
-                   conv_resample=False, dropout=0, use_fp16=False, use_checkpoint=False,
-                   use_new_attention_order=True, timestep_respacing="", use_kl=False, predict_xstart=False,
-                   rescale_timesteps=False, rescale_learned_sigmas=False)
+FIXED_FLAGS = dict(learn_sigma=False, resblock_updown=False, conv_resample=False, use_fp16=False,
+                   use_checkpoint=False, use_new_attention_order=True, timestep_respacing="", use_kl=False,
+                   predict_xstart=False, rescale_learned_sigmas=False)
 
 
 def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult="", **flags):
@@ -239,11 +269,12 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
             raise UserError(f"create_model: guided-diffusion's channel_mult for image_size {image_size} is"
                             f" {channel_mult}, and only whole multiples of num_channels are supported: name"
                             f" others")
-    heads = {name: flags.pop(name) for name in ("num_heads", "num_heads_upsample") if name in flags}
-    if flags.get("num_head_channels", -1 if heads else 1) == -1:
-        raise UserError("create_model: the same number of heads at every width (num_heads, where"
-                        " num_head_channels is -1) is not supported: name the channels of a head, e.g."
-                        " num_head_channels=64")
+    named = flags.get("num_head_channels", -1 if "num_heads" in flags else 32)
+    if named == -1:  # as there: num_heads counts where the channels of a head are not named
+        flags = dict(num_heads=4) | flags | dict(num_head_channels=32)
+        flags["num_heads_upsample"] = max(0, flags.get("num_heads_upsample", -1))
+    else:
+        flags = {name: value for name, value in flags.items() if not name.startswith("num_heads")}
     for name, value in (flags | dict(channel_mult=channel_mult)).items():
         if name in FIXED_FLAGS:
             if value != FIXED_FLAGS[name]:
@@ -735,6 +766,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
     """
     config = model.config
+    if isinstance(model, nn.Module):
+        model.eval()
     steps = sampler_steps(config, sampler, sample_steps)
     times = unet_io.space_timesteps(config.diffusion_steps, steps)[::-1]
     abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)[times]
@@ -867,6 +900,9 @@ class Trainer:
         Both are left out where the loss or the gradient's norm is not finite, or an outlier.
         """
         step = self.steps_done
+        if self.config.dropout:
+            self.model.replay_dropout(self.config.seed, step)
+        self.model.train()
         batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
         self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
@@ -891,6 +927,7 @@ class Trainer:
     def validation_loss(self, images):
         """The unweighted loss over a whole file with fixed timesteps and noise."""
         total, config = 0.0, self.config
+        self.model.eval()
         for start in range(0, len(images), config.batch_size):
             rows = np.arange(start, min(start + config.batch_size, len(images)))
             x0 = images.floats(rows, config.image_size)
@@ -970,7 +1007,7 @@ def debug_state(prefix, config, images=None, steps=0):
     x, target = Diffusion(config).noised(x0, t, noise)
     losses = replay(model, images, config, steps) if steps else None
     model, _ = load_model(f"{prefix}_weights.bin")
-    model.double()
+    model.double().eval()
     out = model(x.double(), t, *classes)
     loss = F.mse_loss(out, target.double())
     loss.backward()

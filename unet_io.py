@@ -281,6 +281,12 @@ def flips(seed, sample, step):
     return words(seed, Stream.FLIP, 1, sample, step)[..., 0] >> np.uint32(31) != 0
 
 
+def kept(seed, block, shape, sample, step, probability):
+    """What --dropout keeps: bool (len(sample), *shape), shape (H, W, C); block: its first tensor's index."""
+    w = words(seed, Stream.DROPOUT | block << 8, math.prod(shape), sample, step) >> np.uint32(8)
+    return (w * np.float32(2.0**-24) >= np.float32(probability)).reshape(-1, *shape)
+
+
 @functools.lru_cache(maxsize=4)
 def permutation(seed, epoch, n):
     """Epoch's order of n images, a Fisher-Yates shuffle from the last place down: int64 (n,)."""
@@ -394,6 +400,12 @@ class Config:
     num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=1024)
     norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=1024)
     max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=2, high=10**8)
+    num_heads: int = _setting(0, 111, "heads of every attention, 0 for those of num_head_channels", low=0,
+                              high=1024)
+    num_heads_upsample: int = _setting(0, 112, "the decoder's heads, 0 for num_heads", low=0, high=1024)
+    use_scale_shift_norm: bool = _setting(False, 109, "timestep and class scale and shift what is normed")
+    dropout: float = _setting(0.0, 110, "part of a block's inner values that are set to 0", low=0, high=0.99)
+    rescale_timesteps: bool = _setting(False, 116, "tell the network timesteps as if they were 1000")
     class_cond: bool = _setting(False, 107, "tell the network each image's class, by the file's labels")
     num_classes: int = _setting(0, 23, "classes that class_cond knows, 0 for those of the images", low=0,
                                 high=10**6)
@@ -439,6 +451,15 @@ class Config:
     def label_rows(self):
         """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
         return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
+
+    def heads(self, channels, decoder):
+        """Heads of an attention between so many channels. Raises UserError where these can't be dealt out."""
+        heads = (decoder and self.num_heads_upsample or self.num_heads) or channels // self.num_head_channels
+        if not heads or channels % heads or not self.num_heads and channels % self.num_head_channels:
+            name = "num_heads" if self.num_heads else "num_head_channels"
+            raise UserError(f"{name} {heads if self.num_heads else self.num_head_channels} doesn't divide an"
+                            f" attention layer of {channels} channels")
+        return heads
 
     def level_sizes(self):
         """Height and width of each level's images, from the first level to the last, in pixels."""

@@ -64,13 +64,18 @@ TRAINING = {
                                                 class_cond=True, num_classes=4, cond_drop_prob=0.4)),
     "grey, classes": Config(**TOY | dict(in_channels=1, class_cond=True, num_classes=3, seed=2,
                                          offset_noise=0.2)),
+    "dropout": Config(**TOY | dict(image_size=16, batch_size=3, lr=1e-3, seed=17, dropout=0.3)),
+    "all": Config(**TOY | dict(image_size=16, batch_size=3, lr=1e-3, seed=18, dropout=0.1, class_cond=True,
+                               num_classes=3, cond_drop_prob=0.2, use_scale_shift_norm=True, num_heads=2,
+                               rescale_timesteps=True, diffusion_steps=400, in_channels=1, predict="v")),
     "four channels": Config(**TOY | dict(in_channels=4, predict="x0", seed=16, batch_size=3)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
 RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
                            predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1,
-                           class_cond=True, num_classes=3, cond_drop_prob=0.3)
+                           class_cond=True, num_classes=3, cond_drop_prob=0.3, dropout=0.2,
+                           use_scale_shift_norm=True)
 RESUMED = Config(**RESUMED_FLAGS)
 QUICK = ("--num_samples", 1, "--sample_steps", 1)  # the grid at the end of a run costs next to nothing
 

@@ -29,6 +29,8 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
     "dpmpp x0": (Config(**TOY | dict(predict="x0", zero_terminal_snr=True)),
                  ["--sampler", "dpmpp", "--threshold", "none", "--sample_steps", 11], 2),
     "classes": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=4)), ["--class", "3"], 2),
+    "scale and shift": (Config(**TOY | dict(predict="v", use_scale_shift_norm=True, dropout=0.5, num_heads=4,
+                                            rescale_timesteps=True, diffusion_steps=300)), [], 2),
     "grey": (Config(**TOY | dict(predict="v", in_channels=1)), [], 2),
     "four channels": (Config(**TOY | dict(predict="v", in_channels=4)), ["--threshold", "dynamic"], 2),
     "guided": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=3, cond_drop_prob=0.1)),
