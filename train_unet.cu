@@ -677,12 +677,13 @@ struct NormOf {
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated.
-    HOST_DEVICE float gain(int b, int c) const {
-        return modulation.data ? 1 + (float)modulation.data[(size_t)b * modulation.pitch + c] : 1;
+    // The factor of channel c in image b; and its weight and bias, modulated. `modulated` false: known not to be.
+    HOST_DEVICE float gain(int b, int c, bool modulated = true) const {
+        if (!modulated || !modulation.data) return 1;
+        return 1 + (float)modulation.data[(size_t)b * modulation.pitch + c];
     }
-    HOST_DEVICE float2 affine(int b, int c) const {
-        if (!modulation.data) return {w[c], bias[c]};
+    HOST_DEVICE float2 affine(int b, int c, bool modulated = true) const {
+        if (!modulated || !modulation.data) return {w[c], bias[c]};
         float shift = (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c];
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + shift};
     }
@@ -5700,6 +5701,16 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
                    Arguments... arguments) {
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
+// launcher<conditions...>(), each condition a constant: for kernels that have them as template arguments.
+template <bool... CONSTANTS, typename Launcher>
+static void with_constants(Launcher launcher) {
+    launcher.template operator()<CONSTANTS...>();
+}
+template <bool... CONSTANTS, typename Launcher, typename... More>
+static void with_constants(Launcher launcher, bool condition, More... more) {
+    condition ? with_constants<CONSTANTS..., true>(launcher, more...)
+              : with_constants<CONSTANTS..., false>(launcher, more...);
+}
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
 
@@ -5750,10 +5761,12 @@ __device__ static inline void norm_parameters(float (&value)[VEC], const float* 
     for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
 }
 
+// Weights and biases of a vector of channels of image b.
+template <bool MODULATED>
 __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b,
                                           int c) {
     norm_parameters(w, norm.w + c), norm_parameters(bias, norm.bias + c);
-    for (int i = 0; i < VEC && norm.modulation.data; i++) {
+    for (int i = 0; i < VEC && MODULATED; i++) {
         float2 affine = norm.affine(b, c + i);
         w[i] = affine.x, bias[i] = affine.y;
     }
@@ -5897,6 +5910,7 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
 // F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
 // reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by Chan, Golub and
 // LeVeque (1979), about the mean of the group's first channel and part.
+template <bool MODULATED>  // asked in each thread: a training step takes 1.6% longer on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
     __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
@@ -5936,7 +5950,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    norm_affine(scale, shift, norm, p.b, p.c);
+    norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
@@ -5954,7 +5968,11 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 }
 static void launch_norm(Tensor out, const Norm& norm) {
     NormGrid s(norm.x, 0);
-    launch(groupnorm_forward_kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
+    auto launch_it = [&]<bool MODULATED>() {
+        launch(groupnorm_forward_kernel<MODULATED>, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data,
+               norm, s);
+    };
+    with_constants(launch_it, !!norm.modulation.data);
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
@@ -5970,6 +5988,7 @@ static void groupnorm_apply(Tensor out, const Norm& norm) {
 
 // The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
 // channel_moments. Device memory: x and dout in, dy out, once each.
+template <bool MODULATED>
 __global__ void __launch_bounds__(NORM_PART_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
@@ -5983,7 +6002,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        norm_affine(scale, shift, norm, blockIdx.z, c);
+        norm_affine<MODULATED>(scale, shift, norm, blockIdx.z, c);
         norm_each_channel(c, group, [&](int i, int g) {
             middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
         });
@@ -6006,12 +6025,17 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
     const Tensor& x = norm.x.first;
-    launch(groupnorm_backward_sums_kernel, dim3(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B),
-           NORM_PART_THREADS, 0, dy.data, dout.data, norm);
+    dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
+    auto launch_it = [&]<bool MODULATED>() {
+        launch(groupnorm_backward_sums_kernel<MODULATED>, grid, NORM_PART_THREADS, 0, dy.data, dout.data,
+               norm);
+    };
+    with_constants(launch_it, !!norm.modulation.data);
 }
 
 // dbias, dw (C) += sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
 // row.
+template <bool MODULATED>
 __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
@@ -6020,7 +6044,7 @@ __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
 #pragma unroll 8
     for (int i = warp; i < norm.x.first.B * parts; i += WARPS) {
         float2 more = norm.sums[(size_t)i * C + c];
-        float gain = norm.gain(i / parts, c);
+        float gain = norm.gain(i / parts, c, MODULATED);
         total.x += gain * more.x, total.y += gain * more.y;
     }
     shared_sums[warp][lane] = total;
@@ -6033,14 +6057,14 @@ __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
 // dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
 // memory: x, dy and dresidual in, dx out (in and out where it accumulates), once each; before that each block
 // reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
-template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
+template <bool RESIDUAL, bool ACCUMULATE, bool MODULATED>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Joined dx, const floatX* dy, const floatX* dresidual, const Norm norm,
                               NormGrid s, int weight_blocks) {
     __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks) {
-        norm_weights(norm, parts, C);
+        norm_weights<MODULATED>(norm, parts, C);
         return;
     }
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
@@ -6057,7 +6081,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
         float2 sum = sums[(size_t)part * C + c];
-        float weight = norm.affine(p.b, c).x;
+        float weight = norm.w[c] * norm.gain(p.b, c, MODULATED);
         return make_float2(weight * sum.x, weight * sum.y);
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
@@ -6069,7 +6093,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-    norm_affine(scale, beta, norm, p.b, p.c);
+    norm_affine<MODULATED>(scale, beta, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         float3 of_group = coefficients[g];
         scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
@@ -6093,11 +6117,11 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
     PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
     NormGrid s(norm.x, weight_blocks);
-    static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
-        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
-        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(passes[residual][options.accumulate], weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
-           dx, dy.data, options.residual.data, norm, s, weight_blocks);
+    auto launch_it = [&]<bool... KNOWN>() {
+        launch(groupnorm_backward_kernel<KNOWN...>, weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
+               dx, dy.data, options.residual.data, norm, s, weight_blocks);
+    };
+    with_constants(launch_it, residual, options.accumulate, !!norm.modulation.data);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
