@@ -247,6 +247,7 @@ struct Config {
     // architecture
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
+    int resblock_updown, conv_resample, learn_sigma, use_new_attention_order;
     float cond_drop_prob, dropout;
     int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
     // diffusion
@@ -1027,7 +1028,8 @@ struct Dropout {
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
-// other way round, with a factor of 1/4. An item is 16 bytes of the smaller tensor's pixel.
+// other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if they
+// were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the smaller tensor's pixel.
 
 // Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
 struct Pixels2x2 {
@@ -1043,6 +1045,7 @@ struct Resample {
     TensorOf<T> out, x;  // one of them twice as high and wide as the other
     float factor;        // of each number
     bool accumulate;     // to what `out` holds
+    bool first_only = false;
 
     enum { N = 16 / sizeof(T) };
     size_t items() const { return std::min(out.count(), x.count()) / N; }
@@ -1056,7 +1059,8 @@ struct Resample {
             if (accumulate) result[j] = load<N>(out.data + pixels.at[j]);
         for (int j = 0; j < 4; j++)
             for (int k = 0; k < N; k++)
-                result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
+                if (j == 0 || !first_only)
+                    result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
         for (int j = 0; j < 4; j++) store(out.data + pixels.at[j], result[j]);
     }
     HOST_DEVICE void sum(size_t i, const Pixels2x2& pixels) const {
@@ -1066,7 +1070,8 @@ struct Resample {
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
                   bottom = (float)source[2].of[k] + (float)source[3].of[k];
-            result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
+            float total = first_only ? (float)source[0].of[k] : top + bottom;
+            result.of[k] = (T)((float)result.of[k] + factor * total);
         }
         store(out.data + i, result);
     }
@@ -1088,24 +1093,25 @@ struct Buffer {
 // One entry of the plan.
 struct Block {
     BlockKind kind;
-    char name[48];
-    int C, C2, O;     // channels of the input, of the skip concatenated to it (0: none), of the output
-    int H;            // height and width of the input
-    int out_H;        // and of the output
-    int input, skip;  // the blocks whose outputs are read; -1: none
-    int emb;          // residual: its first channel of block 0's output
-    int heads;        // attention
-    bool is_skip;     // the decoder reads the output too
-    bool accumulate;  // the input feeds two consumers: its gradient is added to, not overwritten
-    int param;        // its first tensor; the others follow
-    int num_params;
-    Buffer out;       // (B, out_H, out_H, O)
-    Buffer hidden;    // residual (B, H, H, O), attention's qkv (B, T, 3C), embedding's three of (B, E)
-    Buffer inner;     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
-    Buffer moments;   // float2 (B, parts, O): of out, for the norms that read it
-    Buffer stats;     // float: mean and rstd (B, G) of each norm in turn; then attention's lse (B, heads, T)
-    Buffer gradient;  // (B, out_H, out_H, O): of the output
-    Buffer scratch_forward, scratch_backward;
+    char name[48] = "";
+    int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, of the output
+    int H = 0, out_H = 0;       // height and width of the input, and of the output
+    int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
+    int emb = 0;                // residual: its first channel of block 0's output
+    int heads = 0;              // attention
+    bool is_skip = false;       // the decoder reads the output too
+    bool accumulate = false;    // the input feeds two consumers: its gradient is added to, not overwritten
+    int param = 0;              // its first tensor; the others follow
+    int num_params = 0;
+    Buffer out = {};  // (B, out_H, out_H, O)
+    Buffer hidden =
+        {};             // residual (B, out_H, out_H, O), attention's qkv (B, T, 3C), embedding's three (B, E)
+    Buffer inner = {};  // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    Buffer moments = {};  // float2 (B, parts, O): of out, for the norms that read it
+    Buffer stats =
+        {};  // float: mean and rstd (B, G) of each norm in turn; then attention's lse (B, heads, T)
+    Buffer gradient = {};  // (B, out_H, out_H, O): of the output
+    Buffer scratch_forward = {}, scratch_backward = {};
 };
 
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
@@ -1123,6 +1129,7 @@ struct Plan {
 
 struct StepState;  // of the step under way: see OPTIMISER
 struct Beginning;  // of a picture: see DIFFUSION
+struct Variance;   // of a timestep
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
 struct OptimiserMemory {
@@ -1149,13 +1156,15 @@ struct Model : OptimiserMemory {
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    StepState* state;       // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
-    float* losses;          // (batch_size, loss_parts)
-    float* norm_parts;      // one a NORM_CHUNK of the parameters
-    float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
-    Beginning* begins;      // (B): of the pictures being drawn
-    float* limits;          // (B): theirs, for dynamic thresholding
-    float* loss_weights;    // (diffusion_steps): what the loss of a timestep counts for
+    StepState* state;  // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
+    float* losses;     // (batch_size, loss_parts)
+    float* variance_losses = nullptr;  // likewise, with --learn_sigma
+    Variance* variances = nullptr;     // (diffusion_steps)
+    float* norm_parts;                 // one a NORM_CHUNK of the parameters
+    float *signal, *noise;             // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    Beginning* begins;                 // (B): of the pictures being drawn
+    float* limits;                     // (B): theirs, for dynamic thresholding
+    float* loss_weights;               // (diffusion_steps): what the loss of a timestep counts for
     Memory memory;
     size_t bytes;
 };
@@ -1224,6 +1233,13 @@ static float2* take_sums(Model* m, int B, int H, int C) {
     return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
 }
 
+// out = x, up- or down-sampled; and the gradient: dx = [+=] dout, resized back.
+static float resize_factor(int H, int out_H) { return H < out_H ? 1 : 0.25f; }
+static void resize(Tensor out, Tensor x) { run(Resample<floatX>{out, x, resize_factor(x.H, out.H), false}); }
+static void resize_backward(Tensor dx, Tensor dout, bool accumulate) {
+    run(Resample<floatX>{dx, dout, resize_factor(dx.H, dout.H), accumulate});
+}
+
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 
 // With --class_cond a row a class is added before the second SiLU.
@@ -1287,7 +1303,8 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
 // through a 1x1 convolution where the width changes. With --use_scale_shift_norm the linear layer's twice as
-// many outputs modulate the second norm instead. Kept for backward: h and the norms' statistics.
+// many outputs modulate the second norm instead. With --resblock_updown some blocks change the size, of what
+// conv1 reads and of x. Kept for backward: h and the norms' statistics.
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock {
@@ -1295,10 +1312,11 @@ struct ResBlock {
     const Block& block;
     int B;
     Joined x = input_of(m, block, B);
-    Tensor h = tensor_at(m, block.hidden, B, block.H, block.O), out = output_of(m, block, B);
+    Tensor h = tensor_at(m, block.hidden, B, block.out_H, block.O), out = output_of(m, block, B);
     Norm norm1 = norm_of(m, block, RES_NORM1, x, 0), norm2 = norm_of(m, block, RES_NORM2, h, 1);
     Conv conv1 = layer_of(m, block, RES_CONV1), conv2 = layer_of(m, block, RES_CONV2);
-    bool widens = x.C() != block.O;
+    bool widens = x.C() != block.O, resizes = block.H != block.out_H;
+    bool adds_x = !widens && !resizes;  // to its output, as it is
     Linear skip = widens ? layer_of(m, block, RES_SKIP) : Linear();
     // The block's channels of the embedding's projections: they are added to h, or modulate what is normed.
     Rows emb = {output_of(m, m->plan.blocks[0], B).data + block.emb, m->plan.blocks[0].O};
@@ -1312,15 +1330,15 @@ struct ResBlock {
 
 static void res_forward(Model* m, const Block& block, int B) {
     ResBlock r = {m, block, B};
-    Tensor normed = take_tensor(m, B, block.H, std::max(r.x.C(), block.O)), residual = r.x.first;
+    Tensor normed = take_tensor(m, B, block.out_H, std::max(r.x.C(), block.O)), residual = r.x.first;
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
-    r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.H, block.O);
+    Tensor before = r.resizes ? take_tensor(m, B, block.H, block.C) : normed1;
+    r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
     r.modulate({});
-    if (r.widens) {
-        residual = r.out.with_channels(block.O);  // whose moments are still to come
-        on_side_lane([&] { linear_forward(residual, r.x, r.skip); });
-    }
-    groupnorm_forward(normed1, r.norm1);
+    if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
+    if (r.widens) on_side_lane([&] { linear_forward(residual, r.x, r.skip); });
+    groupnorm_forward(before, r.norm1);
+    if (r.resizes) resize(normed1, before), resize(residual, r.x.first);
     backend_join();
     conv3x3_forward(r.h, normed1, r.conv1, {.emb = r.added});
     groupnorm_forward(normed2, r.norm2);
@@ -1334,12 +1352,14 @@ static void res_backward(Model* m, const Block& block, int B) {
     Tensor dout = output_gradient_of(m, block, B), dh = r.h;
     Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
     int wide = std::max(r.x.C(), block.O);
-    r.norm1.sums = r.norm2.sums = take_sums(m, B, block.H, wide);
+    r.norm1.sums = r.norm2.sums = take_sums(m, B, std::max(block.H, block.out_H), wide);
     r.modulate(demb);
     if (r.norm2.modulation.data) demb = {};
-    Tensor normed = take_tensor(m, B, block.H, wide), dnormed = take_tensor(m, B, block.H, wide);
+    Tensor normed = take_tensor(m, B, block.out_H, wide), dnormed = take_tensor(m, B, block.out_H, wide);
     Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
     Tensor dnormed1 = dnormed.with_channels(r.x.C()), dnormed2 = dnormed.with_channels(block.O);
+    Tensor before = r.resizes ? take_tensor(m, B, block.H, block.C) : normed1;
+    Tensor dbefore = r.resizes ? take_tensor(m, B, block.H, block.C) : dnormed1;
     // The weight gradients go to the side lane, with the normed tensors, which only they read. The rest
     // waits for no more than the last reading of h.
     int normed_ready = on_side_lane([&] {
@@ -1355,10 +1375,18 @@ static void res_backward(Model* m, const Block& block, int B) {
     if (r.widens) linear_backward(dx, dout, r.x, r.skip, {.accumulate = block.accumulate});
     backend_join(normed_ready);
     groupnorm_backward(dh, dnormed2, r.norm2);
-    on_side_lane([&] { groupnorm_apply(normed1, r.norm1); });
-    conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = demb, .norm = &r.norm1});
-    groupnorm_backward(dx, dnormed1, r.norm1,
-                       {.residual = r.widens ? Tensor() : dout, .accumulate = r.widens || block.accumulate});
+    on_side_lane([&] {
+        groupnorm_apply(before, r.norm1);
+        if (r.resizes) resize(normed1, before);
+    });
+    conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = demb, .norm = r.resizes ? nullptr : &r.norm1});
+    if (r.resizes) {
+        resize_backward(dx.first, dout, block.accumulate);
+        resize_backward(dbefore, dnormed1, false);
+        groupnorm_backward_sums(dbefore, dbefore, r.norm1);
+    }
+    groupnorm_backward(dx, dbefore, r.norm1,
+                       {.residual = r.adds_x ? dout : Tensor(), .accumulate = !r.adds_x || block.accumulate});
 }
 
 // ---- attention block --------------------------------------------------------------------------------------
@@ -1402,15 +1430,36 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
 
-static float resample_factor(const Block& block) { return block.kind == BLOCK_UP ? 1 : 0.25f; }
+// With --conv_resample a 3x3 convolution follows: F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"),
+// w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is every
+// other pixel of every other row of the convolution without a stride.
 static void resample_forward(Model* m, const Block& block, int B) {
-    Tensor out = output_of(m, block, B);
-    run(Resample<floatX>{out, input_of(m, block, B).first, resample_factor(block), false});
+    Tensor out = output_of(m, block, B), x = input_of(m, block, B).first;
+    bool up = out.H > x.H;
+    if (!block.num_params) {
+        resize(out, x);
+    } else {
+        Tensor large = take_tensor(m, B, std::max(x.H, out.H), x.C);
+        if (up) resize(large, x);
+        conv3x3_forward(up ? out : large, up ? large : x, layer_of(m, block, 0));
+        if (up) return;
+        run(Resample<floatX>{.out = out, .x = large, .factor = 1, .accumulate = false, .first_only = true});
+    }
     channel_moments(out);
 }
 static void resample_backward(Model* m, const Block& block, int B) {
     Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
-    run(Resample<floatX>{dx, dout, resample_factor(block), block.accumulate});
+    if (!block.num_params) return resize_backward(dx, dout, block.accumulate);
+    Tensor x = input_of(m, block, B).first, large = take_tensor(m, B, std::max(x.H, dout.H), x.C);
+    if (dout.H > x.H) {
+        Tensor dlarge = take_tensor(m, B, dout.H, x.C);
+        resize(large, x);
+        conv3x3_backward(dlarge, dout, large, layer_of(m, block, 0));
+        resize_backward(dx, dlarge, block.accumulate);
+    } else {
+        run(Resample<floatX>{.out = large, .x = dout, .factor = 1, .accumulate = false, .first_only = true});
+        conv3x3_backward(dx, large, x, layer_of(m, block, 0), {.accumulate = block.accumulate});
+    }
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -1465,28 +1514,26 @@ static void add_layer(Plan* plan, Block* block, const std::string& name, const s
 }
 
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
-static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::string& name, int O,
-                      int skip = -1) {
-    Block block = Block();
-    block.kind = kind, block.O = O, block.skip = skip, block.input = (int)plan->blocks.size() - 1;
+// The block comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
+static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    if (kind == BLOCK_EMBED) {
+    if (block.kind == BLOCK_EMBED) {
         block.C = c.num_channels, block.H = 1;
-    } else if (kind == BLOCK_CONV_IN) {
-        block.C = c.in_channels, block.H = c.image_size, block.input = -1;
+    } else if (block.kind == BLOCK_CONV_IN) {
+        block.C = c.in_channels, block.H = c.image_size;
     } else {
         const Block& previous = plan->blocks.back();
-        block.C = previous.O, block.H = previous.out_H;
+        block.C = previous.O, block.H = previous.out_H, block.input = (int)plan->blocks.size() - 1;
     }
-    if (kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, plan->decoding);
-    if (skip >= 0) {
+    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, plan->decoding);
+    if (block.skip >= 0) {
         plan->decoding = true;
-        block.C2 = plan->blocks[skip].O;
-        plan->blocks[skip].is_skip = true;
+        block.C2 = plan->blocks[block.skip].O;
+        plan->blocks[block.skip].is_skip = true;
     }
-    block.out_H = kind == BLOCK_DOWN ? block.H / 2 : kind == BLOCK_UP ? block.H * 2 : block.H;
-    int K = block.C + block.C2;
-    switch (kind) {
+    if (!block.out_H) block.out_H = block.H;
+    int K = block.C + block.C2, O = block.O;
+    switch (block.kind) {
         case BLOCK_EMBED:
             add_layer(plan, &block, "0.", {O, block.C}, INIT_UNIFORM);
             add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
@@ -1508,11 +1555,15 @@ static void add_block(Plan* plan, const Config& c, BlockKind kind, const std::st
             add_layer(plan, &block, "qkv.", {3 * K, K, 1}, INIT_UNIFORM);
             add_layer(plan, &block, "proj_out.", {K, K, 1}, INIT_ZEROS);
             break;
+        case BLOCK_DOWN:
+        case BLOCK_UP:
+            if (c.conv_resample)
+                add_layer(plan, &block, block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3}, INIT_UNIFORM);
+            break;
         case BLOCK_OUT:
             add_layer(plan, &block, "0.", {K}, INIT_ONES);
             add_layer(plan, &block, "2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
-        default: break;
     }
     plan->blocks.push_back(block);
 }
@@ -1541,7 +1592,7 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for what the resampling blocks read and the embedding's output where it is only added.
+// forward read, but for what the resampling blocks without weights read and the embedding's output where it is only added.
 // The network's own output stays for the caller. take() stops the program where scratch is counted too small.
 static void size_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
@@ -1549,31 +1600,37 @@ static void size_buffers(Plan* plan, const Config& c) {
     auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        size_t T = (size_t)b.H * b.H, C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
+        size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
+        size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
         size_t stats = 0, forward = 0, backward = 0;
-        size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)T);
+        size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)larger);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
                moments = aligned(B * parts * O * sizeof(float2));
+        size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
         switch (b.kind) {
             case BLOCK_EMBED:
                 b.hidden.bytes = bytes_of(3 * B * E), b.inner.bytes = bytes_of(B * C);
                 forward = bytes_of(B * E), backward = 3 * bytes_of(B * E);
                 break;
             case BLOCK_RES:
-                b.hidden.bytes = bytes_of(B * T * O), stats = 2 * norm;
-                forward = bytes_of(B * T * wide) + moments;
-                backward = 2 * bytes_of(B * T * wide) + sums;
+                b.hidden.bytes = bytes_of(B * out_T * O), stats = 2 * norm;
+                forward = bytes_of(B * out_T * wide) + resized + moments;
+                backward = 2 * (bytes_of(B * out_T * wide) + resized) + sums;
                 break;
             case BLOCK_ATTENTION:
                 b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
                 stats = norm + B * b.heads * T;
                 forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
                 break;
+            case BLOCK_DOWN:
+            case BLOCK_UP:
+                if (b.num_params) forward = bytes_of(B * larger * C), backward = 2 * forward;
+                break;
             case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
-            default: break;
+            case BLOCK_CONV_IN: break;
         }
         int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
-        size_t out = bytes_of(B * b.out_H * b.out_H * padded(b.O));
+        size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.stats.bytes = aligned(stats * sizeof(float));
         for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
@@ -1589,7 +1646,8 @@ static void size_buffers(Plan* plan, const Config& c) {
         for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool once = b.kind == BLOCK_DOWN || b.kind == BLOCK_UP || (!source && !c.use_scale_shift_norm);
+            bool resamples = (b.kind == BLOCK_DOWN || b.kind == BLOCK_UP) && !b.num_params;
+            bool once = resamples || (!source && !c.use_scale_shift_norm);
             read.out.last = std::max(read.out.last, once ? i : kept);
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
@@ -1625,18 +1683,23 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
     auto begin_group = [&](const std::string& name) { group = name, part = 0; };
-    auto add = [&](BlockKind kind, int skip = -1) {
-        add_block(&plan, c, kind, text("%s.%d", group.c_str(), part++), width, skip);
+    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
+        add_block(&plan, c, text("%s.%d", group.c_str(), part++),
+                  {.kind = kind, .O = width, .out_H = out_H, .skip = skip});
+    };
+    auto add_resize = [&](BlockKind kind) {
+        int H = plan.blocks.back().out_H;
+        add(c.resblock_updown ? BLOCK_RES : kind, -1, kind == BLOCK_UP ? 2 * H : H / 2);
     };
     auto add_attention = [&] {
         if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
     };
     auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
-    add_block(&plan, c, BLOCK_EMBED, "time_embed", embedding_width(c));
+    add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
     for (int level = 0; level < levels; level++) {
         begin_group(text("input_blocks.%d", count++));
-        add(level ? BLOCK_DOWN : BLOCK_CONV_IN);
+        level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
         encoder_output();
         width = c.num_channels * c.channel_mult[level];
         for (int i = 0; i < c.num_res_blocks; i++) {
@@ -1656,11 +1719,11 @@ static Plan make_plan(const Config& c, int batch, bool training) {
             add(BLOCK_RES, skips.back());
             skips.pop_back();
             add_attention();
-            if (level && i == c.num_res_blocks) add(BLOCK_UP);
+            if (level && i == c.num_res_blocks) add_resize(BLOCK_UP);
         }
     }
     ASSERT(skips.empty());
-    add_block(&plan, c, BLOCK_OUT, "out", c.in_channels);
+    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     join_projections(&plan);
     size_buffers(&plan, c);
     place_buffers(&plan);
@@ -1673,7 +1736,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 static double training_flops(const Plan& plan) {
     double flops = 0;
     for (const Block& b : plan.blocks) {
-        double pixels = (double)b.H * b.H;
+        double pixels = (double)b.out_H * b.out_H;
         for (int k = 0; k < b.num_params; k++) {
             const Parameter& t = plan.tensors[b.param + k];
             int products = k == 0 && b.input < 0 ? 2 : 3;
@@ -1774,6 +1837,27 @@ static std::vector<float> make_loss_weights(const std::vector<double>& abar, int
     return weights;
 }
 
+// What --learn_sigma knows of a timestep: the logarithm of the variance of the posterior q(x_t-1 | x_t, x0),
+// equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how much larger that of beta_t is; and
+// the mean's error where the prediction's is 1.
+struct Variance {
+    float log_least, log_range, mean_error;
+};
+static std::vector<Variance> make_variances(const std::vector<double>& abar, int predict) {
+    std::vector<Variance> variances;
+    for (size_t t = 0; t < abar.size(); t++) {
+        double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before, least = beta;
+        if (t) least = beta * (1 - before) / (1 - a);
+        if (!t) least = (1 - abar[1] / a) * (1 - a) / (1 - abar[1]);
+        double x0_error = predict == PREDICT_EPS ? -sqrt((1 - a) / a)
+                          : predict == PREDICT_V ? -sqrt(1 - a)
+                                                 : 1;
+        variances.push_back(
+            {(float)log(least), (float)log(beta / least), (float)(beta * sqrt(before) / (1 - a) * x0_error)});
+    }
+    return variances;
+}
+
 // The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
 static std::vector<int> space_timesteps(int T, int count) {
     std::vector<int> taken;
@@ -1865,6 +1949,7 @@ struct BatchLoss {
     const int* timesteps = nullptr;  // (B)
     const float* weights = nullptr;  // (diffusion_steps): w_b = weights[t_b]; null: 1
     int B, pixels, channels, diffusion_steps;
+    float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
 };
 
@@ -1875,7 +1960,7 @@ struct MeanSquaredError {
     BatchLoss batch;
     int first, B;
     const T* out;         // (B, H, W, PIXEL)
-    const float* target;  // likewise; their zeros behind an image's channels add nothing
+    const float* target;  // likewise
     T* dout = nullptr;    // likewise: 2 w_b (out - target) / elements of the batch; null: not wanted
 
     enum { THREADS = 1024 };
@@ -1888,12 +1973,78 @@ struct MeanSquaredError {
         if (batch.weights) scale *= batch.weights[batch.timesteps[first + b]];
         Sum sum = 0;
         for (size_t i = start + part * LOSS_CHUNK + team.thread; i < end; i += team.threads) {
-            float difference = (float)out[i] - target[i];
+            float difference = (int)(i % PIXEL) < batch.channels ? (float)out[i] - target[i] : 0;
             if (dout) dout[i] = (T)(scale * difference);
             sum += (Sum)difference * difference;
         }
         sum = team_sum(sum);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)sum;
+    }
+};
+
+// What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
+// number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16. The
+// network's channels behind the prediction say where the log of the variance lies between its bounds, -1 to 1.
+// The mean has no gradient from it. After MeanSquaredError, with the same teams.
+template <typename T>
+struct VarianceLoss {
+    BatchLoss batch;
+    int first, B;
+    const T* out;         // (B, H, W, PIXEL)
+    const float* target;  // likewise
+    T* dout;              // likewise; written behind the prediction's channels
+    const float* images;  // (B, C, H, W)
+    const Variance* variances;
+
+    struct Term {
+        float value, slope;  // by the log of the variance, or by z
+    };
+    // Of two Gaussians, the second's mean being off by `error` and its log variance `log_range` above.
+    HOST_DEVICE static Term divergence(float error, float log_variance, float above) {
+        float ratio = expf(-above), square = error * error * expf(-log_variance);
+        return {0.5f * (above - 1 + ratio + square), 0.5f * (1 - ratio - square)};
+    }
+    // The Gaussian's distribution function, by an approximation (Page, 1977) that the official models share.
+    HOST_DEVICE static Term cumulative(float z) {
+        const float root = 0.7978845608f;  // sqrt(2 / pi)
+        float t = tanhf(root * (z + 0.044715f * z * z * z));
+        return {0.5f * (1 + t), 0.5f * (1 - t * t) * root * (1 + 3 * 0.044715f * z * z)};
+    }
+    // At t = 0: -log of the probability of the byte that x0 is, the last of 256 being open to either side.
+    HOST_DEVICE static Term likelihood(float x0, float error, float log_variance) {
+        float inverse = expf(-0.5f * log_variance);
+        float upper = inverse * (1 / 255.0f - error), lower = inverse * (-1 / 255.0f - error);
+        Term below_upper = {1, 0}, below_lower = {0, 0};
+        if (x0 <= 0.999f) below_upper = cumulative(upper);
+        if (x0 >= -0.999f) below_lower = cumulative(lower);
+        float p = below_upper.value - below_lower.value;
+        if (p < 1e-12f) return {-logf(1e-12f), 0};
+        return {-logf(p), 0.5f * (below_upper.slope * upper - below_lower.slope * lower) / p};
+    }
+    enum { THREADS = 1024 };
+    size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
+    HOST_DEVICE void operator()(Team team) const {
+        int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
+        int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
+        int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
+        const Variance of_t = variances[t];
+        float scale = batch.diffusion_steps / 1000.0f / 0.69314718f;  // in bits
+        Sum sum = 0;
+        for (int i = begin + team.thread; i < end; i += team.threads) {
+            int c = i % PIXEL, pixel = i / PIXEL;
+            if (c >= C) continue;
+            size_t at = (size_t)b * n + i;
+            float above = 0.5f * ((float)out[at + C] + 1) * of_t.log_range;
+            float error = of_t.mean_error * ((float)out[at] - target[at]),
+                  log_variance = of_t.log_least + above;
+            Term term =
+                t ? divergence(error, log_variance, above)
+                  : likelihood(images[((size_t)b * C + c) * batch.pixels + pixel], error, log_variance);
+            sum += (Sum)(scale * term.value);
+            dout[at + C] = (T)(0.5f * of_t.log_range * term.slope * (float)(scale / batch.elements()));
+        }
+        sum = team_sum(sum);
+        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)sum;
     }
 };
 
@@ -1903,7 +2054,7 @@ struct MeanSquaredError {
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right.
+// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large.
 struct SamplerStep {
     uint32_t number;  // of the call, counted from 1
     int timestep;     // what the network is told
@@ -1912,6 +2063,7 @@ struct SamplerStep {
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
     float guidance = 1;             // see Drawing
+    float widest = 0;
 };
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
@@ -1960,6 +2112,8 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         double to_x0 = sqrt(next) - keep * sqrt(a);
         SamplerStep s = call_at(timesteps[i]);
         s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
+        if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
+            s.widest = (float)(log((1 - a) / (1 - next)) / 2);
         if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
             double before = abar[timesteps[i + 1]];
             double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
@@ -2089,9 +2243,10 @@ struct UpdatePictures {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
-                float x = drawing.x[at], saved = drawing.saved[at];
-                drawing.set(at,
-                            step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + step.sigma * normal[i]);
+                float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
+                if (step.widest > 0)
+                    sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
+                drawing.set(at, step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i]);
                 drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
         }
@@ -2297,6 +2452,10 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(1 + RESULT_SLOTS, m->state);
     place(c.diffusion_steps, m->signal, m->noise, m->loss_weights);
     place(whole * loss_parts((int)pixels), m->losses);
+    if (c.learn_sigma && plan.training) {
+        place(whole * loss_parts((int)pixels), m->variance_losses);
+        place(c.diffusion_steps, m->variances);
+    }
     place(B, m->begins);
     place(B, m->limits);
     return arena.used;
@@ -2432,8 +2591,8 @@ static void initialise_weights(Model* m, uint32_t seed) {
 // The model's images as a batch of B samples, of which each counts for what its timestep does.
 static BatchLoss batch_loss(const Model* m, int B) {
     const Config& c = m->config;
-    return {m->losses,     m->timesteps,     m->loss_weights, B, c.image_size * c.image_size,
-            c.in_channels, c.diffusion_steps};
+    return {m->losses,     m->timesteps,      m->loss_weights,   B, c.image_size * c.image_size,
+            c.in_channels, c.diffusion_steps, m->variance_losses};
 }
 // Mean of the squared error of the first B samples against their targets, without weights.
 static double loss_of(const Model* m, int B) {
@@ -2522,6 +2681,7 @@ struct FinishStep {
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
             sums[WEIGHTED] += loss.weights[t] * loss.parts[i];
+            if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
         }
@@ -2621,6 +2781,9 @@ static void upload_schedule(Model* m) {
     backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
     backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
     backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
+    if (!m->variances) return;
+    std::vector<Variance> variances = make_variances(abar, m->config.predict);
+    backend_upload(m->variances, variances.data(), variances.size() * sizeof(Variance));
 }
 
 // Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
@@ -2691,6 +2854,9 @@ static void enqueue_step(Trainer* t) {
         m->dropping = &m->state->step;
         unet_forward(m, B, first);
         run(MeanSquaredError<floatX>{loss, first, B, unet_output(m), m->target, unet_output_gradient(m)});
+        if (c.learn_sigma)
+            run(VarianceLoss<floatX>{loss, first, B, unet_output(m), m->target, unet_output_gradient(m),
+                                     m->images, m->variances});
         unet_backward(m, B);
         m->dropping = nullptr;
     }
@@ -3158,6 +3324,11 @@ static const Flag FLAGS[] = {
      "timestep and class scale and shift what is normed, instead of being added"},
     {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
     {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
+    {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1,
+     "change the image's size within residual blocks instead of between them"},
+    {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1,
+     "change it by convolutions, not by means and repetition alone; without --resblock_updown"},
+    {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
     {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
