@@ -39,7 +39,8 @@ from unet_io import Checkpoint, Config, Stream, UserError
 ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "num_head_channels",
                 "norm_groups", "max_period", "channel_mult", "attention_resolutions", "class_cond",
                 "num_classes", "cond_drop_prob", "num_heads", "num_heads_upsample", "use_scale_shift_norm",
-                "dropout", "rescale_timesteps")
+                "dropout", "rescale_timesteps", "resblock_updown", "conv_resample", "learn_sigma",
+                "use_new_attention_order")
 DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
 
 
@@ -98,15 +99,36 @@ class Dropout(nn.Dropout):
         return torch.where(torch.from_numpy(kept).permute(0, 3, 1, 2).to(x.device), x / (1 - self.p), 0)
 
 
+class Downsample(nn.Module):
+    """Half the height and width: the mean of 2x2 pixels or, if convolves, a 3x3 convolution of stride 2."""
+    def __init__(self, channels, convolves):
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1) if convolves else nn.AvgPool2d(2)
+
+    def forward(self, x):
+        return self.op(x)
+
+
+class Upsample(nn.Module):
+    """Twice the height and width: every pixel 2x2 times and then, if convolves, a 3x3 convolution."""
+    def __init__(self, channels, convolves):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if convolves else nn.Identity()
+
+    def forward(self, x):
+        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+
+
 class ResBlock(nn.Module):
     """GN, SiLU, conv3x3, + linear(SiLU(emb)), GN, SiLU, dropout, conv3x3, + skip.
 
     (B, C, H, W) and (B, E) -> (B, O, H, W); the skip is a 1x1 convolution where O differs from C. With
     modulates, the linear layer's two halves scale (by 1 + the first) and shift what the second GN gives.
+    A resample, such as Downsample, changes what goes into the first convolution and into the skip.
     """
-    def __init__(self, channels, out_channels, emb_width, groups, modulates, dropout):
+    def __init__(self, channels, out_channels, emb_width, groups, modulates, dropout, resample=None):
         super().__init__()
-        self.modulates = modulates
+        self.modulates, self.resample = modulates, resample or nn.Identity()
         self.in_layers = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
                                        nn.Conv2d(channels, out_channels, 3, padding=1))
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb_width, out_channels * (1 + modulates)))
@@ -116,7 +138,9 @@ class ResBlock(nn.Module):
         self.skip_connection = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x, emb):
-        h, emb = self.in_layers(x), self.emb_layers(emb)[:, :, None, None]
+        norm, silu, conv = self.in_layers
+        h, emb = conv(self.resample(silu(norm(x)))), self.emb_layers(emb)[:, :, None, None]
+        x = self.resample(x)
         if not self.modulates:
             return self.skip_connection(x) + self.out_layers(h + emb)
         scale, shift = emb.chunk(2, dim=1)
@@ -127,11 +151,12 @@ class ResBlock(nn.Module):
 class AttentionBlock(nn.Module):
     """Self-attention over the pixels, added to its input: (B, C, H, W) -> the same.
 
-    The 3C channels of qkv are all of q, then k, then v; the heads lie inside each third.
+    The 3C channels of qkv are all of q, then k, then v; the heads lie inside each third. In the legacy order
+    of guided-diffusion they are all of the first head, then the second ...; q, k, v lie inside each.
     """
-    def __init__(self, channels, heads, groups):
+    def __init__(self, channels, heads, groups, legacy):
         super().__init__()
-        self.heads = heads
+        self.heads, self.legacy = heads, legacy
         self.norm = group_norm(channels, groups)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = zero(nn.Conv1d(channels, channels, 1))
@@ -139,7 +164,8 @@ class AttentionBlock(nn.Module):
     def forward(self, x):
         B, C, H, W = x.shape
         qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
-        q, k, v = qkv.reshape(B, 3, self.heads, C // self.heads, H * W).transpose(-1, -2).unbind(1)
+        parts = (self.heads, 3) if self.legacy else (3, self.heads)
+        q, k, v = qkv.reshape(B, *parts, -1, H * W).transpose(-1, -2).unbind(parts.index(3) + 1)
         h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H*W, d), softmax(q k^T / sqrt(d)) v
         return x + self.proj_out(h.transpose(-1, -2).reshape(B, C, H * W)).reshape(B, C, H, W)
 
@@ -148,6 +174,7 @@ class UNet(nn.Module):
     """model(x, t, y): x (B, in_channels, image_size, image_size), t (B,) -> the prediction, of x's shape.
 
     y (B,): with class_cond, each image's class; num_classes stands for none, where labels were dropped.
+    With learn_sigma as many channels follow, which say where the variance lies between its ends, -1 and 1.
     """
     def __init__(self, config):
         super().__init__()
@@ -161,14 +188,23 @@ class UNet(nn.Module):
                 raise UserError("class_cond needs num_classes, or images with labels")
             self.label_emb = nn.Embedding(config.label_rows(), emb_width)
 
-        def residual(channels, out_channels):
+        def residual(channels, out_channels, resample=None):
             return ResBlock(channels, out_channels, emb_width, groups, config.use_scale_shift_norm,
-                            config.dropout)
+                            config.dropout, resample)
+
+        def attention(channels, decoder=False):
+            return AttentionBlock(channels, config.heads(channels, decoder), groups,
+                                  not config.use_new_attention_order)
+
+        def resampling(kind, channels):
+            if config.resblock_updown:
+                return residual(channels, channels, kind(channels, False))
+            return kind(channels, config.conv_resample)
 
         def level_layers(channels, out_channels, size, decoder=False):
             layers = [residual(channels, out_channels)]
             if size in config.attention_resolutions:
-                layers.append(AttentionBlock(out_channels, config.heads(out_channels, decoder), groups))
+                layers.append(attention(out_channels, decoder))
             return layers
 
         size, channels = config.image_size, config.channel_mult[0] * width
@@ -181,12 +217,11 @@ class UNet(nn.Module):
                 channels = mult * width
                 skips.append(channels)
             if level < last_level:
-                self.input_blocks.append(EmbedSequential(nn.AvgPool2d(2)))
+                self.input_blocks.append(EmbedSequential(resampling(Downsample, channels)))
                 skips.append(channels)
                 size //= 2
 
-        attention = AttentionBlock(channels, config.heads(channels, False), groups)
-        self.middle_block = EmbedSequential(residual(channels, channels), attention,
+        self.middle_block = EmbedSequential(residual(channels, channels), attention(channels),
                                             residual(channels, channels))
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(config.channel_mult))):
@@ -194,11 +229,12 @@ class UNet(nn.Module):
                 layers = level_layers(channels + skips.pop(), mult * width, size, True)
                 channels = mult * width
                 if level and i == config.num_res_blocks:
-                    layers.append(nn.Upsample(scale_factor=2, mode="nearest"))
+                    layers.append(resampling(Upsample, channels))
                     size *= 2
                 self.output_blocks.append(EmbedSequential(*layers))
         self.out = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
-                                 zero(nn.Conv2d(channels, config.in_channels, 3, padding=1)))
+                                 zero(nn.Conv2d(channels, config.in_channels * (1 + config.learn_sigma), 3,
+                                                padding=1)))
 
     def replay_dropout(self, seed, step):
         """Dropout has the masks of ./train_unet in this step, until the next call."""
@@ -235,8 +271,7 @@ class UNet(nn.Module):
 GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
 # Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
 # value here.
-FIXED_FLAGS = dict(learn_sigma=False, resblock_updown=False, conv_resample=False, use_fp16=False,
-                   use_checkpoint=False, use_new_attention_order=True, timestep_respacing="", use_kl=False,
+FIXED_FLAGS = dict(use_fp16=False, use_checkpoint=False, timestep_respacing="", use_kl=False,
                    predict_xstart=False, rescale_learned_sigmas=False)
 
 
@@ -296,9 +331,23 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
     return UNet(config)
 
 
+def file_order(model, tensors, back=False):
+    """Tensors beside the model's parameters, the rows of q, k and v as a .bin has them; back: from there.
+
+    A .bin has all of q, then k, then v, whatever order the model's state dict has: see AttentionBlock.
+    """
+    tensors, modules = list(tensors), dict(model.named_modules())
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        block = modules[name.partition(".qkv.")[0]] if ".qkv." in name else None
+        if block and block.legacy:
+            rows = torch.arange(len(parameter)).reshape(block.heads, 3, -1).transpose(0, 1).flatten()
+            tensors[i] = tensors[i][rows.argsort() if back else rows]
+    return tensors
+
+
 def init_weights(model, seed):
     """Initialise as PyTorch does by default, but with the numbers of stream INIT, as ./train_unet does."""
-    modules = dict(model.named_modules())
+    modules, values = dict(model.named_modules()), []
     for index, (name, parameter) in enumerate(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
         module = modules[owner]
@@ -310,31 +359,35 @@ def init_weights(model, seed):
             value = unet_io.normals(seed, Stream.INIT, parameter.numel(), index).reshape(parameter.shape)
         else:
             value = unet_io.init_uniform(seed, index, tuple(parameter.shape), module.weight[0].numel())
-        parameter.data.copy_(torch.from_numpy(value))
+        values.append(torch.from_numpy(value))
+    for parameter, value in zip(model.parameters(), file_order(model, values, back=True)):
+        parameter.data.copy_(value)
     return model
 
 
 def perturb(model, seed, scale=0.02):
     """Add scale * N(0, 1) of stream PERTURB to every parameter: as initialised, most gradients are 0."""
-    for index, parameter in enumerate(model.parameters()):
-        noise = unet_io.normals(seed, Stream.PERTURB, parameter.numel(), index) * np.float32(scale)
-        parameter.data += torch.from_numpy(noise.reshape(parameter.shape)).to(parameter)
+    noises = [unet_io.normals(seed, Stream.PERTURB, p.numel(), i).reshape(p.shape) * np.float32(scale)
+              for i, p in enumerate(model.parameters())]
+    for parameter, noise in zip(model.parameters(), file_order(model, map(torch.from_numpy, noises), True)):
+        parameter.data += noise.to(parameter)
     return model
 
 
-def set_parameters(parameters, flat, path):
-    """Copy one flat float32 array into the parameters, in order.
+def set_tensors(model, tensors, flat, path):
+    """Copy one flat float32 array of a .bin into tensors beside the model's parameters, such as these.
 
     Raises UserError if the counts differ, or a number is NaN or infinite.
     """
-    parameters = list(parameters)
-    have = sum(p.numel() for p in parameters)
+    have = sum(p.numel() for p in model.parameters())
     if have != len(flat):
         raise UserError(f"{path} has {len(flat)} parameters, the model that its header describes has {have}")
     if not np.isfinite(flat).all():
         raise UserError(f"{path} holds NaN or infinity: its training had gone wrong; use an older one")
-    for parameter, values in zip(parameters, np.split(flat, np.cumsum([p.numel() for p in parameters])[:-1])):
-        parameter.data.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
+    parts = torch.from_numpy(flat.astype(np.float32)).split([p.numel() for p in model.parameters()])
+    parts = [part.reshape(p.shape) for part, p in zip(parts, model.parameters())]
+    for tensor, part in zip(tensors, file_order(model, parts, back=True)):
+        tensor.data.copy_(part)
 
 
 def refuse_contradictions(flags, config, path):
@@ -379,7 +432,7 @@ def load_model(path, use_ema=1, overrides=None):
                         f" {tensors}")
     if sum(p.numel() for p in model.parameters()) == len(flat):
         model = model.to_empty(device="cpu")
-    set_parameters(model.parameters(), flat, path)
+    set_tensors(model, model.parameters(), flat, path)
     return model, checkpoint
 
 
@@ -568,7 +621,7 @@ def save_weights(path, model, checkpoint):
     config["ema_rate"] = tuple(config["ema_rate"])  # torch.load takes no class of ours
     state = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     if path.endswith(".bin"):
-        weights = dict(weights=to_numpy(state.values()))
+        weights = dict(weights=to_numpy(file_order(model, state.values())))
         unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=checkpoint.run))
     elif path.endswith((".pt", ".pth")):
         with unet_io.replacing(path) as file:
@@ -605,8 +658,8 @@ def _diffusers_places(model):
     yield "mid_block.resnets.1", model.middle_block[2]
     yield "conv_norm_out", model.out[0]
     yield "conv_out", model.out[2]
-    kinds = {ResBlock: "resnets.{}", AttentionBlock: "attentions.{}", nn.AvgPool2d: "downsamplers.0",
-             nn.Upsample: "upsamplers.0"}
+    kinds = {ResBlock: "resnets.{}", AttentionBlock: "attentions.{}", Downsample: "downsamplers.0",
+             Upsample: "upsamplers.0"}
     per_level = model.config.num_res_blocks + 1  # blocks; on the way down the last of them is the pooling
     for part, blocks in (("down_blocks", model.input_blocks[1:]), ("up_blocks", model.output_blocks)):
         for i, block in enumerate(blocks):
@@ -625,8 +678,8 @@ def diffusers_tensors(model):
     for name, layer in _diffusers_places(model):
         if isinstance(layer, ResBlock):
             channels = layer.out_layers[0].num_channels
-        elif isinstance(layer, (nn.AvgPool2d, nn.Upsample)):
-            kernel = torch.tensor(MEAN_KERNEL if isinstance(layer, nn.AvgPool2d) else SAME_KERNEL)
+        elif isinstance(layer, (Downsample, Upsample)):
+            kernel = torch.tensor(MEAN_KERNEL if isinstance(layer, Downsample) else SAME_KERNEL)
             tensors[f"{name}.conv.weight"] = torch.eye(channels)[:, :, None, None] * kernel
             tensors[f"{name}.conv.bias"] = torch.zeros(channels)
         for path, value in layer.named_parameters():
@@ -709,11 +762,12 @@ class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
         abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
-        self.predict = config.predict
-        self.signal = torch.tensor(np.sqrt(abar), dtype=torch.float32, device=device)     # (T,)
-        self.noise = torch.tensor(np.sqrt(1 - abar), dtype=torch.float32, device=device)  # (T,)
-        weights = unet_io.loss_weights(abar, config.predict, config.min_snr_gamma)
-        self.weights = torch.tensor(weights, dtype=torch.float32, device=device)          # (T,)
+        self.predict, self.learn_sigma = config.predict, config.learn_sigma
+        self.signal, self.noise, self.weights, self.least, self.span, self.factor = (  # (T,) each
+            torch.tensor(table, dtype=torch.float32, device=device) for table in (
+                np.sqrt(abar), np.sqrt(1 - abar),
+                unet_io.loss_weights(abar, config.predict, config.min_snr_gamma),
+                *unet_io.variance_range(abar), unet_io.mean_factors(abar, config.predict)))
 
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
@@ -721,10 +775,42 @@ class Diffusion:
         targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0}
         return a * x0 + b * noise, targets[self.predict]
 
-    def loss(self, prediction, target, t):
-        """Mean squared error over every element, each sample weighted by its timestep: a scalar tensor."""
-        errors = (prediction - target).square().mean((1, 2, 3))
-        return (self.weights[t].to(errors.dtype) * errors).mean()
+    def loss(self, out, target, t, x0):
+        """Mean squared error over every element, each sample weighted by its timestep: a scalar tensor.
+
+        out: what the network gives. With learn_sigma, T/1000 times the bound's term of each sample is added
+        to it, "L_hybrid" of Nichol and Dhariwal 2021, section 3.1.
+        """
+        prediction, v = out[:, :target.shape[1]], out[:, target.shape[1]:]
+        losses = (prediction - target).square().mean((1, 2, 3))
+        losses = self.weights[t].to(losses.dtype) * losses
+        if self.learn_sigma:
+            losses = losses + len(self.signal) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
+        return losses.mean()
+
+    def bound(self, errors, v, t, x0):
+        """Each sample's term of the variational bound, in bits a dimension: (B,).
+
+        errors: target - prediction; v: the variance is exp(least + span * (v + 1) / 2). For t > 0 the
+        divergence of p(x_{t-1} | x_t) from the posterior, with whose means errors have to do by a factor
+        alone; for t = 0 minus the logarithm of the probability of x0's byte (Ho et al. 2020, equation 13).
+        """
+        least, span, factor = (table[t][:, None, None, None].to(v) for table in
+                               (self.least, self.span, self.factor))
+        wider, away = span * (v + 1) / 2, factor * errors
+        precision = torch.exp(-least - wider)
+        divergence = (wider + torch.expm1(-wider) + away.square() * precision) / 2
+
+        def below(x):
+            """The part of a Gaussian below x, nearly (Page 1977); accurate where it is next to nothing."""
+            return torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+
+        black, white = x0 < -0.999, x0 > 0.999  # whose bytes stand for all that is darker or brighter
+        away = torch.where(black, away, torch.where(white, -away, -away.abs()))
+        within = below((away + 1 / 255) * precision.sqrt())
+        within = within - torch.where(black | white, 0, below((away - 1 / 255) * precision.sqrt()))
+        surprise = -torch.log(within.clamp(min=1e-12))
+        return torch.where((t == 0)[:, None, None, None], surprise, divergence).mean((1, 2, 3)) / math.log(2)
 
 
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25}  # steps unless told; None: all timesteps
@@ -772,7 +858,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     times = unet_io.space_timesteps(config.diffusion_steps, steps)[::-1]
     abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)[times]
     abar = np.append(abar, 1.0)
-    shape = (config.in_channels, config.image_size, config.image_size)
+    C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
     shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
     strip, x0_before = [], None
 
@@ -786,25 +872,32 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             return model(x, t, told).float()
         none = torch.full_like(told, config.num_classes)
         told, free = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([told, none])).float().chunk(2)
-        return free + guidance_scale * (told - free)
+        told[:, :C] = free[:, :C] + guidance_scale * (told[:, :C] - free[:, :C])
+        return told
 
     def predict(x, i):
-        out = answer(x, i)
+        """(the predicted picture, what the network says of the variance)"""
+        out, v = answer(x, i).tensor_split([C], 1)
         a = float(abar[i])
         if config.predict == "eps":
-            return limited((x - math.sqrt(1 - a) * out) / math.sqrt(a), threshold)
-        return limited(math.sqrt(a) * x - math.sqrt(1 - a) * out if config.predict == "v" else out, threshold)
+            out = (x - math.sqrt(1 - a) * out) / math.sqrt(a)
+        elif config.predict == "v":
+            out = math.sqrt(a) * x - math.sqrt(1 - a) * out
+        return limited(out, threshold), v
 
     x = (seed_noise(seeds, shape) if start is None else start).to(device)
     for i in progress(range(steps)):
         a, b = float(abar[i]), float(abar[i + 1])
-        x0 = predict(x, i)
+        x0, v = predict(x, i)
         eps = (x - math.sqrt(a) * x0) / math.sqrt(1 - a)
         if sampler == "ddpm":  # Ho et al. 2020, equations 6 and 7
             beta = 1 - a / b
             x = math.sqrt(b) * beta / (1 - a) * x0 + math.sqrt(1 - beta) * (1 - b) / (1 - a) * x
             if b < 1:
-                x = x + math.sqrt((1 - b) / (1 - a) * beta) * seed_noise(seeds, shape, i + 1).to(device)
+                variance = (1 - b) / (1 - a) * beta
+                if config.learn_sigma:  # from there to beta (Nichol and Dhariwal 2021, equation 15)
+                    variance *= (beta / variance) ** ((v + 1) / 2)
+                x = x + variance**0.5 * seed_noise(seeds, shape, i + 1).to(device)
         elif sampler == "ddim":  # Song et al. 2021, equations 12 and 16
             sigma = eta * math.sqrt((1 - b) / (1 - a)) * math.sqrt(1 - a / b)
             x = math.sqrt(b) * x0 + math.sqrt(max(1 - b - sigma**2, 0)) * eps
@@ -824,7 +917,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             y = x / math.sqrt(a)
             slope = (y - x0) / sigma
             y_next = y + (sigma_next - sigma) * slope
-            x0 = predict(math.sqrt(b) * y_next, i + 1)
+            x0, _ = predict(math.sqrt(b) * y_next, i + 1)
             slope_next = (y_next - x0) / sigma_next
             x = math.sqrt(b) * (y + (sigma_next - sigma) * (slope + slope_next) / 2)
         else:  # its Euler step, which for sigma = infinity can only be written so
@@ -885,14 +978,15 @@ class Trainer:
         self.next_batch = None
 
     def loss(self, x0, t, noise, y=None, weighted=True):
-        """The loss of a batch of NumPy arrays, with or without the timesteps' weights: a scalar tensor."""
+        """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
         x0, t, noise = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise))
         classes = () if y is None else (torch.from_numpy(y).to(self.device),)
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
-            prediction = self.forward(x.to(self.dtype), t, *classes)
-        prediction, target = prediction.to(self.dtype), target.to(self.dtype)
-        return self.diffusion.loss(prediction, target, t) if weighted else F.mse_loss(prediction, target)
+            out = self.forward(x.to(self.dtype), t, *classes)
+        out, target = out.to(self.dtype), target.to(self.dtype)
+        return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
+            out[:, :target.shape[1]], target)
 
     def step(self):
         """One AdamW step and the update of the averages; returns the loss, a float.
@@ -944,7 +1038,7 @@ class Trainer:
 
         tensors = {"weights": self.parameters, **dict(zip(unet_io.EMA_SECTIONS, self.emas)),
                    "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
-        sections = {name: to_numpy(values) for name, values in tensors.items()}
+        sections = {name: to_numpy(file_order(self.model, values)) for name, values in tensors.items()}
         for name, arrays in sections.items():
             if not all(np.isfinite(array).all() for array in arrays):
                 raise UserError(f"{name} became NaN or infinite by step {self.steps_done}, which is not"
@@ -959,12 +1053,13 @@ class Trainer:
         self.history = sections.get("state", self.history)
         for name, ema in zip(unet_io.EMA_SECTIONS, self.emas):
             if name in sections:
-                set_parameters(ema, sections[name], path)
+                set_tensors(self.model, ema, sections[name], path)
         for p in self.parameters:
             self.optimizer.state[p] = dict(step=torch.tensor(float(checkpoint.step - self.history.skipped)),
                                            exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         for name, key in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
-            set_parameters([self.optimizer.state[p][key] for p in self.parameters], sections[name], path)
+            moments = [self.optimizer.state[p][key] for p in self.parameters]
+            set_tensors(self.model, moments, sections[name], path)
 
 
 def to_numpy(tensors):
@@ -983,10 +1078,10 @@ def debug_state(prefix, config, images=None, steps=0):
 
     PREFIX_weights.bin  the weights: stream INIT, then N(0, 0.02^2) of stream PERTURB added to every parameter
     PREFIX_images.bin   random images, where none are given
-    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images; t (B,) int32; with
+    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images, from x0; t (B,) int32; with
                         class_cond the classes y (B,) int32; target float32; out float64; loss float64;
-                        grad.NAME float64 for every parameter; and, with steps > 0, losses (steps,) float64,
-                        those of AdamW in float32
+                        grad.NAME float64 for every parameter, its rows as in a .bin; and, with steps > 0,
+                        losses (steps,) float64, those of AdamW in float32
     Returns the tensors as a dict.
     """
     if images is None:
@@ -998,7 +1093,7 @@ def debug_state(prefix, config, images=None, steps=0):
     images.check_size(config.image_size, config.in_channels)
     images.check_labels(config)
     model = perturb(init_weights(UNet(config), config.seed), config.seed)
-    weights = to_numpy(model.parameters())
+    weights = to_numpy(file_order(model, model.parameters()))
     unet_io.write_checkpoint(f"{prefix}_weights.bin", Checkpoint(config, {"weights": weights}))
 
     *arrays, y = make_batch(images, config, 0)
@@ -1009,12 +1104,13 @@ def debug_state(prefix, config, images=None, steps=0):
     model, _ = load_model(f"{prefix}_weights.bin")
     model.double().eval()
     out = model(x.double(), t, *classes)
-    loss = F.mse_loss(out, target.double())
+    loss = Diffusion(config).loss(out, target.double(), t, x0)
     loss.backward()
-    tensors = dict(x=x.numpy(), t=t.numpy().astype(np.int32), target=target.numpy(), out=out.detach().numpy(),
-                   loss=loss.detach().numpy())
+    tensors = dict(x=x.numpy(), x0=x0.numpy(), t=t.numpy().astype(np.int32), target=target.numpy(),
+                   out=out.detach().numpy(), loss=loss.detach().numpy())
     tensors |= {} if y is None else dict(y=y.astype(np.int32))
-    tensors |= {f"grad.{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    gradients = file_order(model, [p.grad for p in model.parameters()])
+    tensors |= {f"grad.{name}": grad.numpy() for (name, _), grad in zip(model.named_parameters(), gradients)}
     if steps:
         tensors["losses"] = losses
     unet_io.write_tensors(f"{prefix}_state.bin", tensors)
@@ -1328,7 +1424,7 @@ def main():
             raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
                             f" another")
         model, _, _ = start_model(config, run, given)
-        checkpoint = Checkpoint(config, {"weights": to_numpy(model.parameters())})
+        checkpoint = Checkpoint(config, {"weights": to_numpy(file_order(model, model.parameters()))})
         unet_io.write_checkpoint(target, checkpoint)
         preset = f" --preset {run.preset}" if "preset" in given else ""
         count = sum(p.numel() for p in model.parameters())

@@ -4,7 +4,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 
 1. errors and messages        explain_missing, UserError, printable, say, Parser, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
-3. diffusion                  alphas_bar, loss_weights, space_timesteps
+3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
 5. image files                Images, read_images, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
@@ -349,6 +349,29 @@ def alphas_bar(diffusion_steps, noise_schedule, zero_terminal_snr=False):
     return abar
 
 
+def variance_range(abar):
+    """What a step of the chain may add as noise, by its logarithm: (least, most - least), float64 (T,) each.
+
+    The least variance is the posterior's, q(x_{t-1} | x_t, x_0)'s, and at t = 0, where that is 0, the next
+    one's; the most is beta (Nichol and Dhariwal 2021, equation 15).
+    """
+    before = np.append(1.0, abar[:-1])
+    beta = 1 - abar / before
+    posterior = (1 - before) / (1 - abar) * beta
+    posterior[0] = posterior[1]
+    return np.log(posterior), np.log(beta / posterior)
+
+
+def mean_factors(abar, predict):
+    """How far the mean of a step of the chain goes wrong for each unit of the prediction's error: float64
+    (T,). The sign is that of x0's error."""
+    before = np.append(1.0, abar[:-1])
+    coefficient = np.sqrt(before) * (1 - abar / before) / (1 - abar)  # of x0, Ho et al. 2020, equation 7
+    if predict == "eps":
+        return -coefficient * np.sqrt((1 - abar) / abar)
+    return -coefficient * np.sqrt(1 - abar) if predict == "v" else coefficient
+
+
 def loss_weights(abar, predict, min_snr_gamma):
     """What the loss of each timestep counts for: float64 of the shape of abar; gamma 0: 1.
 
@@ -406,6 +429,11 @@ class Config:
     use_scale_shift_norm: bool = _setting(False, 109, "timestep and class scale and shift what is normed")
     dropout: float = _setting(0.0, 110, "part of a block's inner values that are set to 0", low=0, high=0.99)
     rescale_timesteps: bool = _setting(False, 116, "tell the network timesteps as if they were 1000")
+    resblock_updown: bool = _setting(False, 113, "levels go down and up within a residual block")
+    conv_resample: bool = _setting(False, 114, "levels go down and up by a 3x3 convolution")
+    learn_sigma: bool = _setting(False, 115, "predict how much noise --sampler ddpm adds, too")
+    use_new_attention_order: bool = _setting(True, 117, "q, k, v lie apart in a .pt; else heads do, as in"
+                                                        " most official files")
     class_cond: bool = _setting(False, 107, "tell the network each image's class, by the file's labels")
     num_classes: int = _setting(0, 23, "classes that class_cond knows, 0 for those of the images", low=0,
                                 high=10**6)
@@ -974,6 +1002,8 @@ def _pack_config(header, config):
             header[index:index + len(value)] = value
         elif field.type is str:
             header[index] = field.metadata["choices"].index(value)
+        elif field.type is bool:
+            header[index] = value != field.default  # so that the 0 of older files is the default
         else:
             header[index] = np.uint32(value).view(np.int32)
 
@@ -996,7 +1026,7 @@ def _unpack_config(header, path):
         elif field.type is str:
             value = choices[value] if 0 <= value < len(choices) else f"number {value}"
         elif field.type is bool:
-            value = bool(value) if value in (0, 1) else value
+            value = value != field.default if value in (0, 1) else value
         elif field.name == "seed":
             value &= 0xFFFFFFFF
         setattr(config, field.name, value)

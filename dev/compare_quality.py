@@ -100,7 +100,7 @@ class DeviceReplay:
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
             prediction = self.forward(x, t)
-        loss = self.diffusion.loss(prediction.float(), target, t)
+        loss = self.diffusion.loss(prediction.float(), target, t, x0)
         loss.backward()
         if self.config.grad_clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)

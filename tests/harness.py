@@ -168,7 +168,7 @@ def losses_in(folder):
 def perturbed_file(path, config):
     """Write fresh weights plus N(0, 0.02^2): as initialised, nearly every gradient is zero. -> the model"""
     model = train_unet.perturb(train_unet.init_weights(train_unet.UNet(config), config.seed), config.seed)
-    weights = train_unet.to_numpy(model.parameters())
+    weights = train_unet.to_numpy(train_unet.file_order(model, model.parameters()))
     unet_io.write_checkpoint(path, Checkpoint(config, {"weights": weights}))
     return model
 
