@@ -225,6 +225,7 @@ static double seconds_now() {
 // ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
+enum { MAX_HEAD = 256 };  // channels of an attention's head, on a GPU
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
@@ -334,8 +335,8 @@ static void check_config(const Config& c) {
                      c.num_heads ? "num_heads" : "num_head_channels",
                      c.num_heads ? heads : c.num_head_channels, width, size, size);
 #ifdef __CUDACC__
-            if (attention && (d % 16 || d > 128))
-                fail("heads of %d channels: a GPU's attention takes multiples of 16 up to 128", d);
+            if (attention && (d % 16 || d > MAX_HEAD))
+                fail("heads of %d channels: a GPU's attention takes multiples of 16 up to %d", d, MAX_HEAD);
 #endif
         }
     }
@@ -1999,27 +2000,27 @@ struct VarianceLoss {
     struct Term {
         float value, slope;  // by the log of the variance, or by z
     };
-    // Of two Gaussians, the second's mean being off by `error` and its log variance `log_range` above.
+    // Of two Gaussians: the second's mean is off by `error`, its log variance larger by `above`.
     HOST_DEVICE static Term divergence(float error, float log_variance, float above) {
-        float ratio = expf(-above), square = error * error * expf(-log_variance);
-        return {0.5f * (above - 1 + ratio + square), 0.5f * (1 - ratio - square)};
+        float spread = expm1f(-above) + error * error * expf(-log_variance);
+        return {0.5f * (above + spread), -0.5f * spread};
     }
-    // The Gaussian's distribution function, by an approximation (Page, 1977) that the official models share.
+    // A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
     HOST_DEVICE static Term cumulative(float z) {
-        const float root = 0.7978845608f;  // sqrt(2 / pi)
-        float t = tanhf(root * (z + 0.044715f * z * z * z));
-        return {0.5f * (1 + t), 0.5f * (1 - t * t) * root * (1 + 3 * 0.044715f * z * z)};
+        const float k = 1.5957691f;  // sqrt(8 / pi)
+        float below = 1 / (1 + expf(-k * (z + 0.044715f * z * z * z)));
+        return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
     }
-    // At t = 0: -log of the probability of the byte that x0 is, the last of 256 being open to either side.
-    HOST_DEVICE static Term likelihood(float x0, float error, float log_variance) {
-        float inverse = expf(-0.5f * log_variance);
-        float upper = inverse * (1 / 255.0f - error), lower = inverse * (-1 / 255.0f - error);
-        Term below_upper = {1, 0}, below_lower = {0, 0};
-        if (x0 <= 0.999f) below_upper = cumulative(upper);
-        if (x0 >= -0.999f) below_lower = cumulative(lower);
-        float p = below_upper.value - below_lower.value;
+    // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
+    // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
+    HOST_DEVICE static Term surprise(float x0, float error, float log_variance) {
+        bool black = x0<-0.999f, white = x0> 0.999f;
+        float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
+        float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
+        Term within = cumulative(upper), below = black || white ? Term{0, 0} : cumulative(lower);
+        float p = within.value - below.value;
         if (p < 1e-12f) return {-logf(1e-12f), 0};
-        return {-logf(p), 0.5f * (below_upper.slope * upper - below_lower.slope * lower) / p};
+        return {-logf(p), 0.5f * (within.slope * upper - below.slope * lower) / p};
     }
     enum { THREADS = 1024 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
@@ -2037,9 +2038,8 @@ struct VarianceLoss {
             float above = 0.5f * ((float)out[at + C] + 1) * of_t.log_range;
             float error = of_t.mean_error * ((float)out[at] - target[at]),
                   log_variance = of_t.log_least + above;
-            Term term =
-                t ? divergence(error, log_variance, above)
-                  : likelihood(images[((size_t)b * C + c) * batch.pixels + pixel], error, log_variance);
+            Term term = t ? divergence(error, log_variance, above)
+                          : surprise(images[((size_t)b * C + c) * batch.pixels + pixel], error, log_variance);
             sum += (Sum)(scale * term.value);
             dout[at + C] = (T)(0.5f * of_t.log_range * term.slope * (float)(scale / batch.elements()));
         }
@@ -6306,7 +6306,14 @@ enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 
 enum { ATTENTION_ROWS = 64 };
 #endif
 // Backward, heads of up to 32, an H100, bf16, T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3 blocks 43.
-enum { ATTENTION_COLUMNS = ATTENTION_ROWS, ATTENTION_THREADS = 2 * ATTENTION_ROWS, ATTENTION_BLOCKS = 4 };
+enum { ATTENTION_BLOCKS = 4 };
+// With heads padded to D channels: wider heads have less, as shared memory and registers ask.
+template <int D>
+struct AttentionTile {
+    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
+    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
+    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 64 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
+};
 
 // Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
 template <int D>
@@ -6316,7 +6323,7 @@ struct AttentionRow {
 template <int ROWS, int D>
 __device__ static void attention_load(AttentionRow<D>* tile, const floatX* source, size_t stride, int t0,
                                       int T, int d) {
-    for (int i = threadIdx.x; i < ROWS * (D / VEC); i += ATTENTION_THREADS) {
+    for (int i = threadIdx.x; i < ROWS * (D / VEC); i += AttentionTile<D>::THREADS) {
         int row = i / (D / VEC), c = i % (D / VEC) * VEC;
         bool inside = t0 + row < T && c < d;
         copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
@@ -6415,20 +6422,22 @@ static constexpr int attention_blocks(int D, int most) { return D > 64 ? 2 : D >
 
 template <int D>
 struct AttentionForwardShared {
-    AttentionRow<D> q[ATTENTION_ROWS], k[2][ATTENTION_COLUMNS], v[2][ATTENTION_COLUMNS];  // [stage]
+    AttentionRow<D> q[AttentionTile<D>::ROWS], k[2][AttentionTile<D>::COLUMNS],
+        v[2][AttentionTile<D>::COLUMNS];  // [stage]
 };
 
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
-__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  // H100: B 32, T 256 is one wave
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS,
+                                  attention_blocks(D, 6))  // H100: B 32, T 256 is one wave
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
-    constexpr int COLUMNS = ATTENTION_COLUMNS;
+    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
-    int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ATTENTION_ROWS;
+    int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
     const floatX *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<ATTENTION_ROWS>(s.q, q, 3 * C, t0, T, d);
+    attention_load<ROWS>(s.q, q, 3 * C, t0, T, d);
     attention_load<COLUMNS>(s.k[0], k, 3 * C, 0, T, d);
     attention_load<COLUMNS>(s.v[0], v, 3 * C, 0, T, d);
     copy_commit();
@@ -6478,7 +6487,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, 6))  //
 template <int ROWS, int D>
 __device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
                                       const AttentionRow<D>* out, const float* lse, int t0, int T) {
-    const int lanes = ATTENTION_THREADS / ROWS;  // threads a row
+    const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
     int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
     for (int c = c0; c < D; c += lanes * VEC) {
@@ -6491,28 +6500,29 @@ __device__ static void attention_dots(float* dots, float* normalisers, const Att
     dots[row] = sum, normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
 }
 
-template <int D, int COLUMNS>
+template <int D>
 struct AttentionBackwardShared {
+    static constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
     // q, dout of the queries or k, v of the keys; and [stage] of the other side
-    AttentionRow<D> row1[ATTENTION_ROWS], row2[ATTENTION_ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
+    AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
     AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
-    float dots[ATTENTION_ROWS], normalisers[ATTENTION_ROWS];
-    static_assert(2 * COLUMNS >= ATTENTION_ROWS && COLUMNS <= ATTENTION_ROWS,
-                  "what out, dots and normalisers hold");
+    float dots[ROWS], normalisers[ROWS];
+    static_assert(2 * COLUMNS >= ROWS && COLUMNS <= ROWS, "what out, dots and normalisers hold");
 };
 
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
-template <int D, int COLUMNS, bool KEYS>
+template <int D, bool KEYS>
 __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout, const floatX* out,
                                                const float* lse, const floatX* qkv, int t0, int T, int C,
                                                int d, float scale) {
     extern __shared__ uint4 attention_shared[];
-    AttentionBackwardShared<D, COLUMNS>& s = *(AttentionBackwardShared<D, COLUMNS>*)attention_shared;
+    AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
+    constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
     const floatX *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
     int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<ATTENTION_ROWS>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<ATTENTION_ROWS>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<ATTENTION_ROWS>(s.out, out, C, t0, T, d);
+    attention_load<ROWS>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
+    attention_load<ROWS>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
+    if (!KEYS) attention_load<ROWS>(s.out, out, C, t0, T, d);
     auto load = [&](int j) {
         int stage = j % 2;
         if (j < tiles) {
@@ -6533,7 +6543,7 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
             attention_dots<COLUMNS>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
                                     j * COLUMNS, T);
         else if (j == 0)
-            attention_dots<ATTENTION_ROWS>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+            attention_dots<ROWS>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
         attention_scores(p, s.row1, s.column1[stage]);
@@ -6557,52 +6567,53 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
-template <int D, int COLUMNS>
-__global__ void __launch_bounds__(ATTENTION_THREADS, attention_blocks(D, ATTENTION_BLOCKS))
+template <int D>
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS, attention_blocks(D, ATTENTION_BLOCKS))
     attention_backward_kernel(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
                               const floatX* qkv, int T, int C, int d, float scale) {
-    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * ATTENTION_ROWS;
+    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2,
+        t0 = blockIdx.x % tiles * AttentionTile<D>::ROWS;
     size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
     lse += ((size_t)b * gridDim.y + head) * T;
     dqkv += at3, qkv += at3, dout += at, out += at;
     if (blockIdx.x < tiles)
-        attention_backward_rows<D, COLUMNS, true>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
+        attention_backward_rows<D, true>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
     else
-        attention_backward_rows<D, COLUMNS, false>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
+        attention_backward_rows<D, false>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
 }
 
 // launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
 template <typename Launch>
 static void with_padded_head(int d, Launch launch) {
-    ASSERT(d % 16 == 0 && d <= 128);
+    ASSERT(d % 16 == 0 && d <= MAX_HEAD);
     if (d <= 32)
         launch(std::integral_constant<int, 32>());
     else if (d <= 64)
         launch(std::integral_constant<int, 64>());
-    else
+    else if (d <= 128)
         launch(std::integral_constant<int, 128>());
+    else
+        launch(std::integral_constant<int, MAX_HEAD>());
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
     PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    dim3 grid(ceil_div(T, ATTENTION_ROWS), heads, B);
     with_padded_head(d, [&](auto D) {
-        launch(attention_forward_kernel<D>, grid, ATTENTION_THREADS, sizeof(AttentionForwardShared<D>),
-               out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d));
+        dim3 grid(ceil_div(T, AttentionTile<D>::ROWS), heads, B);
+        launch(attention_forward_kernel<D>, grid, AttentionTile<D>::THREADS,
+               sizeof(AttentionForwardShared<D>), out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d));
     });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
     int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    dim3 grid(2 * ceil_div(T, ATTENTION_ROWS), heads, B);
     with_padded_head(d, [&](auto D) {
-        constexpr int COLUMNS =
-            D > 64 ? ATTENTION_COLUMNS / 2 : ATTENTION_COLUMNS;  // what the registers hold
-        launch(attention_backward_kernel<D, COLUMNS>, grid, ATTENTION_THREADS,
-               sizeof(AttentionBackwardShared<D, COLUMNS>), dqkv.data, dout.data, out.data, lse, qkv.data, T,
-               C, d, 1 / sqrtf((float)d));
+        dim3 grid(2 * ceil_div(T, AttentionTile<D>::ROWS), heads, B);
+        launch(attention_backward_kernel<D>, grid, AttentionTile<D>::THREADS,
+               sizeof(AttentionBackwardShared<D>), dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d,
+               1 / sqrtf((float)d));
     });
 }
 
