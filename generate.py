@@ -3,10 +3,12 @@
     python generate.py --model_filename out/checkpoint_00020000.bin
     python generate.py --model_filename out/checkpoint_00020000.bin --export weights.safetensors
     python generate.py --import weights.safetensors
+    python generate.py --import 64x64_diffusion.pt --preset adm64
 
 The first writes samples.png. A picture comes from its seed alone, so that batches and --num_images change
-none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The last
-writes weights.bin, for `./train_unet --model_weights`.
+none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The last two
+write weights.bin and 64x64_diffusion.bin, for `./train_unet --model_weights`; a state dict of
+guided-diffusion doesn't tell all that it is.
 """
 import argparse
 import dataclasses
@@ -385,6 +387,7 @@ def main():
     source.add_argument("--import", dest="imported", metavar="FILE",
                         help="short for --model_filename FILE --export STEM.bin, for ./train_unet")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
+    model_flags.add_argument("--preset", choices=list(unet_io.PRESETS), help="a known model's")
     kinds = {tuple: unet_io.parse_sizes, bool: unet_io.parse_bool}
     for field in dataclasses.fields(Config):
         if field.name in ARCHITECTURE + DIFFUSION and field.metadata["help"]:
@@ -429,8 +432,9 @@ def main():
             unet_io.check_folder(args.output_dir)
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
-    overrides = {name: value for name, value in vars(args).items()
-                 if name in ARCHITECTURE + DIFFUSION and value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    overrides = {name: value for name, value in (unet_io.PRESETS.get(args.preset, {}) | given).items()
+                 if name in ARCHITECTURE + DIFFUSION}
     model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
     if target:
         if target.endswith("/") or os.path.isdir(target):

@@ -47,8 +47,8 @@ DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr"
 # ----------------------------------------------------------------------------------------------------
 # the model
 
-def timestep_embedding(t, width, max_period):
-    """Sinusoids of each sample's timestep, cosines first: t (B,) -> (B, width) float64.
+def timestep_embedding(t, width, max_period, unit=1):
+    """Sinusoids of each sample's timestep times unit, cosines first: t (B,) -> (B, width) float64.
 
     Vaswani et al. 2017, "Attention Is All You Need", section 3.5. In float64, since a rounded frequency times
     t = 999 would already be off by 6e-5.
@@ -56,7 +56,7 @@ def timestep_embedding(t, width, max_period):
     wide = torch.float32 if t.device.type == "mps" else torch.float64
     half = width // 2
     frequencies = torch.exp(-math.log(max_period) * torch.arange(half, dtype=wide, device=t.device) / half)
-    angles = t.to(wide)[:, None] * frequencies[None, :]  # (B, 1) * (1, half)
+    angles = unit * t.to(wide)[:, None] * frequencies[None, :]  # (B, 1) * (1, half)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
@@ -251,9 +251,8 @@ class UNet(nn.Module):
                                  f" ({len(x)},)")
         if (y is None) == self.config.class_cond:
             raise ValueError("y, the classes of the images, goes with class_cond, and only with it")
-        if self.config.rescale_timesteps:
-            t = t.double() * (1000.0 / self.config.diffusion_steps)
-        emb = timestep_embedding(t, self.config.num_channels, self.config.max_period)
+        emb = timestep_embedding(t, self.config.num_channels, self.config.max_period,
+                                 self.config.timestep_unit())
         emb = self.time_embed(emb.to(self.time_embed[0].weight.dtype))
         if y is not None:
             emb = emb + self.label_emb(y)
@@ -272,7 +271,7 @@ GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 
 # Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
 # value here.
 FIXED_FLAGS = dict(use_fp16=False, use_checkpoint=False, timestep_respacing="", use_kl=False,
-                   predict_xstart=False, rescale_learned_sigmas=False)
+                   predict_xstart=False)
 
 
 def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult="", **flags):
@@ -283,13 +282,15 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
     field of unet_io.Config, as attention_resolutions="16,8" (pixels a side), num_head_channels=32,
     norm_groups=32; and guided-diffusion's others, with the value that they have here.
     Returns a module called as model(x, t), or with class_cond as model(x, t, y): x (B, 3, image_size,
-    image_size) or with other in_channels, t (B,), y (B,) classes -> the prediction, of x's shape. num_classes
-    is 1000, as there. Weights as PyTorch initialises them, see init_weights.
+    image_size) or with other in_channels, t (B,), y (B,) classes -> the prediction, of x's shape; with
+    learn_sigma twice the channels. num_classes is 1000, as there. Names, order and shapes of the state dict
+    are guided-diffusion's. Weights as PyTorch initialises them, see init_weights.
 
     What is not given is as in ./train_unet, and then the network is not guided-diffusion's by default: it
     resamples without a convolution (conv_resample False: 20,494,211 parameters where guided-diffusion has
     22,080,323), attends at 16 and 8 pixels with heads of 32 channels, and splits qkv before the heads
-    (use_new_attention_order True). Raises UserError for a flag or a value that doesn't exist here.
+    (use_new_attention_order True). rescale_learned_sigmas counts as given: it makes no difference to a chain
+    of 1000 steps. Raises UserError for a flag or a value that doesn't exist here.
     """
     known = {field.name: field for field in dataclasses.fields(Config)}
     values = dict(image_size=image_size, num_channels=num_channels, num_res_blocks=num_res_blocks)
@@ -310,6 +311,7 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
         flags["num_heads_upsample"] = max(0, flags.get("num_heads_upsample", -1))
     else:
         flags = {name: value for name, value in flags.items() if not name.startswith("num_heads")}
+    flags.pop("rescale_learned_sigmas", None)
     for name, value in (flags | dict(channel_mult=channel_mult)).items():
         if name in FIXED_FLAGS:
             if value != FIXED_FLAGS[name]:
@@ -485,31 +487,30 @@ def _read_bare(path, state, overrides):
     count = len(state)
     state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}  # torch.compile's
     guided = any(".in_layers." in name for name in state)
-    for part, flag in {".op.": "conv_resample"}.items():
-        if guided and any(part in name for name in state):
-            raise UserError(f"{path} is a model made with guided-diffusion's {flag}, which is not supported")
+    overrides = dict(conv_resample=any(".op." in name for name in state)) | overrides
     first = next(iter(state.values())).shape  # time_embed.0.weight: (4 num_channels, num_channels)
     config = Config(num_channels=first[-1] if len(first) == 2 else 0, max_period=10000 if guided else 1000)
     if "label_emb.weight" in state:
         rows = len(state["label_emb.weight"]) - (overrides.get("cond_drop_prob", 0) > 0)
         overrides = dict(class_cond=True, num_classes=rows) | overrides
     config = dataclasses.replace(config, **overrides) if guided else _with_old_attention(config, overrides)
-    expected = _expected_shapes(config.check("" if overrides else path), path)
+    model = _unet_without_memory(config.check("" if overrides else path), path)
+    expected = _shapes(model)
     names = [".".join(OLD_NAMES.get(part, part) for part in name.split(".")) for name in state]
     if not any(".in_layers." in name for name in names):
         names = [*expected, *names[len(expected):]]
     named = {name: _without_ones(value, expected.get(name)) for name, value in zip(names, state.values())}
     if len(named) < count:
         raise UserError(f"{path} holds two tensors of one name")
-    weights = _flat_weights(path, named, expected, "the model that it is taken for; say what it is with"
-                            " --image_size, --num_channels, --channel_mult, --attention_resolutions ...")
-    assumed = [f"{name} {getattr(config, name)}" for name in
-               ("image_size", "num_head_channels", "norm_groups", "max_period", *DIFFUSION[:3])
-               if name not in overrides]
+    weights = _flat_weights(path, named, model, "the model that it is taken for; say what it is with --preset"
+                            " or --image_size, --num_channels, --channel_mult, --attention_resolutions ...")
+    untold = ["image_size", "num_head_channels", "norm_groups", "max_period", *DIFFUSION[:3]]
+    untold += ["use_new_attention_order"] if guided else []
+    assumed = [f"{name} {getattr(config, name)}" for name in untold
+               if name not in overrides and not (name == "num_head_channels" and config.num_heads)]
     if assumed:
-        order = ", use_new_attention_order True" if guided else ""
         print(f"{unet_io.printable(path)} doesn't tell all that it is, and is taken for a model of"
-              f" {', '.join(assumed)}{order}; flags of these names say otherwise", file=sys.stderr)
+              f" {', '.join(assumed)}; flags of these names say otherwise", file=sys.stderr)
     return Checkpoint(config, {"weights": weights}, tensors=len(expected), old=True)
 
 
@@ -528,8 +529,8 @@ def _unet_without_memory(config, path):
         raise UserError(f"{path} can't be read as a model of its configuration: {error}") from None
 
 
-def _expected_shapes(config, path):
-    return {name: tuple(p.shape) for name, p in _unet_without_memory(config, path).named_parameters()}
+def _shapes(model):
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def _check_tensors(path, state):
@@ -551,15 +552,15 @@ def _check_tensors(path, state):
                         f" {sum(held.values())}")
 
 
-def _flat_weights(path, state, expected, where):
-    """A dict's tensors as one float32 array, in the order of `expected`, name -> shape, which they must fit.
-    """
-    found = {name: tuple(value.shape) for name, value in state.items()}
+def _flat_weights(path, state, model, where):
+    """A dict's tensors, which must fit the model, as one float32 array in the order of a .bin."""
+    found, expected = {name: tuple(value.shape) for name, value in state.items()}, _shapes(model)
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
             raise UserError(f"{path}: {name} is {found.get(name, 'missing')} there and"
                             f" {expected.get(name, 'no parameter')} in {where}")
-    return np.concatenate([state[name].detach().float().numpy().reshape(-1) for name in expected])
+    tensors = file_order(model, [state[name] for name in expected])
+    return np.concatenate([array.reshape(-1) for array in to_numpy(tensors)])
 
 
 def _read_safetensors(path):
@@ -606,9 +607,9 @@ def _from_state(path, state, config, step):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
     config = Config(**values).check(f"{path}: its configuration")
     _check_tensors(path, state)
-    expected = _expected_shapes(config, path)
-    weights = _flat_weights(path, state, expected, "the model of its configuration")
-    return Checkpoint(config, {"weights": weights}, step=step, tensors=len(expected))
+    model = _unet_without_memory(config, path)
+    weights = _flat_weights(path, state, model, "the model of its configuration")
+    return Checkpoint(config, {"weights": weights}, step=step, tensors=len(state))
 
 
 def save_weights(path, model, checkpoint):
@@ -639,9 +640,9 @@ def save_weights(path, model, checkpoint):
 # What the layers within a residual or an attention block are called in diffusers' UNet2DModel.
 DIFFUSERS_NAMES = {"in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj",
                    "out_layers.0": "norm2", "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
-                   "norm": "group_norm", "proj_out": "to_out.0"}
-# It resamples with 3x3 convolutions: one of stride 2, and one after each pixel was repeated 2x2 times. With
-# these weights, in each channel alone, the first is the mean of 2x2 pixels and the second changes nothing.
+                   "norm": "group_norm", "proj_out": "to_out.0", "op": "conv", "conv": "conv"}
+# It resamples with 3x3 convolutions as with conv_resample, or as with resblock_updown. With these weights, in
+# each channel alone, the first such convolution is the mean of 2x2 pixels and the second changes nothing.
 MEAN_KERNEL = ((0, 0, 0), (0, 0.25, 0.25), (0, 0.25, 0.25))
 SAME_KERNEL = ((0, 0, 0), (0, 1, 0), (0, 0, 0))
 
@@ -658,33 +659,35 @@ def _diffusers_places(model):
     yield "mid_block.resnets.1", model.middle_block[2]
     yield "conv_norm_out", model.out[0]
     yield "conv_out", model.out[2]
-    kinds = {ResBlock: "resnets.{}", AttentionBlock: "attentions.{}", Downsample: "downsamplers.0",
-             Upsample: "upsamplers.0"}
+    kinds = {nn.Identity: "resnets.{}", AttentionBlock: "attentions.{}", Downsample: "downsamplers.0",
+             Upsample: "upsamplers.0"}  # which may be what a ResBlock resamples by
     per_level = model.config.num_res_blocks + 1  # blocks; on the way down the last of them is the pooling
     for part, blocks in (("down_blocks", model.input_blocks[1:]), ("up_blocks", model.output_blocks)):
         for i, block in enumerate(blocks):
             level, place = divmod(i, per_level)
             for layer in block:
-                yield f"{part}.{level}.{kinds[type(layer)].format(place)}", layer
+                kind = type(getattr(layer, "resample", layer))
+                yield f"{part}.{level}.{kinds[kind].format(place)}", layer
 
 
 def diffusers_tensors(model):
     """The weights of a UNet2DModel that computes what this UNet does: {name: tensor}.
 
     Its timestep embedding is as wide as the first level, k = channel_mult[0] times ours, and holds ours in
-    every k-th column; the others get the weight 0. A max_period other than 10000 takes a table instead of it.
+    every k-th column; the others get the weight 0. Where it can't be computed there, it is in a table.
     """
     config, tensors = model.config, {}
+    ordered = dict(zip(model.parameters(), file_order(model, model.parameters())))
     for name, layer in _diffusers_places(model):
         if isinstance(layer, ResBlock):
             channels = layer.out_layers[0].num_channels
-        elif isinstance(layer, (Downsample, Upsample)):
+        elif isinstance(layer, (Downsample, Upsample)) and not config.conv_resample:
             kernel = torch.tensor(MEAN_KERNEL if isinstance(layer, Downsample) else SAME_KERNEL)
             tensors[f"{name}.conv.weight"] = torch.eye(channels)[:, :, None, None] * kernel
             tensors[f"{name}.conv.bias"] = torch.zeros(channels)
         for path, value in layer.named_parameters():
             inner, _, kind = path.rpartition(".")
-            value = value.detach().float().cpu()
+            value = ordered[value].detach().float().cpu()
             if isinstance(layer, AttentionBlock) and inner != "norm" and kind == "weight":
                 value = value.squeeze(-1)  # a linear layer there
             if inner == "qkv":
@@ -699,33 +702,53 @@ def diffusers_tensors(model):
         return wide
 
     tensors["time_embedding.linear_1.weight"] = widened(tensors["time_embedding.linear_1.weight"])
-    if config.max_period != 10000:
-        t = torch.arange(config.diffusion_steps)
-        tensors["time_proj.weight"] = widened(timestep_embedding(t, config.num_channels, config.max_period))
+    if _needs_table(config):
+        tensors["time_proj.weight"] = widened(timestep_embedding(
+            torch.arange(config.diffusion_steps), config.num_channels, config.max_period,
+            config.timestep_unit()))
     return tensors
 
 
+def _needs_table(config):
+    """Whether UNet2DModel's sinusoids of a timestep would be others than ours."""
+    return config.max_period != 10000 or config.timestep_unit() != 1
+
+
 def diffusers_configs(config):
-    """The JSON files in a folder for diffusers' DDPMPipeline: {path: dict}, model_index.json first."""
+    """The JSON files in a folder for diffusers' DDPMPipeline: {path: dict}, model_index.json first.
+
+    Raises UserError for what UNet2DModel can't be.
+    """
     T, attended = config.diffusion_steps, [s in config.attention_resolutions for s in config.level_sizes()]
+    widths = [mult * config.num_channels for mult in config.channel_mult]
+    heads = {width // config.heads(width, decoder) for width, here in zip(widths, attended) if here
+             for decoder in (False, True)} | {widths[-1] // config.heads(widths[-1], False)}
+    if len(heads) > 1:
+        raise UserError(f"diffusers' UNet2DModel has heads of one number of channels, and by num_heads this"
+                        f" model has some of {' and some of '.join(map(str, sorted(heads)))}")
+    resampling, down, up = (("resnet", "ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D")
+                            if config.resblock_updown else ("conv", "DownBlock2D", "UpBlock2D"))
     learned = dict(time_embedding_type="learned", num_train_timesteps=T)  # a table: see diffusers_tensors
     index = dict(_class_name="DDPMPipeline", unet=("diffusers", "UNet2DModel"),
                  scheduler=("diffusers", "DDPMScheduler"))
     unet = dict(
         _class_name="UNet2DModel", sample_size=config.image_size, in_channels=config.in_channels,
-        out_channels=config.in_channels, time_embedding_dim=4 * config.num_channels, freq_shift=0,
-        flip_sin_to_cos=True, block_out_channels=[mult * config.num_channels for mult in config.channel_mult],
-        down_block_types=["AttnDownBlock2D" if here else "DownBlock2D" for here in attended],
-        up_block_types=["AttnUpBlock2D" if here else "UpBlock2D" for here in reversed(attended)],
-        layers_per_block=config.num_res_blocks, attention_head_dim=config.num_head_channels,
-        norm_num_groups=config.norm_groups, norm_eps=1e-5, act_fn="silu", downsample_padding=1,
-        num_class_embeds=config.label_rows() or None, **learned if config.max_period != 10000 else {})
+        out_channels=config.in_channels * (1 + config.learn_sigma), freq_shift=0, flip_sin_to_cos=True,
+        time_embedding_dim=4 * config.num_channels, block_out_channels=widths, downsample_type=resampling,
+        upsample_type=resampling, layers_per_block=config.num_res_blocks, attention_head_dim=heads.pop(),
+        down_block_types=["AttnDownBlock2D" if here else down for here in attended],
+        up_block_types=["AttnUpBlock2D" if here else up for here in reversed(attended)],
+        norm_num_groups=config.norm_groups, attn_norm_num_groups=config.norm_groups, norm_eps=1e-5,
+        act_fn="silu", downsample_padding=1, dropout=config.dropout,
+        resnet_time_scale_shift="scale_shift" if config.use_scale_shift_norm else "default",
+        num_class_embeds=config.label_rows() or None, **learned if _needs_table(config) else {})
     scheduler = dict(
         _class_name="DDPMScheduler", num_train_timesteps=T, beta_start=1e-4 * 1000 / T,
         beta_end=0.02 * 1000 / T, rescale_betas_zero_snr=bool(config.zero_terminal_snr),
         beta_schedule={"linear": "linear", "cosine": "squaredcos_cap_v2"}[config.noise_schedule],
         prediction_type={"eps": "epsilon", "v": "v_prediction", "x0": "sample"}[config.predict],
-        clip_sample=True, clip_sample_range=1.0, variance_type="fixed_small", timestep_spacing="linspace")
+        clip_sample=True, clip_sample_range=1.0, timestep_spacing="linspace",
+        variance_type="learned_range" if config.learn_sigma else "fixed_small")
     files = {"model_index.json": index, "scheduler/scheduler_config.json": scheduler,
              "unet/config.json": unet}
     # the first version that has time_embedding_dim
@@ -1218,8 +1241,8 @@ def start_model(config, run, given):
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
     if run.model_weights:
-        told = {name: given[name] for name in ARCHITECTURE + DIFFUSION
-                if name in given and run.model_weights.endswith((".pt", ".pth"))}
+        told = {name: value for name, value in (unet_io.PRESETS[run.preset] | given).items()
+                if name in ARCHITECTURE + DIFFUSION and run.model_weights.endswith((".pt", ".pth"))}
         model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told)
         adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION)
         return model, None, run.model_weights

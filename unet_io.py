@@ -480,6 +480,10 @@ class Config:
         """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
         return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
 
+    def timestep_unit(self):
+        """What the network is told of a timestep for each step: 1, or of a thousandth of the chain."""
+        return 1000.0 / self.diffusion_steps if self.rescale_timesteps else 1
+
     def heads(self, channels, decoder):
         """Heads of an attention between so many channels. Raises UserError where these can't be dealt out."""
         heads = (decoder and self.num_heads_upsample or self.num_heads) or channels // self.num_head_channels
@@ -560,6 +564,8 @@ def check_range(name, value, least=None, flag=None):
         raise UserError(f"--{flag or name} must be from {max(low, least or low)} to {high}, not {value}")
 
 
+ADM = dict(attention_resolutions=(32, 16, 8), class_cond=True, num_classes=1000, learn_sigma=True,
+           resblock_updown=True, use_scale_shift_norm=True, ema_rate=0.9999)
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine",
@@ -576,6 +582,13 @@ PRESETS = {
                     attention_resolutions=(32, 16, 8), num_head_channels=64, noise_schedule="cosine",
                     batch_size=64, lr=1e-4, warmup_steps=1000, ema_rate=0.9999, steps=200000, save_every=5000,
                     sample_every=5000),
+    # guided-diffusion's models of ImageNet, as its README lists them
+    "adm64": dict(image_size=64, num_channels=192, num_res_blocks=3, channel_mult=(1, 2, 3, 4),
+                  num_head_channels=64, noise_schedule="cosine", dropout=0.1, **ADM),
+    "adm128": dict(image_size=128, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 3, 4),
+                   num_heads=4, use_new_attention_order=False, **ADM),
+    "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
+                   num_head_channels=64, use_new_attention_order=False, **ADM),
 }
 
 

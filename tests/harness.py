@@ -39,6 +39,8 @@ GPU = {"bf16": os.environ.get("TRAIN_UNET_BF16", str(ROOT / "train_unet")),
 SMALL = dict(image_size=4, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
              num_head_channels=8, norm_groups=8, batch_size=2)  # the smallest network that the flags allow
 TOY = SMALL | dict(image_size=8, channel_mult=(1, 2), attention_resolutions=(4,), num_head_channels=16)
+ADM = TOY | dict(class_cond=True, num_classes=3, learn_sigma=True, resblock_updown=True, dropout=0.1,
+                 use_scale_shift_norm=True, num_res_blocks=2)  # what the official models share, shrunk
 TRAINING = {
     "eps": Config(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1, norm_groups=8,
                   attention_resolutions=(8,), batch_size=4, lr=1e-4, seed=11),

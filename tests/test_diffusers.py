@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import generate
 import train_unet
 import unet_io
-from harness import SMALL, TOY, call, error_of, perturbed_file
+from harness import ADM, SMALL, TOY, call, error_of, perturbed_file
 from unet_io import Config, UserError
 
 FILES = ["model_index.json", "scheduler/scheduler_config.json", "unet/config.json",
@@ -33,6 +33,15 @@ CONFIGS = {
     "levels that narrow": TOY | dict(channel_mult=(3, 2, 1), num_head_channels=8, num_res_blocks=2),
     "max_period 1000": TOY | dict(max_period=1000, diffusion_steps=1001),
     "max_period 50, wide first level": TOY | dict(max_period=50, channel_mult=(2, 2)),
+    "scale, shift, dropout": TOY | dict(use_scale_shift_norm=True, dropout=0.3, channel_mult=(1, 1, 2),
+                                        attention_resolutions=(2,)),
+    "learned resampling": TOY | dict(conv_resample=True, channel_mult=(2, 1, 1), num_head_channels=8,
+                                     attention_resolutions=(8, 2)),
+    "resampling blocks": TOY | dict(resblock_updown=True, channel_mult=(1, 2, 1), num_res_blocks=2),
+    "learned variance, rescaled timesteps": TOY | dict(learn_sigma=True, rescale_timesteps=True,
+                                                       diffusion_steps=2500),
+    "adm shrunk": ADM | dict(num_heads=2, channel_mult=(2, 2), attention_resolutions=(8,),
+                             use_new_attention_order=False),
 }
 
 
@@ -40,7 +49,7 @@ def exported(tmp_path, config):
     """(the model, the folder)"""
     model = perturbed_file(tmp_path / "w.bin", config)
     assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/") == ""
-    return model, tmp_path / "out"
+    return model.eval(), tmp_path / "out"
 
 
 def files_in(folder):
@@ -164,6 +173,15 @@ def test_refusals(tmp_path, monkeypatch):
     assert attempt("out/", "out/ needs the package safetensors: pip install safetensors") == []
 
 
+def test_heads_that_differ(tmp_path):
+    """UNet2DModel's heads all have one width. Then as many heads at every width can't be had."""
+    for heads, says in ((dict(num_heads=2, attention_resolutions=(8, 4)), "16 and some of 32"),
+                        (dict(num_heads=4, num_heads_upsample=2), "16 and some of 32")):
+        perturbed_file(tmp_path / "w.bin", Config(**TOY | heads))
+        sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
+        assert says in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
+
+
 def test_interrupted_export(tmp_path, monkeypatch):
     """Over an older export: what breaks off at a rename leaves nothing that can be opened, or the new one."""
     old, new = (train_unet.UNet(Config(**SMALL | dict(num_head_channels=width))) for width in (8, 16))
@@ -209,8 +227,10 @@ def test_predictions(tmp_path, name):
 @pytest.mark.parametrize("more", [
     {}, dict(predict="v", noise_schedule="cosine", zero_terminal_snr=True, max_period=1000),
     dict(predict="x0", zero_terminal_snr=True, in_channels=1, diffusion_steps=50),
-    dict(predict="v", noise_schedule="cosine", in_channels=4, diffusion_steps=200)], ids=[
-        "eps", "v, cosine, zero SNR, another period", "x0, zero SNR, grey", "v, cosine, four channels"])
+    dict(predict="v", noise_schedule="cosine", in_channels=4, diffusion_steps=200),
+    dict(predict="v", noise_schedule="cosine", learn_sigma=True)], ids=[
+        "eps", "v, cosine, zero SNR, another period", "x0, zero SNR, grey", "v, cosine, four channels",
+        "learned variance"])
 def test_pictures(tmp_path, monkeypatch, more):
     """DDPMPipeline, given our noise, draws what --sampler ddpm does: schedule and steps are the same."""
     diffusers = pytest.importorskip("diffusers")
@@ -220,6 +240,6 @@ def test_pictures(tmp_path, monkeypatch, more):
     noises = (train_unet.seed_noise([3, 8], (model.config.in_channels, 8, 8), n) for n in range(99))
     for module in ("pipelines.ddpm.pipeline_ddpm", "schedulers.scheduling_ddpm"):
         monkeypatch.setattr(f"diffusers.{module}.randn_tensor", lambda *shape, **options: next(noises))
-    drawn = pipeline(batch_size=2, num_inference_steps=12, output_type="pt").images
+    drawn = pipeline(batch_size=2, num_inference_steps=12, output_type="np").images  # (B, H, W, C)
     expected = (train_unet.sample(model, [3, 8], "ddpm", 12) / 2 + 0.5).clamp(0, 1)
-    assert error_of(drawn, expected) < 1e-4
+    assert error_of(drawn, expected.permute(0, 2, 3, 1)) < 1e-4
