@@ -1541,9 +1541,16 @@ static double forward_loss(Model* m, int B) {
     BatchLoss batch = batch_loss(m, B);
     batch.weights = nullptr;
     unet_forward(m, B);
-    run(MeanSquaredError<floatX>{batch, 0, B, unet_output(m), m->target,
-                                 m->plan.training ? unet_output_gradient(m) : nullptr});
-    return loss_of(m, B);
+    if (!m->plan.training) {
+        run(MeanSquaredError<floatX>{batch, 0, B, unet_output(m), m->target});
+        return loss_of(m, B);
+    }
+    loss_backward(m, batch, 0, B);
+    double variance = 0;
+    std::vector<float> parts((size_t)B * loss_parts(batch.pixels));
+    if (m->variances) backend_download(parts.data(), m->variance_losses, parts.size() * sizeof(float));
+    for (float part : parts) variance += part;
+    return loss_of(m, B) + variance / batch.elements();
 }
 
 static std::vector<float> downloaded(const float* from, size_t n) {
@@ -3359,7 +3366,7 @@ static void test_model(const char* weights, const char* state) {
     WeightsFile file = open_weights(weights);
     Case c = read_cases(state).at(0);
     for (Case& other : read_cases(state)) c.tensors[other.name] = other.tensors.begin()->second;
-    int B = (int)c.at("t").size(), H = file.config.image_size, C = file.config.in_channels;
+    int B = (int)c.at("t").size(), H = file.config.image_size;
     size_t n = (size_t)B * H * H * PIXEL;
     Model m = Model();
     build_model(&m, file.config, B, true);
@@ -3368,6 +3375,7 @@ static void test_model(const char* weights, const char* state) {
     auto interleaved = [&](const std::string& what) {  // (B, C, H, W) -> (B, H, W, PIXEL)
         std::vector<double> to(n);
         const std::vector<double>& from = c.at(what);
+        int C = (int)(from.size() / B / H / H);  // with --learn_sigma twice as many come out
         for (size_t i = 0; i < from.size(); i++)
             to[(i / (C * H * H) * H * H + i % (H * H)) * PIXEL + i / (H * H) % C] = from[i];
         return to;
@@ -3378,6 +3386,9 @@ static void test_model(const char* weights, const char* state) {
     backend_upload(m.input, input.data(), n * sizeof(float));
     backend_upload(m.target, wanted.data(), n * sizeof(float));
     backend_upload(m.timesteps, t.data(), B * sizeof(int));
+    std::vector<float> x0(c.at("x0").begin(), c.at("x0").end());
+    backend_upload(m.images, x0.data(), x0.size() * sizeof(float));
+    upload_schedule(&m);
     if (m.labels) {
         std::vector<int> labels(c.at("y").begin(), c.at("y").end());
         backend_upload(m.labels, labels.data(), B * sizeof(int));

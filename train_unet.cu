@@ -2008,7 +2008,7 @@ struct VarianceLoss {
     // A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
     HOST_DEVICE static Term cumulative(float z) {
         const float k = 1.5957691f;  // sqrt(8 / pi)
-        float below = 1 / (1 + expf(-k * (z + 0.044715f * z * z * z)));
+        float below = sigmoid(k * (z + 0.044715f * z * z * z));
         return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
     }
     // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
@@ -2837,6 +2837,14 @@ static void add_noise(Model* m, int B, const Samples& samples) {
     run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, samples});
 }
 
+// The losses of the B samples under way, from `first` on, and the gradient of the network's output.
+static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
+    floatX *out = unet_output(m), *dout = unet_output_gradient(m);
+    run(MeanSquaredError<floatX>{loss, first, B, out, m->target, dout});
+    if (m->variances)
+        run(VarianceLoss<floatX>{loss, first, B, out, m->target, dout, m->images, m->variances});
+}
+
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
 // larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
 static void enqueue_step(Trainer* t) {
@@ -2853,10 +2861,7 @@ static void enqueue_step(Trainer* t) {
         add_noise(m, B, {first, m->timesteps + first, &m->state->step});
         m->dropping = &m->state->step;
         unet_forward(m, B, first);
-        run(MeanSquaredError<floatX>{loss, first, B, unet_output(m), m->target, unet_output_gradient(m)});
-        if (c.learn_sigma)
-            run(VarianceLoss<floatX>{loss, first, B, unet_output(m), m->target, unet_output_gradient(m),
-                                     m->images, m->variances});
+        loss_backward(m, loss, first, B);
         unet_backward(m, B);
         m->dropping = nullptr;
     }
@@ -3329,6 +3334,8 @@ static const Flag FLAGS[] = {
     {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1,
      "change it by convolutions, not by means and repetition alone; without --resblock_updown"},
     {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
+    {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, 117, "1", 0, 1,
+     "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
     {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
@@ -3912,11 +3919,18 @@ static int field_of(const Flag& flag, int i) {
     return flag.kind == FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
-// Flags to header fields and back.
+// Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it is
+// off: a file from before there was such a flag says 0.
+static int32_t as_stored(const Flag& flag, int32_t bits) {
+    return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
+}
+static int32_t* number_at(const Config& config, const Flag& flag, int i) {
+    return (int32_t*)((char*)&config + flag.offset) + i;
+}
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
         for (int i = 0; flag.field && i < most_numbers(flag); i++)
-            memcpy(header + field_of(flag, i), (const char*)&config + flag.offset + 4 * i, 4);
+            header[field_of(flag, i)] = as_stored(flag, *number_at(config, flag, i));
     header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
@@ -3924,7 +3938,7 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
         bool ended = false;  // a list, by a 0, which stands first where it is empty
         for (int i = 0; flag.field && i < most_numbers(flag); i++) {
-            memcpy((char*)config + flag.offset + 4 * i, header + field_of(flag, i), 4);
+            *number_at(*config, flag, i) = as_stored(flag, header[field_of(flag, i)]);
             double number = number_of(*config, flag, i);
             bool ends = i && number == 0;
             if (!ends && (ended || !in_range(flag, number)))
