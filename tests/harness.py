@@ -73,7 +73,7 @@ TRAINING = {
     "learned variance": Config(**TOY | dict(image_size=16, batch_size=3, lr=1e-3, seed=19, learn_sigma=True,
                                             diffusion_steps=20, noise_schedule="cosine")),
     "learned variance of v": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=20, predict="v",
-                                                 learn_sigma=True, diffusion_steps=8, in_channels=4,
+                                                 learn_sigma=True, diffusion_steps=25, in_channels=4,
                                                  min_snr_gamma=5.0)),
     "resblock_updown": Config(**TOY | dict(image_size=16, batch_size=3, seed=21, resblock_updown=True)),
     "four channels": Config(**TOY | dict(in_channels=4, predict="x0", seed=16, batch_size=3)),
