@@ -216,6 +216,9 @@ static void append(std::vector<double>* numbers, const Beginning& p) {
     numbers->insert(numbers->end(),
                     {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
 }
+static void append(std::vector<double>* numbers, const Variance& v) {
+    numbers->insert(numbers->end(), {v.log_least, v.log_range, v.mean_error});
+}
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
     numbers->insert(numbers->end(), {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps,
@@ -505,7 +508,10 @@ struct NormTensors {
     Layer x, x2;
     Floats w, bias, dw, dbias, mean, rstd;
     Sums moments, moments2, sums;
-    NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0)
+    bool modulated;
+    Layer modulation, dmodulation;  // rows longer than what is read of them
+    NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0,
+                bool modulated = false)
         : B(B),
           H(H),
           W(W),
@@ -523,7 +529,11 @@ struct NormTensors {
           rstd(B * G),
           moments(sums_of(B, H * W, C)),
           moments2(sums_of(B, H * W, C2)),
-          sums(sums_of(B, H * W, C + C2)) {}
+          sums(sums_of(B, H * W, C + C2)),
+          modulated(modulated),
+          modulation((size_t)B * pitch(), 0.5f),
+          dmodulation((size_t)B * pitch()) {}
+    int pitch() const { return 2 * (C + C2) + 8; }
     template <typename On>
     auto joined(On on, Layer& first, Layer& second) {
         typedef typename On::Tensor Tensor;
@@ -534,8 +544,18 @@ struct NormTensors {
         auto joined_x = joined(on, x, x2);
         joined_x.first.moments = on(moments), joined_x.second.moments = on(moments2, C2);
         typedef std::remove_pointer_t<decltype(on(x))> Real;
-        return NormOf<Real>{joined_x, G,         silu,     on(w),    on(bias),
-                            on(dw),   on(dbias), on(mean), on(rstd), on(sums)};
+        return NormOf<Real>{joined_x,
+                            G,
+                            silu,
+                            on(w),
+                            on(bias),
+                            on(dw),
+                            on(dbias),
+                            on(mean),
+                            on(rstd),
+                            on(sums),
+                            {on(modulation, modulated), pitch()},
+                            {on(dmodulation, modulated), pitch()}};
     }
     template <typename On>
     void measure(On on) {
@@ -550,13 +570,15 @@ struct NormTest {
     int B, T, C, C2 = 0, G = 32;
     bool silu = true, accumulate = false, residual = false;
     float mean = 0.3f;
+    bool modulated = false;
 };
 static void test_norm(const NormTest& s) {
-    std::string shape = text("B%d T%d C%d+%d G%d%s%s%s", s.B, s.T, s.C, s.C2, s.G, s.silu ? " SiLU" : "",
-                             s.accumulate ? " adding" : "", s.residual ? " residual" : "");
+    std::string shape =
+        text("B%d T%d C%d+%d G%d%s%s%s%s", s.B, s.T, s.C, s.C2, s.G, s.silu ? " SiLU" : "",
+             s.accumulate ? " adding" : "", s.residual ? " residual" : "", s.modulated ? " modulated" : "");
     int K = s.C + s.C2;
     size_t N = (size_t)s.B * s.T;
-    NormTensors norm(s.B, 1, s.T, s.C, s.C2, s.G, s.silu, s.mean);
+    NormTensors norm(s.B, 1, s.T, s.C, s.C2, s.G, s.silu, s.mean, s.modulated);
     Layer out(N * K);
     Output output = {&out, WRITTEN, "out", LIMIT};
     check("groupnorm forward", shape,
@@ -578,11 +600,13 @@ static void test_norm(const NormTest& s) {
                                    {&norm.dbias, KEPT, "dbias", FLOAT_LIMIT},
                                    {in_place ? &dout : &dx, before, "dx", 1.5 * LIMIT}};
     if (s.C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
+    if (s.modulated) outputs.push_back({&norm.dmodulation, KEPT, "dmodulation", LIMIT});
     check("groupnorm backward", shape, outputs, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor dy = {on(dout), s.B, 1, s.T, K};
         if (!on.here) dout.upload(), norm.sums.poison();
         on.groupnorm_backward_sums(dy, dy, norm(on));
+        if (s.modulated) on.run(ModulationBackward<typename decltype(on)::T>{norm(on)});
         on.groupnorm_backward(
             norm.joined(on, in_place ? dout : dx, dx2), dy, norm(on),
             {.residual = {on(dresidual, s.residual), s.B, 1, s.T, s.C}, .accumulate = s.accumulate});
@@ -594,15 +618,15 @@ static void test_norm(const NormTest& s) {
 // the way back.
 struct NormedProductTest {
     int B, H, W, C, C2 = 0, O = 64, G = 32;
-    bool silu = true;
+    bool silu = true, modulated = false;
 };
 static void test_normed_product(const NormedProductTest& s, int taps) {
-    std::string shape =
-        text("B%d H%d W%d C%d+%d O%d G%d%s", s.B, s.H, s.W, s.C, s.C2, s.O, s.G, s.silu ? " SiLU" : "") +
-        forced();
+    std::string shape = text("B%d H%d W%d C%d+%d O%d G%d%s%s", s.B, s.H, s.W, s.C, s.C2, s.O, s.G,
+                             s.silu ? " SiLU" : "", s.modulated ? " modulated" : "") +
+                        forced();
     int B = s.B, H = s.H, W = s.W, T = H * W, K = s.C + s.C2, O = s.O;
     size_t M = (size_t)B * T;
-    NormTensors norm(B, H, W, K, 0, s.G, s.silu);
+    NormTensors norm(B, H, W, K, 0, s.G, s.silu, 0, s.modulated);
     Layer x(M * O), out(M * K);
     Weights weights(K, taps, O);
     const char* layer = taps == 9 ? "conv3x3 then norm" : "linear then norm";
@@ -626,7 +650,7 @@ static void test_normed_product(const NormedProductTest& s, int taps) {
               on.groupnorm_forward({on(out), B, H, W, K}, norm(on));
           });
 
-    NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu);
+    NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu, 0, s.modulated);
     Weights second(O, taps, K);
     Layer dout(M * O), dnormed(M * K), dx(M * s.C), dx2(M * s.C2);
 #ifdef HOPPER
@@ -770,19 +794,22 @@ static void test_resample(int B, int H, int W, int C) {  // H, W: the small side
     Layer small(n), big(4 * n), to_small(n), to_big(4 * n);
     for (bool adding : {false, true})
         for (float factor : {1.0f, 0.25f}) {
+            bool first_only = adding == (factor == 1);
             Before before = adding ? KEPT : WRITTEN;
-            std::string how = shape + (adding ? " adding" : "");
+            std::string how = shape + (adding ? " adding" : "") + (first_only ? " one of four" : "");
             check("repeat 2x2", how, {{&to_big, before, "out", LIMIT}}, [&](auto on) {
                 on.run(Resample<typename decltype(on)::T>{.out = {on(to_big), B, 2 * H, 2 * W, C},
                                                           .x = {on(small), B, H, W, C},
                                                           .factor = factor,
-                                                          .accumulate = adding});
+                                                          .accumulate = adding,
+                                                          .first_only = first_only});
             });
             check("sum 2x2", how, {{&to_small, before, "out", LIMIT}}, [&](auto on) {
                 on.run(Resample<typename decltype(on)::T>{.out = {on(to_small), B, H, W, C},
                                                           .x = {on(big), B, 2 * H, 2 * W, C},
                                                           .factor = factor,
-                                                          .accumulate = adding});
+                                                          .accumulate = adding,
+                                                          .first_only = first_only});
             });
         }
 }
@@ -882,6 +909,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
+            s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
                 on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), s});
@@ -902,6 +930,25 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                               on(dout, training)});
         });
     }
+    std::vector<Variance> some_variances;
+    for (int i = 0; i < 1000; i++) some_variances.push_back({-3 - 0.005f * i, 0.3f, 0.1f});
+    Pair<Variance> variances(some_variances);
+    Floats bounds(losses.host.size());
+    std::vector<int> early = some_timesteps(B);
+    for (int b = 0; b < B; b += 2) early[b] = 0;  // where the loss is another
+    Pair<int> mixed(early);
+    for (size_t i = 0; i < images.host.size(); i += 7) images.host[i] = i % 2 ? 1 : -1;
+    images.upload();
+    check("variance loss", shape,
+          {{&bounds, WRITTEN, "losses", 10 * FLOAT_LIMIT}, {&dout, KEPT, "dout", LIMIT}}, [&](auto on) {
+              BatchLoss batch = {on(losses), on(mixed), on(weights), B, H * W, channels, 1000, on(bounds)};
+              on.run(VarianceLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
+                                                            on(images), on(variances)});
+          });
+    check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
+        Dropping by = {0.3f, 99, 77, 5, &on(state)->step};
+        on.run(Dropout<typename decltype(on)::T>{{on(dout), B, H, W, PIXEL}, by});
+    });
 }
 
 __global__ void philox_kernel(uint32_t* ours, uint32_t* curand, float* normals, int n) {
@@ -1111,14 +1158,16 @@ static void check_tiny() {
     test_norm({.B = 1, .T = 63, .C = 128, .C2 = 64, .accumulate = true});
     test_norm({.B = 2, .T = 49, .C = 32, .G = 8, .silu = false, .residual = true, .mean = 30});
     test_norm({.B = 2, .T = 1024, .C = 64});
+    test_norm({.B = 3, .T = 130, .C = 96, .accumulate = true, .modulated = true});
     for (int taps : {9, 1}) {
         test_normed_product({.B = 3, .H = 8, .W = 8, .C = 64, .C2 = 64}, taps);
         test_normed_product({.B = 1, .H = 16, .W = 16, .C = 96, .O = 32, .G = 8, .silu = false}, taps);
         test_normed_product({.B = 2, .H = 9, .W = 7, .C = 32, .C2 = 64, .O = 96}, taps);
+        test_normed_product({.B = 2, .H = 16, .W = 8, .C = 128, .modulated = true}, taps);
     }
     test_norm({.B = 1, .T = 4096, .C = 64, .residual = true});
     test_attention(1, 49, 2, 16), test_attention(3, 130, 1, 48), test_attention(1, 64, 2, 64);
-    test_attention(1, 49, 1, 128);
+    test_attention(1, 49, 1, 128), test_attention(1, 49, 1, 256);
     test_resample(3, 7, 9, 96), test_resample(1, 3, 5, 32);
     test_embedding(3, 32);
     test_diffusion(1, 7, 9, PREDICT_EPS, true), test_diffusion(3, 16, 16, PREDICT_V, false);
@@ -1232,7 +1281,8 @@ static void check_all(const Plan& plan) {
                        .silu = i % 8 != 3,
                        .accumulate = i % 3 == 1,
                        .residual = !n.C2 && i % 4 < 2,
-                       .mean = i % 5 == 0 ? 30 : 0.3f});
+                       .mean = i % 5 == 0 ? 30 : 0.3f,
+                       .modulated = repeat == 1});
             if (n.T < 5000)
                 test_norm({.B = n.B, .T = n.T, .C = n.C, .C2 = n.C2, .G = n.G, .accumulate = i % 3 == 2});
             i++;
@@ -1244,6 +1294,7 @@ static void check_all(const Plan& plan) {
                 test_normed_product({.B = 3, .H = H, .W = H, .C = 64, .C2 = 64, .O = 128}, taps);
                 test_normed_product({.B = 2, .H = H, .W = H, .C = 96, .C2 = 32}, taps);
                 test_normed_product({.B = 1, .H = H, .W = H, .C = 192, .O = 192, .silu = false}, taps);
+                test_normed_product({.B = 3, .H = H, .W = H, .C = 192, .O = 64, .modulated = true}, taps);
             }
             test_normed_product({.B = 2, .H = 64, .W = 64, .C = 64, .C2 = 128}, taps);
             forced_tile = -1;
@@ -1258,9 +1309,10 @@ static void check_all(const Plan& plan) {
                            .accumulate = adding,
                            .residual = residual});
     static const int ATTENTIONS[][4] = {
-        {1, 49, 2, 16},   {3, 130, 1, 48},   {1, 64, 2, 64},  {1, 49, 1, 128},  {2, 64, 8, 32},
-        {2, 256, 6, 32},  {3, 256, 2, 16},   {1, 256, 4, 64}, {1, 256, 2, 128}, {1, 1024, 2, 32},
-        {1, 1024, 1, 64}, {1, 1024, 2, 128}, {1, 1, 2, 32},   {1, 2500, 1, 96}, {1, 4100, 1, 32}};
+        {1, 49, 2, 16},   {3, 130, 1, 48},   {1, 64, 2, 64},   {1, 49, 1, 128},   {2, 64, 8, 32},
+        {2, 256, 6, 32},  {3, 256, 2, 16},   {1, 256, 4, 64},  {1, 256, 2, 128},  {1, 1024, 2, 32},
+        {1, 1024, 1, 64}, {1, 1024, 2, 128}, {1, 256, 2, 192}, {2, 1024, 1, 256}, {1, 1, 1, 240},
+        {1, 1, 2, 32},    {1, 2500, 1, 96},  {1, 4100, 1, 32}};
     for (auto& a : ATTENTIONS) test_attention(a[0], a[1], a[2], a[3]);
     test_resample(3, 7, 9, 96), test_resample(1, 4, 4, 256), test_resample(2, 32, 32, 64);
     test_resample(1, 3, 5, 32);
@@ -1328,8 +1380,9 @@ static void check_limits() {
     for (int G : {1, 32, 1024})
         test_norm({.B = 2, .T = 16, .C = 8192, .C2 = 8192, .G = G, .accumulate = true});
     report_lines();
-    test_attention(65535, 1, 2, 16), test_attention(1, 64, 512, 16), test_attention(1, 64, 64, 128);
-    for (int d : {32, 128}) test_long_attention(MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE, d, 9973);
+    test_attention(65535, 1, 2, 16), test_attention(1, 64, 512, 16), test_attention(1, 64, 64, 128),
+        test_attention(1, 64, 32, 256);
+    for (int d : {32, 128, 256}) test_long_attention(MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE, d, 9973);
     test_resample(1, 512, 512, 32), test_resample(65535, 1, 1, 32), test_resample(1, 2, 2, 8192);
     report_lines();
     test_embedding(65535, 32), test_embedding(3, 1024);

@@ -403,11 +403,11 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     bool residual = kind == BLOCK_RES;
     int C2 = residual ? p.dim("C2") : 0;
     plan.training = true, plan.batch = p.dim("B");
-    add_block(&plan, c, BLOCK_EMBED, "emb", embedding_width(c));
-    if (C2) add_block(&plan, c, BLOCK_CONV_IN, "x2", C2);
-    add_block(&plan, c, BLOCK_CONV_IN, "x", p.dim("C"));
+    add_block(&plan, c, "emb", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
+    if (C2) add_block(&plan, c, "x2", {.kind = BLOCK_CONV_IN, .O = C2});
+    add_block(&plan, c, "x", {.kind = BLOCK_CONV_IN, .O = p.dim("C")});
     plan.tensors.clear();  // theirs
-    add_block(&plan, c, kind, "block", p.dim(residual ? "O" : "C"), C2 ? 1 : -1);
+    add_block(&plan, c, "block", {.kind = kind, .O = p.dim(residual ? "O" : "C"), .skip = C2 ? 1 : -1});
     join_projections(&plan);
     size_buffers(&plan, c);
     return plan;

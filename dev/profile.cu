@@ -126,6 +126,19 @@ template <typename T>
 static Kind kind_of(const MeanSquaredError<T>& l) {
     return {"loss", (sizeof(float) + (l.dout ? 2.0 : 1.0) * sizeof(T)) * l.B * l.batch.pixels * PIXEL};
 }
+template <typename T>
+static Kind kind_of(const VarianceLoss<T>& l) {
+    return {"loss", (2.0 * sizeof(float) + 3.0 * sizeof(T)) * l.B * l.batch.pixels * l.batch.channels};
+}
+template <typename T>
+static Kind kind_of(const Dropout<T>& l) {
+    return {"dropout", 2.0 * sizeof(T) * l.x.count()};
+}
+template <typename T>
+static Kind kind_of(const ModulationBackward<T>& l) {
+    return {"group norm sums",
+            (double)sizeof(float2) * l.norm.x.first.B * norm_parts(l.norm.x.first.T()) * l.norm.x.C()};
+}
 static Kind kind_of(const SquaredNorm& l) { return {"gradient norm", (double)sizeof(float) * l.n}; }
 template <typename T>
 static Kind kind_of(const UpdateWeights<T>& l) {

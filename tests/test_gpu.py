@@ -157,6 +157,14 @@ GRADIENTS = {
     "grey, with classes": Config(image_size=32, in_channels=1, num_channels=64, channel_mult=(1, 2),
                                  batch_size=16, class_cond=True, num_classes=3, cond_drop_prob=0.2,
                                  ema_rate=0.0),
+    "scaled and shifted": Config(image_size=32, channel_mult=(1, 2), batch_size=8, use_scale_shift_norm=True,
+                                 resblock_updown=True, learn_sigma=True, attention_resolutions=(16,),
+                                 num_heads=4, rescale_timesteps=True, ema_rate=0.0, seed=31),
+    "learned resampling": Config(image_size=32, channel_mult=(1, 2, 3), batch_size=4, conv_resample=True,
+                                 num_channels=128, num_heads=2, num_heads_upsample=3, ema_rate=0.0, seed=32,
+                                 attention_resolutions=(8,), predict="v"),
+    "heads of 256": Config(image_size=32, num_channels=256, channel_mult=(1, 1), num_res_blocks=1, num_heads=1,
+                           attention_resolutions=(32, 16), batch_size=2, ema_rate=0.0, seed=33),
     "most images": Config(**SMALL | dict(num_head_channels=16, batch_size=65535, ema_rate=0.0)),
 }
 
