@@ -73,7 +73,6 @@
 #include <cstring>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -346,10 +345,8 @@ static void check_config(const Config& c) {
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
-        fail(
-            "--diffusion_steps %d is too few for a linear schedule: its last beta is %.3g; use 21 or more, "
-            "or cosine",
-            c.diffusion_steps, 20.0 / c.diffusion_steps);
+        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
+             c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
@@ -3007,28 +3004,34 @@ struct Pace {
     double start = seconds_now();  // of the steps that count
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    double rate = 0;               // steps a second
-    void step(long n, double now) {
-        // the first step, in which much is set up, counts only while there is no other
-        rate = (double)(n - counted) / (now - start);
-        if (n == first + 1) counted = n, start = now;
-    }
     void pause(double seconds) { start += seconds, log_start += seconds; }
 };
 
-static void log_step(Trainer* t, const StepState& result, const Pace& pace, double now) {
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
-    double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
+    double now = seconds_now(), rate = (double)(t->step - pace->counted) / (now - pace->start);
+    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    // the first step, in which much is set up, counts only while there is no other
+    if (first) pace->counted = t->step, pace->start = now;
+    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    pace->shown = now;
+    std::string to_go = human_time((double)(c.steps - t->step) / rate);
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (!logs) {
+        printf(" | ETA %s", to_go.c_str());
+        return;
+    }
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
            tflops =
                1e-9 * training_flops(t->model.plan) * c.batch_size / ms;  // of the model's own operations
-    std::string to_go = human_time((double)(c.steps - t->step) / pace.rate);
-    printf(
-        "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
-        "ETA %s%s\n",
-        isatty(1) ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm, lr, ms,
-        images_per_s, to_go.c_str(),
-        t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
+    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
+    pace->logged = t->step, pace->log_start = now;
+    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
+           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
     t->metrics.add(
         text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
              "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
@@ -3036,27 +3039,6 @@ static void log_step(Trainer* t, const StepState& result, const Pace& pace, doub
              t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
              t->peak ? text(", \"mfu\": %.4f", tflops / t->peak).c_str() : "",
              1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
-}
-
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepState& result, Pace* pace) {
-    const Config& c = t->model.config;
-    double now = seconds_now();
-    pace->step(t->step, now);
-    bool logs = t->step % c.log_every == 0 || t->step == pace->first + 1 || t->step == c.steps ||
-                now - pace->log_start > 30;
-    if (logs) {
-        log_step(t, result, *pace, now);
-        pace->logged = t->step, pace->log_start = now;
-    } else if (isatty(1) && now - pace->shown > 1) {
-        printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss,
-               human_time((double)(c.steps - t->step) / pace->rate).c_str());
-    } else {
-        return;
-    }
-    pace->shown = now;
-    fflush(stdout);
 }
 
 static void train(Trainer* t) {
@@ -3076,6 +3058,7 @@ static void train(Trainer* t) {
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
+        fflush(stdout);
         double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
         if (due(c.save_every)) save(t);
@@ -3262,10 +3245,9 @@ static const Preset PRESETS[] = {
      "--image_size 32 --channel_mult 1,2,2 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
      "--lr_schedule cosine --warmup_steps 500"},
     {"fashion32",
-     "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 --cond_drop_prob "
-     "0.1 "
-     "--guidance_scale 2 --predict v --noise_schedule cosine --flip 1 --batch_size 128 --lr 3e-4 "
-     "--lr_schedule cosine --warmup_steps 500"},
+     "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
+     "--cond_drop_prob 0.1 --guidance_scale 2 --predict v --noise_schedule cosine --flip 1 "
+     "--batch_size 128 --lr 3e-4 --lr_schedule cosine --warmup_steps 500"},
     {"unet64", ""},
     {"large64",
      "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
@@ -3277,9 +3259,8 @@ static const Preset PRESETS[] = {
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
 
 static const Flag* find_flag(const std::string& name) {
-    for (const Flag& flag : FLAGS)
-        if (is_named(flag, name)) return &flag;
-    return nullptr;
+    auto flag = std::ranges::find(FLAGS, name, &Flag::name);
+    return flag == std::end(FLAGS) ? nullptr : flag;
 }
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
@@ -3307,6 +3288,12 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
     return parts;
 }
 
+// Without the blanks around it.
+static std::string trimmed(const std::string& line) {
+    size_t first = line.find_first_not_of(" \t\r");
+    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
+}
+
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
     if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
@@ -3321,12 +3308,9 @@ static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
     bool real = flag.kind == FLOAT, whole = real || number == floor(number);
-    if (value.empty() || *end || !std::isfinite(number) || !whole)
-        fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
-    if (real && number != 0 && fabs(number) < FLT_MIN)
-        fail_usage("--%s %s is too close to 0; a float's least is 1.2e-38", flag.name, value.c_str());
-    if (!in_range(flag, number))
-        fail_usage("--%s %s must lie between %g and %.10g", flag.name, value.c_str(), flag.least, flag.most);
+    if (value.empty() || *end || !whole || !in_range(flag, number))
+        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
+                   real ? "float" : "whole number", flag.least, flag.most, value.c_str());
     return number;
 }
 
@@ -3344,10 +3328,9 @@ static double parse_choice(const Flag& flag, const std::string& value) {
 static void check_path(const Flag& flag, const std::string& value) {
     if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
     if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-    if (value.find_first_of("\r\n") != std::string::npos)
-        fail_usage("--%s must not hold a line break", flag.name);
-    if (!value.empty() && (strchr(" \t\"", value.front()) || strchr(" \t", value.back())))
-        fail_usage("--%s must not begin with a blank or a quote, nor end with a blank", flag.name);
+    if (value != trimmed(value) || value.starts_with('"') || value.find_first_of("\r\n") != std::string::npos)
+        fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                   flag.name);
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
@@ -3397,29 +3380,22 @@ static Config default_config() {
 // ---- checksums --------------------------------------------------------------------------------------------
 
 // CRC-32 as zlib computes it, eight bytes at a time; continue a sum by passing it in.
-struct Crc32Table {
-    uint32_t row[8][256];
-    Crc32Table() {
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t c = i;
-            for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
-            row[0][i] = c;
-        }
-        for (int k = 1; k < 8; k++)
-            for (int i = 0; i < 256; i++) row[k][i] = row[0][row[k - 1][i] & 255] ^ (row[k - 1][i] >> 8);
-    }
-};
 static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
-    static const Crc32Table table;
+    static uint32_t table[8][256];  // entry k, i: of byte i with k zeros behind it
+    for (uint32_t i = 0; i < 8 * 256 && !table[7][255]; i++) {
+        uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
+        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+        table[i / 256][i % 256] = c;
+    }
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; bytes >= 8; bytes -= 8, p += 8) {
         uint64_t word;
         memcpy(&word, p, 8);
         word ^= crc, crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table.row[7 - k][word >> 8 * k & 255];
+        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
     }
-    while (bytes--) crc = table.row[0][(crc ^ *p++) & 255] ^ (crc >> 8);
+    while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
 }
 
@@ -3588,12 +3564,8 @@ static void write_text(const std::string& path, const std::string& contents) {
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHECKSUM_FIELD = 9 };
 
-// The command that makes images of a size. It never names a file that is there.
-static std::string prepare_command(std::string path, int image_size) {
-    while (file_exists(path)) {
-        if (path.ends_with(".bin")) path.resize(path.size() - strlen(".bin"));
-        path += text("_%d.bin", image_size);
-    }
+// The command that makes images of a size.
+static std::string prepare_command(const std::string& path, int image_size) {
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
 }
@@ -3630,13 +3602,11 @@ static Dataset read_images(const std::string& path, const Config& c) {
     in.read(header, std::min(in.size, sizeof header));
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file (prepare_data.py makes one)", name);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5], type = header[6],
-            classes = header[7], names = header[8];
-    if (version != 0 && version != IMAGES_VERSION)
-        fail("%s has version %d; this program reads versions 0 and %d", name, version, IMAGES_VERSION);
-    if (!version) type = IMAGES_UINT8, classes = names = 0;  // fields that it does not have
-    if (type != IMAGES_UINT8)
-        fail("%s stores elements of type %d; this program reads type %d (uint8)", name, type, IMAGES_UINT8);
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
+            classes = version ? header[7] : 0, names = version ? header[8] : 0;  // new in version 1
+    if (version && (version != IMAGES_VERSION || header[6] != IMAGES_UINT8))
+        fail("%s has version %d and elements of type %d; this program reads versions 0 and %d, type %d", name,
+             version, header[6], IMAGES_VERSION, IMAGES_UINT8);
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
@@ -3652,7 +3622,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
         fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
-             prepare_command(path, wanted).c_str());
+             prepare_command("NEW.bin", wanted).c_str());
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
@@ -3776,12 +3746,10 @@ static void read_old_header(WeightsFile* file, const int32_t* header, size_t siz
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
         period = header[7];
     bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
-    if (C_in != C_out || C_in < 1 || C_in > MAX_CHANNELS || H != W)
-        fail("%s is a model of %d x %d images from %d to %d channels: square ones of up to %d can be used",
-             path, H, W, C_in, C_out, MAX_CHANNELS);
-    if (B < 1 || B > 65536 || base < 32 || base > 1024 || H < 8 || H > 1024 || period < 2)
-        fail("%s is damaged: its header says batch %d, width %d, size %d, max_period %d", path, B, base, H,
-             period);
+    if (C_in != C_out || C_in < 1 || C_in > MAX_CHANNELS || H != W || H < 8 || H > 1024 || B < 1 ||
+        B > 65536 || base < 32 || base > 1024 || period < 2)
+        fail("%s can't be used: batch %d, width %d, max_period %d, %d x %d images from %d to %d channels",
+             path, B, base, period, H, W, C_in, C_out);
     Config* c = &file->config;
     c->num_channels = base, c->in_channels = C_in, c->image_size = H, c->max_period = period,
     c->batch_size = B;
@@ -4093,24 +4061,23 @@ void Metrics::close() {
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<std::vector<size_t>> edits(a.size() + 1, std::vector<size_t>(b.size() + 1));  // of beginnings
-    for (size_t i = 0; i <= a.size(); i++)
-        for (size_t j = 0; j <= b.size(); j++) {
-            edits[i][j] = i + j;
-            if (i && j)
-                edits[i][j] = std::min(
-                    {edits[i - 1][j - 1] + (a[i - 1] != b[j - 1]), edits[i - 1][j] + 1, edits[i][j - 1] + 1});
+    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
+    std::iota(edits.begin(), edits.end(), 0);
+    for (char letter : a) {
+        size_t replaced = edits[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
+            replaced = std::exchange(edits[j], best);
         }
-    return edits[a.size()][b.size()];
+    }
+    return edits.back();
 }
 
 // The name in a table (FLAGS, PRESETS) that `name` resembles most.
 template <typename Entry, size_t N>
 static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    const Entry* best = table;
-    for (const Entry& entry : table)
-        if (edit_distance(name, entry.name) < edit_distance(name, best->name)) best = &entry;
-    return best->name;
+    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
+    return std::ranges::min_element(table, {}, distance)->name;
 }
 
 static void print_help() {
@@ -4174,12 +4141,6 @@ static const Flag& known_flag(const std::string& name) {
     if (const Flag* flag = find_flag(name)) return *flag;
     fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
                nearest(FLAGS, name.substr(0, 64)));
-}
-
-// Without the blanks around it.
-static std::string trimmed(const std::string& line) {
-    size_t first = line.find_first_not_of(" \t\r");
-    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
 }
 
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
@@ -4725,23 +4686,17 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
 
 // Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
 // the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
-// and the kernel do, or timeout: only Ctrl-C or SIGTERM a second or more after the first ends at once.
+// and the kernel do, or timeout: only a second later another Ctrl-C or SIGTERM ends at once.
 static void request_stop(int signal_number) {
-    static std::atomic<int64_t> first_asked{0};  // milliseconds
     stop_requested = 1;
-    if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
-    int64_t ms = (int64_t)(1e3 * seconds_now()), first = 0;
-    if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
-    signal(signal_number, SIG_DFL);
-    raise(signal_number);
+    if (signal_number == SIGINT || signal_number == SIGTERM) alarm(1);
 }
+static void end_at_the_next(int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); }
 
 static void handle_signals() {
-    struct sigaction action = {}, before;
-    action.sa_handler = request_stop, action.sa_flags = SA_RESTART;
-    for (int number : {SIGINT, SIGTERM, SIGPIPE}) sigaction(number, &action, nullptr);
-    sigaction(SIGHUP, nullptr, &before);
-    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // as nohup asks
+    for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
+    if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
+    signal(SIGALRM, end_at_the_next);
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 
