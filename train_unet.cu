@@ -2593,7 +2593,6 @@ struct Trainer {
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
-    double peak = 0;                // TFLOP/s of the device at the most; 0: not known
     bool had_ended = false;         // the run that is resumed, at its last step
     long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
     long begun = 0;                 // steps given to the device
@@ -3028,6 +3027,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
            tflops =
                1e-9 * training_flops(t->model.plan) * c.batch_size / ms;  // of the model's own operations
+    static const double peak = backend_peak();
     std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
     pace->logged = t->step, pace->log_start = now;
     printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
@@ -3037,13 +3037,12 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
              "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
              "\"skipped\": %d, \"loss_quartiles\": %s}\n",
              t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
-             t->peak ? text(", \"mfu\": %.4f", tflops / t->peak).c_str() : "",
-             1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+             peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "", 1e-9 * (double)memory_of(t->model),
+             t->history.skipped, take_quartiles(t).c_str()));
 }
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    t->peak = backend_peak();
     t->saved = t->step;
     auto due = [&](int every) { return every && t->step % every == 0; };
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
@@ -3489,11 +3488,7 @@ static void make_folder(const std::string& path) {
 // Removes the temporary files that killed processes left in a folder. A live Writer holds a lock on its own.
 static void remove_stale_temporaries(const std::string& folder) {
     for (const std::string& name : list_folder(folder, &ignored)) {
-        int end = 0;
-        size_t mark = name.rfind(".unet-");
-        if (mark == std::string::npos) continue;
-        sscanf(&name[mark], ".unet-%*d-%*d.tmp%n", &end);
-        if (!end || name[mark + end]) continue;
+        if (name.find(".unet-") == std::string::npos || !name.ends_with(".tmp")) continue;
         int file = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (file < 0) continue;
         if (!flock(file, LOCK_EX | LOCK_NB)) unlink((folder + name).c_str());
@@ -3507,24 +3502,21 @@ struct Writer {
     FILE* file = nullptr;
     uint32_t crc = 0;
     explicit Writer(const std::string& name) : path(name) {
-        struct stat info;
         fs::path target = fs::canonical(name, ignored);  // behind a link, where there is something
         if (!target.empty()) path = target;
-        if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
+        if (!target.empty() && !fs::is_regular_file(target, ignored))
             fail("can't write %s: it is not a regular file", name.c_str());
         folder = path.substr(0, path.rfind('/') + 1);
         if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
-        static int number = 0;
-        bool removed = true;  // as stale, before it was locked
-        while (removed) {
-            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+        for (int number = 1; !file; number++) {
+            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
             file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
-            if (!file && errno == EEXIST) continue;
-            if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
-            removed = !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink;
-            if (removed) fclose(file);
+            if (!file && errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
+            struct stat info;  // 0 links: removed as stale, before it was locked
+            if (file && !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink)
+                fclose(std::exchange(file, nullptr));
         }
     }
     Writer(const Writer&) = delete;
@@ -4402,19 +4394,16 @@ static void check_given(const Config& config, const std::vector<GivenFlag>& give
     fail("%s%s", g && !g->origin.empty() ? (g->origin + ": ").c_str() : "", why.c_str());
 }
 
-static uint64_t parse_seed(const std::string& digits) {
-    char* end;
-    uint64_t seed = strtoull(digits.c_str(), &end, 10);
-    return isdigit((unsigned char)digits[0]) && !*end ? seed : UINT64_MAX;
-}
-
 // The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
 static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
     std::vector<uint32_t> numbers;
     for (const std::string& range : split(list, ',')) {
-        std::vector<std::string> ends = split(range, '-');
-        uint64_t first = parse_seed(ends.front()), last = parse_seed(ends.back());
-        if (ends.size() > 2 || first > last || last > most)
+        char digits[2][11] = {};  // no number has more
+        int read = 0,
+            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
+        uint64_t first = strtoull(digits[0], nullptr, 10),
+                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        if (ends < 1 || range[read] || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
