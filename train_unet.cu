@@ -3622,23 +3622,18 @@ static Dataset read_images(const std::string& path, const Config& c) {
     data.count = N, data.size = H, data.channels = C;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
-    if (version) {
-        data.bytes.resize(count);
-        in.read(data.bytes.data(), count);
-    } else {
-        data.floats.resize(count);
-        in.read(data.floats.data(), count * sizeof(float));
-        for (float value : data.floats)
-            if (!(value >= -1.001f && value <= 1.001f))
-                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
-    }
-    if (classes) {
-        data.labels.resize(N);
-        in.read(data.labels.data(), N * sizeof(int));
-        for (int label : data.labels)
-            if (label < 0 || label >= classes)
-                fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
-    }
+    data.bytes.resize(version ? count : 0);
+    in.read(data.bytes.data(), data.bytes.size());
+    data.floats.resize(version ? 0 : count);
+    in.read(data.floats.data(), data.floats.size() * sizeof(float));
+    for (float value : data.floats)
+        if (!(value >= -1.001f && value <= 1.001f))
+            fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
+    data.labels.resize(classes ? N : 0);
+    in.read(data.labels.data(), data.labels.size() * sizeof(int));
+    for (int label : data.labels)
+        if (label < 0 || label >= classes)
+            fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
     if (c.class_cond && (!classes || classes > c.num_classes))
         fail("%s has %d classes and the model %d; see prepare_data.py --labels", name, classes,
              c.num_classes);
@@ -3943,34 +3938,28 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
     out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
-// pixels (height, width, channels): grey, grey and alpha, RGB, or RGBA. They are stored, not compressed (PNG
-// specification, RFC 1950 and 1951): no library is needed, and any viewer reads it. Each line is a chunk or
-// more of its own, so that neither the length of a chunk nor memory for a copy of all limits the picture.
-static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int width, int height) {
-    size_t line_bytes = pixels.size() / height;
-    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[line_bytes / width - 1], 0, 0, 0};
-    std::string data = "\x78\x01";
+// lines (height, 1 + width * channels): a 0 (no filter) and the pixels, grey, grey and alpha, RGB, or RGBA.
+// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any viewer
+// reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
+static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
+    int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
+    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0};
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
     write_png_chunk(
         &out, "IHDR",
         big_endian((uint32_t)width) + big_endian((uint32_t)height) + std::string(depth_and_type, 5));
+    write_png_chunk(&out, "IDAT", "\x78\x01");
     uint32_t a = 1, b = 0;  // Adler-32
-    for (int y = 0; y < height; y++) {
-        std::string line(1, '\0');  // no filter
-        line.append((const char*)pixels.data() + y * line_bytes, line_bytes);
-        for (char value : line) a = (a + (uint8_t)value) % 65521, b = (b + a) % 65521;
-        for (size_t start = 0; start < line.size(); start += 65535) {
-            size_t bytes = std::min((size_t)65535, line.size() - start);
-            bool last = y == height - 1 && start + bytes == line.size();
-            data += (char)last;
-            for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
-            data.append(line, start, bytes);
-            if (last) data += big_endian(b << 16 | a);
-            write_png_chunk(&out, "IDAT", data);
-            data.clear();
-        }
+    for (uint8_t value : lines) a = (a + value) % 65521, b = (b + a) % 65521;
+    for (size_t start = 0; start < lines.size(); start += 65535) {
+        size_t bytes = std::min((size_t)65535, lines.size() - start);
+        std::string block(1, (char)(start + bytes == lines.size()));  // whether it is the last
+        for (size_t value : {bytes, ~bytes}) block += (char)value, block += (char)(value >> 8);
+        block.append((const char*)&lines[start], bytes);
+        write_png_chunk(&out, "IDAT", block);
     }
+    write_png_chunk(&out, "IDAT", big_endian(b << 16 | a));
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
@@ -3982,17 +3971,19 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
-    std::vector<uint8_t> pixels((size_t)width * height * C, 255);
+    size_t pitch = 1 + (size_t)width * C;
+    std::vector<uint8_t> lines(pitch * height, 255);
+    for (int y = 0; y < height; y++) lines[y * pitch] = 0;
     for (size_t i = 0; i < (size_t)N * H * H; i++) {
         size_t n = i / H / H, row = n / columns * (H + gap) + gap + i / H % H,
                column = n % columns * (H + gap) + gap + i % H;
         for (int k = 0; k < C; k++) {
             float value = pictures[i * PIXEL + k];
             value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
-            pixels[(row * width + column) * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
+            lines[row * pitch + 1 + column * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
         }
     }
-    write_png(path, pixels, width, height);
+    write_png(path, lines, width, height);
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
