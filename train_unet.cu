@@ -315,11 +315,9 @@ static void check_config(const Config& c) {
         int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
         if (width > 8192)
             fail("--channel_mult %d makes a level %d wide; 8192 is the most", c.channel_mult[i], width);
-        if (width % c.norm_groups)
-            fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
-        if (width / c.norm_groups < 2)
-            fail("--norm_groups %d leaves one channel a group, without time embedding; use --norm_groups %d",
-                 c.norm_groups, width / 4);
+        if (width % c.norm_groups || width / c.norm_groups < 2)
+            fail("--norm_groups %d must part level %d's %d channels by 2 or more, for the time embedding",
+                 c.norm_groups, i + 1, width);
         bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
         if (attention && size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
@@ -2569,6 +2567,7 @@ struct Metrics {
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
+    ~Metrics();  // after a last attempt at what the file lacks
 };
 
 static volatile sig_atomic_t stop_requested = 0;
@@ -2622,10 +2621,7 @@ static void prepare_steps(Trainer* t) {
     size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
     t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
     if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
-    if (t->pixels.on_host)
-        memcpy(t->pixels.as<char>(), pixels, bytes);
-    else
-        backend_upload(t->pixels.as<char>(), pixels, bytes);
+    backend_upload(t->pixels.as<char>(), pixels, bytes);
     pixels = t->pixels.as<char>();
 #endif
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
@@ -2633,8 +2629,7 @@ static void prepare_steps(Trainer* t) {
     t->order = Memory(order_bytes, false), t->host_order = Memory(order_bytes, true);
     t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
     if (!t->order.data || !t->host_order.data || !t->results.data)
-        fail("could not allocate %s for the order of the images",
-             human_bytes(2.0 * (double)order_bytes).c_str());
+        fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
@@ -2744,11 +2739,9 @@ static double validation_loss(Trainer* t) {
     use_weights(m, chosen_weights(m));
     for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
         int B = std::min(most, t->validation.count - first);
-        for (int b = 0; b < B; b++) {
-            for (size_t e = 0; e < elements; e++)
-                images[b * elements + e] = t->validation.value((first + b) * elements + e);
+        for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
+        for (int b = 0; b < B; b++)
             timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
-        }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
@@ -3045,6 +3038,7 @@ static const Preset PRESETS[] = {
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
+static bool begins_group(const Flag& flag) { return &flag == FLAGS || flag.group != (&flag)[-1].group; }
 
 static const Flag* find_flag(const std::string& name) {
     auto flag = std::ranges::find(FLAGS, name, &Flag::name);
@@ -3054,17 +3048,10 @@ static const Flag* find_flag(const std::string& name) {
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
-// Its i-th number, and setting it. No flag takes a number below 0.
+// Its i-th number. No flag takes one below 0.
 static double number_of(const Config& config, const Flag& flag, int i) {
     const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
     return flag.kind == FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
-}
-static void set_number(Config* config, const Flag& flag, int i, double number) {
-    char* at = (char*)config + flag.offset + i * sizeof(int32_t);
-    if (flag.kind == FLOAT)
-        *(float*)at = (float)number;
-    else
-        *(uint32_t*)at = (uint32_t)number;
 }
 
 static std::vector<std::string> split(const std::string& whole, char mark) {
@@ -3139,7 +3126,9 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        set_number(config, flag, (int)i, number);
+        float real = (float)number;
+        uint32_t whole = (uint32_t)number;
+        memcpy(target + i * sizeof whole, flag.kind == FLOAT ? (void*)&real : &whole, sizeof whole);
     }
 }
 
@@ -3229,13 +3218,11 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
 
 // A path as a word for the shell.
 static std::string shell_word(const std::string& path) {
-    bool plain = !path.empty();
-    std::string quoted;
-    for (char c : path) {
-        plain &= isalnum((unsigned char)c) || strchr("/._-+,=:@%", c);
-        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    }
-    return plain ? path : "'" + quoted + "'";
+    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
+    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    std::string quoted = "'";
+    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return quoted + "'";
 }
 
 namespace fs = std::filesystem;
@@ -3459,9 +3446,8 @@ struct WeightsFile {
     History history = History();
     std::vector<Section> sections;
     const Section* find(const char* name) const {
-        for (const Section& s : sections)
-            if (s.name == name) return &s;
-        return nullptr;
+        auto at = std::ranges::find(sections, name, &Section::name);
+        return at == sections.end() ? nullptr : &*at;
     }
 };
 
@@ -3587,8 +3573,6 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
 
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
-    if (fs::is_directory(path, ignored))
-        fail("%s is a folder; name one of its checkpoints, or the folder with --resume", name);
     Reader in(path);
     WeightsFile file;
     file.path = path, file.config = default_config();
@@ -3704,8 +3688,6 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 
 // The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
-    if (file_exists(folder) && !fs::is_directory(folder, ignored))
-        fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
         WeightsFile file;
@@ -3821,11 +3803,12 @@ static void add_metrics(Metrics* m, const std::string& lines) {
     waiting.erase(0, written), m->end += (off_t)written;
 }
 
-static void close_metrics(Metrics* m) {
-    add_metrics(m, "");
-    if (long lost = std::count(m->waiting.begin(), m->waiting.end(), '\n'))
-        note(m->path + " lacks " + counted(lost, "line"));
-    close(m->file);
+inline Metrics::~Metrics() {
+    if (file < 0) return;
+    add_metrics(this, "");
+    if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
+        note(path + " lacks " + counted(lost, "line"));
+    close(file);
 }
 
 // ===========================================================================================================
@@ -3863,15 +3846,12 @@ static void print_help() {
         "  ./train_unet --resume              continue\n"
         "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
         "Flags are written --name value or --name=value.\n");
-    for (int group = 0; group <= OTHER; group++) {
-        printf("\n%s\n", GROUP_TITLES[group]);
-        for (const Flag& flag : FLAGS) {
-            if (flag.group != group) continue;
-            std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-            std::string standard =
-                *flag.standard && flag.kind != BOOL ? text(" (default %s)", flag.standard) : "";
-            printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
-        }
+    for (const Flag& flag : FLAGS) {
+        if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
+        std::string standard =
+            *flag.standard && flag.kind != BOOL ? text(" (default %s)", flag.standard) : "";
+        printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
     }
     printf("\nPresets\n");
     for (const Preset& preset : PRESETS)
@@ -3958,11 +3938,10 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
 static std::string config_text(const Config& config) {
     std::string lines =
         "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
-    for (int group = 0; group < OTHER; group++) {
-        lines += text("\n# %s\n", GROUP_TITLES[group]);
-        for (const Flag& flag : FLAGS)
-            if (flag.group == group && is_setting(flag) && !is_named(flag, "preset"))
-                lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
+    for (const Flag& flag : FLAGS) {
+        if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
+        if (is_setting(flag) && !is_named(flag, "preset"))
+            lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
 }
@@ -4458,14 +4437,12 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
 
 // ---- the loop ---------------------------------------------------------------------------------------------
 
-// Where no checkpoint can be written, the run ends, after a last attempt at what the log lacks.
+// Where no checkpoint can be written, the run ends.
 static void save(Trainer* t) {
     const Config& c = t->model.config;
-    std::string path = checkpoint_path(c.out_dir, t->step);
-    std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
-    if (!why.empty()) close_metrics(&t->metrics), fail("%s", why.c_str());
+    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
     t->saved = t->step;
-    why = failure_of([&] {
+    std::string why = failure_of([&] {
         // up to this step: later ones are damaged, or --resume would not have passed over them
         int newest = 0;
         for (long step : list_checkpoints(c.out_dir))
@@ -4557,7 +4534,6 @@ static long next_pause(const Trainer& t) {
 
 // A loss or gradient that is not finite ends the run, with what to do about it.
 static void give_up(Trainer* t, const StepState& result) {
-    close_metrics(&t->metrics);
     std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
                 advice = "the weights before it are " + saved + ": resume from there";
     if (!t->saved) advice = "nothing was saved before it: start again";
@@ -4598,8 +4574,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops =
-               1e-9 * training_flops(t->model.plan) * c.batch_size / ms;  // of the model's own operations
+           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
     static const double peak = backend_peak();
     std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
     pace->logged = t->step, pace->log_start = now;
@@ -4643,7 +4618,6 @@ static void train(Trainer* t) {
     if (isatty(1)) printf("\r\033[K");
     if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
     if (t->sampled != t->step && !stop_requested) save_samples(t);
-    close_metrics(&t->metrics);
     print_summary(*t, pace.first, seconds);
 }
 
