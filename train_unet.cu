@@ -3103,7 +3103,8 @@ static double parse_choice(const Flag& flag, const std::string& value) {
 static void check_path(const Flag& flag, const std::string& value) {
     if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
     if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-    if (value != trimmed(value) || value.starts_with('"') || value.find_first_of("\r\n") != std::string::npos)
+    if (value != trimmed(value) || value.starts_with('"') ||
+        value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
         fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
                    flag.name);
 }
@@ -3453,13 +3454,9 @@ struct WeightsFile {
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
-struct Array {
-    const char* section;
-    float* parameters;
-};
-static std::vector<Array> arrays_of(const Model& m) {
+static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
     float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v};
-    std::vector<Array> arrays;
+    std::vector<std::pair<const char*, float*>> arrays;
     for (int i = 0; i < MAX_EMAS + 3; i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
@@ -3563,8 +3560,6 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
         std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
         in->seek(s->offset);
         in->read(&value[0], value.size());
-        if (strlen(value.c_str()) < value.size())
-            fail("%s is damaged: its section %s names no file", file->path.c_str(), name);
         std::string why = failure_of([&] { set_flag(&file->config, *find_flag(name), value); });
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
@@ -3652,14 +3647,14 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
         memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
     };
-    for (const Array& a : arrays_of(m)) declare(a.section, m.plan.num_parameters * sizeof(float));
+    for (auto [section, _] : arrays_of(m)) declare(section, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
     for (const char* name : TEXT_SECTIONS)
         if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
-    for (const Array& a : arrays_of(m)) write_parameters(&out, a.parameters, m.plan);
+    for (auto [_, parameters] : arrays_of(m)) write_parameters(&out, parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
     for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, *find_flag(name)));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
@@ -4379,23 +4374,21 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     return file;
 }
 
-// Refuses a folder whose checkpoints are not those that this run was configured with: none, if it is new.
-static void refuse_other_run(const Trainer& t) {
-    const char* folder = t.model.config.out_dir;
-    std::vector<long> there = list_checkpoints(folder);
-    if (there != t.checkpoints)
-        fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
-             folder, there.empty() ? 0 : there[0]);
-}
-
+// Locks the run's folder. Its checkpoints must be those that the run was configured with: none, if it is new.
 static void lock_folder(Trainer* t) {
     const char* folder = t->model.config.out_dir;
     make_folder(folder);
     t->folder = open(folder, O_RDONLY | O_CLOEXEC);
-    if (t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB)) return;
-    if (t->folder >= 0 && errno == EWOULDBLOCK)
+    bool locked = t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB);
+    if (!locked && t->folder >= 0 && errno == EWOULDBLOCK)
         fail("another process is training in %s; name another folder with --out_dir", folder);
-    note(text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+    if (!locked)
+        note(
+            text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+    std::vector<long> there = list_checkpoints(folder);
+    if (there != t->checkpoints)
+        fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
+             folder, there.empty() ? 0 : there[0]);
 }
 
 // The weights that a run starts from: fresh ones, a file's, or with all that belongs to them a checkpoint's.
@@ -4406,11 +4399,11 @@ static void load_start(Trainer* t, const WeightsFile& file) {
         read_parameters(m->master, file, "weights", m->plan);
         return start_from_master(m);
     }
-    for (const Array& a : arrays_of(*m)) {
-        if (!file.find(a.section))
+    for (auto [section, parameters] : arrays_of(*m)) {
+        if (!file.find(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                 file.path.c_str(), a.section);
-        read_parameters(a.parameters, file, a.section, m->plan);
+                 file.path.c_str(), section);
+        read_parameters(parameters, file, section, m->plan);
     }
     use_weights(m, m->master);
 }
@@ -4418,13 +4411,11 @@ static void load_start(Trainer* t, const WeightsFile& file) {
 // Everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t, const WeightsFile& file) {
     const Config& c = t->model.config;
-    refuse_other_run(*t);
     check_memory(t->model, c.num_samples, "lower --num_samples");
     wanted_classes(c);
     t->images = read_images(c.data_file, c);
     if (*c.val_file) t->validation = read_images(c.val_file, c);
     lock_folder(t);
-    refuse_other_run(*t);
     allocate_model(&t->model);
     upload_schedule(&t->model);
     load_start(t, file);
