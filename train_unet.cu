@@ -4142,15 +4142,6 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
-// check_config, whose sentence names the line of a --config file or the preset that its first flag is from.
-static void check_given(const Config& config, const std::vector<GivenFlag>& given) {
-    std::string why = failure_of([&] { check_config(config); });
-    if (why.empty()) return;
-    size_t name = std::min(why.find("--") + 2, why.size());
-    const GivenFlag* g = was_given(given, why.substr(name, why.find_first_of(" ;", name) - name).c_str());
-    fail("%s%s", g && !g->origin.empty() ? (g->origin + ": ").c_str() : "", why.c_str());
-}
-
 // The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
 static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
     std::vector<uint32_t> numbers;
@@ -4256,7 +4247,7 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                   : newest_checkpoint(run_folder(config), otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    check_given(config, given);
+    check_config(config);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file->find(section))
@@ -4367,7 +4358,7 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         take_model(&config, given, file);
     }
     if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
-    check_given(config, given);
+    check_config(config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     t->model = plan_model(config, microbatch_of(config), true);
