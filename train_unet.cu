@@ -2812,9 +2812,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
     int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
-    auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
-        return columns > 1 ? column * last / (columns - 1) : last;
-    };
     std::vector<SamplerStep> calls = make_sampler(c);
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
@@ -2844,8 +2841,9 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             run(UpdatePictures<floatX>{drawing, s});
             progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
+            int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
-                for (int b = 0; b < B && step == step_of(column); b++)
+                for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
                     backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
                                      saved + (size_t)b * elements, elements * sizeof(float));
             step++;
@@ -3868,15 +3866,14 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
 
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
-    for (const Preset& preset : PRESETS) {
-        if (name != preset.name) continue;
-        std::vector<std::string> words = split(preset.flags, ' ');
-        for (size_t i = 0; i + 1 < words.size(); i += 2)
-            given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
-        return given;
-    }
-    fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-               nearest(PRESETS, name.substr(0, 64)));
+    auto preset = std::ranges::find(PRESETS, name, &Preset::name);
+    if (preset == std::end(PRESETS))
+        fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
+                   nearest(PRESETS, name.substr(0, 64)));
+    std::vector<std::string> words = split(preset->flags, ' ');
+    for (size_t i = 0; i + 1 < words.size(); i += 2)
+        given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
+    return given;
 }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
