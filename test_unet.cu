@@ -2733,11 +2733,12 @@ static void test_valid_files(std::vector<Victim>* victims) {
     fprintf(f, "{\"step\": 2, \"lo");
     fclose(f);
     Best best;
-    Metrics log;
-    log.read(metrics, 10, &best);
-    log.open();
-    log.add("{\"step\": 11, \"loss\": 0.2}\n");
-    log.close();
+    {
+        Metrics log;
+        read_metrics(&log, metrics, 10, &best);
+        open_metrics(&log);
+        add_metrics(&log, "{\"step\": 11, \"loss\": 0.2}\n");
+    }
     kept = file_text(metrics);
     report(kept == before + "{\"step\": 11, \"loss\": 0.2}\n" && best.step == 8 && best.loss == 0.25,
            "metrics on resume", "%zu bytes kept, best validation loss known", kept.size());

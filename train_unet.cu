@@ -48,11 +48,10 @@
 //   5  PLAN AND WALK: plan; walk
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
-//        the loop
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
-//        to a run
+//        to a run; the loop; main
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
 //        linear layers, 1x1 and 3x3 convolutions; group norm + SiLU; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -73,7 +72,6 @@
 #include <cstring>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -319,11 +317,9 @@ static void check_config(const Config& c) {
         int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
         if (width > 8192)
             fail("--channel_mult %d makes a level %d wide; 8192 is the most", c.channel_mult[i], width);
-        if (width % c.norm_groups)
-            fail("--norm_groups %d does not divide level %d's %d channels", c.norm_groups, i + 1, width);
-        if (width / c.norm_groups < 2)
-            fail("--norm_groups %d leaves one channel a group, without time embedding; use --norm_groups %d",
-                 c.norm_groups, width / 4);
+        if (width % c.norm_groups || width / c.norm_groups < 2)
+            fail("--norm_groups %d must part level %d's %d channels by 2 or more, for the time embedding",
+                 c.norm_groups, i + 1, width);
         bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
         if (attention && size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
@@ -348,10 +344,8 @@ static void check_config(const Config& c) {
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
-        fail(
-            "--diffusion_steps %d is too few for a linear schedule: its last beta is %.3g; use 21 or more, "
-            "or cosine",
-            c.diffusion_steps, 20.0 / c.diffusion_steps);
+        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
+             c.diffusion_steps);
     if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
         fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
@@ -2734,13 +2728,7 @@ struct Metrics {
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
-
-    // On resume, lines of steps that are about to be done again are dropped; the others tell the best
-    // validation loss so far. Nothing is written before open().
-    void read(const std::string& name, long resumed_step, Best* best);
-    void open();
-    void add(const std::string& lines);
-    void close();
+    ~Metrics();  // after a last attempt at what the file lacks
 };
 
 static volatile sig_atomic_t stop_requested = 0;
@@ -2757,7 +2745,6 @@ struct Trainer {
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
-    double peak = 0;                // TFLOP/s of the device at the most; 0: not known
     bool had_ended = false;         // the run that is resumed, at its last step
     long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
     long begun = 0;                 // steps given to the device
@@ -2798,10 +2785,7 @@ static void prepare_steps(Trainer* t) {
     size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
     t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
     if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
-    if (t->pixels.on_host)
-        memcpy(t->pixels.as<char>(), pixels, bytes);
-    else
-        backend_upload(t->pixels.as<char>(), pixels, bytes);
+    backend_upload(t->pixels.as<char>(), pixels, bytes);
     pixels = t->pixels.as<char>();
 #endif
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
@@ -2809,8 +2793,7 @@ static void prepare_steps(Trainer* t) {
     t->order = Memory(order_bytes, false), t->host_order = Memory(order_bytes, true);
     t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
     if (!t->order.data || !t->host_order.data || !t->results.data)
-        fail("could not allocate %s for the order of the images",
-             human_bytes(2.0 * (double)order_bytes).c_str());
+        fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
@@ -2928,11 +2911,9 @@ static double validation_loss(Trainer* t) {
     use_weights(m, chosen_weights(m));
     for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
         int B = std::min(most, t->validation.count - first);
-        for (int b = 0; b < B; b++) {
-            for (size_t e = 0; e < elements; e++)
-                images[b * elements + e] = t->validation.value((first + b) * elements + e);
+        for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
+        for (int b = 0; b < B; b++)
             timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
-        }
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
@@ -3003,9 +2984,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                           bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
     const Config& c = m->config;
     int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
-    auto step_of = [last = sampler_steps(c) - 1, columns](int column) {  // that a column of the strip shows
-        return columns > 1 ? column * last / (columns - 1) : last;
-    };
     std::vector<SamplerStep> calls = make_sampler(c);
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
@@ -3035,8 +3013,9 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             run(UpdatePictures<floatX>{drawing, s});
             progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
+            int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
-                for (int b = 0; b < B && step == step_of(column); b++)
+                for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
                     backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
                                      saved + (size_t)b * elements, elements * sizeof(float));
             step++;
@@ -3045,223 +3024,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     }
     use_weights(m, m->master);
     return !stop_requested;
-}
-
-// ---- the loop ---------------------------------------------------------------------------------------------
-
-// Of FILES and COMMAND LINE, what the loop calls.
-static bool file_exists(const std::string& path);
-static std::string shell_word(const std::string& path);
-static std::string json_number(double value);
-static std::string checkpoint_path(const std::string& folder, long step);
-static std::vector<long> list_checkpoints(const std::string& folder);
-static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
-                             const History& history);
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns = 0, int gap = 2);
-static std::vector<uint32_t> wanted_classes(const Config& c);
-
-// Where no checkpoint can be written, the run ends, after a last attempt at what the log lacks.
-static void save(Trainer* t) {
-    const Config& c = t->model.config;
-    std::string path = checkpoint_path(c.out_dir, t->step);
-    std::string why = failure_of([&] { write_checkpoint(path, t->model, t->step, t->smoothed, t->history); });
-    if (!why.empty()) t->metrics.close(), fail("%s", why.c_str());
-    t->saved = t->step;
-    why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
-}
-
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
-}
-
-// A grid that can't be written is no reason to end a run.
-static void save_samples(Trainer* t) {
-    const Config& c = t->model.config;
-    t->sampled = t->step;
-    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
-    std::vector<float> pictures;
-    double start = seconds_now();
-    auto begins = begin_with(consecutive(c.seed, c.num_samples));
-    int columns = set_classes(&begins, wanted_classes(c));
-    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
-    std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
-    if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
-    if (long broken = count_broken(pictures, c.num_samples))
-        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
-}
-
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) {
-        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
-    return "[" + list + "]";
-}
-
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
-static void print_summary(const Trainer& t, long first, double seconds) {
-    const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
-    long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1) {
-        double ms = 1e3 * seconds / (steps - 1);
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
-               c.batch_size * 1e3 / ms);
-    }
-    printf("\n");
-    if (t.best.step >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
-               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
-    say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s", samples.c_str());
-    say("metrics:    %s/metrics.jsonl", c.out_dir);
-    say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
-    std::string more;
-    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
-    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
-        more += " --lr_schedule constant";  // the schedule has come to its end
-    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
-}
-
-static void validate(Trainer* t) {
-    double loss = validation_loss(t);
-    if (stop_requested) return;
-    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
-    t->best.update(loss, t->step);
-}
-
-// The step up to which the device can be kept busy: after it the host works with the weights.
-static long next_pause(const Trainer& t) {
-    const Config& c = t.model.config;
-    long next = c.steps;
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) next = std::min(next, (t.step / every + 1) * every);
-    return next;
-}
-
-// A loss or gradient that is not finite ends the run, with what to do about it.
-static void give_up(Trainer* t, const StepState& result) {
-    t->metrics.close();
-    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
-                advice = "the weights before it are " + saved + ": resume from there";
-    if (!t->saved) advice = "nothing was saved before it: start again";
-    if (t->saved && t->saved == t->step)
-        advice = "the weights of " + saved + " lead to it: resume from an older one";
-    fail("the %s became %s in step %ld; %s with a lower --lr",
-         std::isfinite(result.loss) ? "gradient" : "loss",
-         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
-}
-
-// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
-struct Pace {
-    long first;                    // the step that the run began after
-    long counted = first;          // the step that `start` belongs to: the first does not count
-    long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // of the steps that count
-    double log_start = start;      // of those since that line
-    double shown = start;          // when a line of either kind was printed
-    double rate = 0;               // steps a second
-    void step(long n, double now) {
-        // the first step, in which much is set up, counts only while there is no other
-        rate = (double)(n - counted) / (now - start);
-        if (n == first + 1) counted = n, start = now;
-    }
-    void pause(double seconds) { start += seconds, log_start += seconds; }
-};
-
-static void log_step(Trainer* t, const StepState& result, const Pace& pace, double now) {
-    const Config& c = t->model.config;
-    double ms = 1e3 * (now - pace.log_start) / (double)(t->step - pace.logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops =
-               1e-9 * training_flops(t->model.plan) * c.batch_size / ms;  // of the model's own operations
-    std::string to_go = human_time((double)(c.steps - t->step) / pace.rate);
-    printf(
-        "%sstep %ld/%d | loss %.5f | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | "
-        "ETA %s%s\n",
-        isatty(1) ? "\r\033[K" : "", t->step, c.steps, result.loss, (double)t->smoothed, result.norm, lr, ms,
-        images_per_s, to_go.c_str(),
-        t->history.skipped ? text(" | %d skipped", t->history.skipped).c_str() : "");
-    t->metrics.add(
-        text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-             "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-             "\"skipped\": %d, \"loss_quartiles\": %s}\n",
-             t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
-             t->peak ? text(", \"mfu\": %.4f", tflops / t->peak).c_str() : "",
-             1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
-}
-
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepState& result, Pace* pace) {
-    const Config& c = t->model.config;
-    double now = seconds_now();
-    pace->step(t->step, now);
-    bool logs = t->step % c.log_every == 0 || t->step == pace->first + 1 || t->step == c.steps ||
-                now - pace->log_start > 30;
-    if (logs) {
-        log_step(t, result, *pace, now);
-        pace->logged = t->step, pace->log_start = now;
-    } else if (isatty(1) && now - pace->shown > 1) {
-        printf("\r\033[Kstep %ld/%d | loss %.5f | ETA %s", t->step, c.steps, result.loss,
-               human_time((double)(c.steps - t->step) / pace->rate).c_str());
-    } else {
-        return;
-    }
-    pace->shown = now;
-    fflush(stdout);
-}
-
-static void train(Trainer* t) {
-    const Config& c = t->model.config;
-    t->peak = backend_peak();
-    t->saved = t->step;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
-        if (t->validation.count && (ended || due(c.val_every)) && t->best.last != t->step) validate(t);
-        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
-        fflush(stdout);
-    }
-    Pace pace = {t->step};
-    while (t->step < c.steps && !stop_requested) {
-        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepState result = await_step(t);
-        if (!result.finite) give_up(t, result);
-        show_step(t, result, &pace);
-        double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
-        fflush(stdout);
-        pace.pause(seconds_now() - paused);
-    }
-    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - pace.start;
-    if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (t->sampled != t->step && !stop_requested) save_samples(t);
-    t->metrics.close();
-    print_summary(*t, pace.first, seconds);
 }
 
 // ===========================================================================================================
@@ -3441,10 +3203,9 @@ static const Preset PRESETS[] = {
      "--image_size 32 --channel_mult 1,2,2 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
      "--lr_schedule cosine --warmup_steps 500"},
     {"fashion32",
-     "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 --cond_drop_prob "
-     "0.1 "
-     "--guidance_scale 2 --predict v --noise_schedule cosine --flip 1 --batch_size 128 --lr 3e-4 "
-     "--lr_schedule cosine --warmup_steps 500"},
+     "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
+     "--cond_drop_prob 0.1 --guidance_scale 2 --predict v --noise_schedule cosine --flip 1 "
+     "--batch_size 128 --lr 3e-4 --lr_schedule cosine --warmup_steps 500"},
     {"unet64", ""},
     {"large64",
      "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
@@ -3454,27 +3215,20 @@ static const Preset PRESETS[] = {
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
+static bool begins_group(const Flag& flag) { return &flag == FLAGS || flag.group != (&flag)[-1].group; }
 
 static const Flag* find_flag(const std::string& name) {
-    for (const Flag& flag : FLAGS)
-        if (is_named(flag, name)) return &flag;
-    return nullptr;
+    auto flag = std::ranges::find(FLAGS, name, &Flag::name);
+    return flag == std::end(FLAGS) ? nullptr : flag;
 }
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
-// Its i-th number, and setting it. No flag takes a number below 0.
+// Its i-th number. No flag takes one below 0.
 static double number_of(const Config& config, const Flag& flag, int i) {
     const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
     return flag.kind == FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
-}
-static void set_number(Config* config, const Flag& flag, int i, double number) {
-    char* at = (char*)config + flag.offset + i * sizeof(int32_t);
-    if (flag.kind == FLOAT)
-        *(float*)at = (float)number;
-    else
-        *(uint32_t*)at = (uint32_t)number;
 }
 
 static std::vector<std::string> split(const std::string& whole, char mark) {
@@ -3484,6 +3238,12 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
         parts.push_back(whole.substr(start, end - start));
     }
     return parts;
+}
+
+// Without the blanks around it.
+static std::string trimmed(const std::string& line) {
+    size_t first = line.find_first_not_of(" \t\r");
+    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
 }
 
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
@@ -3500,12 +3260,9 @@ static double parse_number(const Flag& flag, const std::string& value) {
     char* end;
     double number = strtod(value.c_str(), &end);
     bool real = flag.kind == FLOAT, whole = real || number == floor(number);
-    if (value.empty() || *end || !std::isfinite(number) || !whole)
-        fail_usage("--%s needs %s, not '%s'", flag.name, real ? "a number" : "a whole number", value.c_str());
-    if (real && number != 0 && fabs(number) < FLT_MIN)
-        fail_usage("--%s %s is too close to 0; a float's least is 1.2e-38", flag.name, value.c_str());
-    if (!in_range(flag, number))
-        fail_usage("--%s %s must lie between %g and %.10g", flag.name, value.c_str(), flag.least, flag.most);
+    if (value.empty() || *end || !whole || !in_range(flag, number))
+        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
+                   real ? "float" : "whole number", flag.least, flag.most, value.c_str());
     return number;
 }
 
@@ -3523,10 +3280,10 @@ static double parse_choice(const Flag& flag, const std::string& value) {
 static void check_path(const Flag& flag, const std::string& value) {
     if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
     if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-    if (value.find_first_of("\r\n") != std::string::npos)
-        fail_usage("--%s must not hold a line break", flag.name);
-    if (!value.empty() && (strchr(" \t\"", value.front()) || strchr(" \t", value.back())))
-        fail_usage("--%s must not begin with a blank or a quote, nor end with a blank", flag.name);
+    if (value != trimmed(value) || value.starts_with('"') ||
+        value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
+        fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                   flag.name);
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
@@ -3547,7 +3304,9 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        set_number(config, flag, (int)i, number);
+        float real = (float)number;
+        uint32_t whole = (uint32_t)number;
+        memcpy(target + i * sizeof whole, flag.kind == FLOAT ? (void*)&real : &whole, sizeof whole);
     }
 }
 
@@ -3576,29 +3335,22 @@ static Config default_config() {
 // ---- checksums --------------------------------------------------------------------------------------------
 
 // CRC-32 as zlib computes it, eight bytes at a time; continue a sum by passing it in.
-struct Crc32Table {
-    uint32_t row[8][256];
-    Crc32Table() {
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t c = i;
-            for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
-            row[0][i] = c;
-        }
-        for (int k = 1; k < 8; k++)
-            for (int i = 0; i < 256; i++) row[k][i] = row[0][row[k - 1][i] & 255] ^ (row[k - 1][i] >> 8);
-    }
-};
 static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
-    static const Crc32Table table;
+    static uint32_t table[8][256];  // entry k, i: of byte i with k zeros behind it
+    for (uint32_t i = 0; i < 8 * 256 && !table[7][255]; i++) {
+        uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
+        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+        table[i / 256][i % 256] = c;
+    }
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; bytes >= 8; bytes -= 8, p += 8) {
         uint64_t word;
         memcpy(&word, p, 8);
         word ^= crc, crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table.row[7 - k][word >> 8 * k & 255];
+        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
     }
-    while (bytes--) crc = table.row[0][(crc ^ *p++) & 255] ^ (crc >> 8);
+    while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
 }
 
@@ -3644,13 +3396,11 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
 
 // A path as a word for the shell.
 static std::string shell_word(const std::string& path) {
-    bool plain = !path.empty();
-    std::string quoted;
-    for (char c : path) {
-        plain &= isalnum((unsigned char)c) || strchr("/._-+,=:@%", c);
-        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    }
-    return plain ? path : "'" + quoted + "'";
+    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
+    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    std::string quoted = "'";
+    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return quoted + "'";
 }
 
 namespace fs = std::filesystem;
@@ -3692,11 +3442,7 @@ static void make_folder(const std::string& path) {
 // Removes the temporary files that killed processes left in a folder. A live Writer holds a lock on its own.
 static void remove_stale_temporaries(const std::string& folder) {
     for (const std::string& name : list_folder(folder, &ignored)) {
-        int end = 0;
-        size_t mark = name.rfind(".unet-");
-        if (mark == std::string::npos) continue;
-        sscanf(&name[mark], ".unet-%*d-%*d.tmp%n", &end);
-        if (!end || name[mark + end]) continue;
+        if (name.find(".unet-") == std::string::npos || !name.ends_with(".tmp")) continue;
         int file = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (file < 0) continue;
         if (!flock(file, LOCK_EX | LOCK_NB)) unlink((folder + name).c_str());
@@ -3710,24 +3456,21 @@ struct Writer {
     FILE* file = nullptr;
     uint32_t crc = 0;
     explicit Writer(const std::string& name) : path(name) {
-        struct stat info;
         fs::path target = fs::canonical(name, ignored);  // behind a link, where there is something
         if (!target.empty()) path = target;
-        if (!stat(path.c_str(), &info) && !S_ISREG(info.st_mode))
+        if (!target.empty() && !fs::is_regular_file(target, ignored))
             fail("can't write %s: it is not a regular file", name.c_str());
         folder = path.substr(0, path.rfind('/') + 1);
         if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
-        static int number = 0;
-        bool removed = true;  // as stale, before it was locked
-        while (removed) {
-            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), ++number);
+        for (int number = 1; !file; number++) {
+            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
             file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
-            if (!file && errno == EEXIST) continue;
-            if (!file) fail("can't write %s: %s", name.c_str(), strerror(errno));
-            removed = !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink;
-            if (removed) fclose(file);
+            if (!file && errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
+            struct stat info;  // 0 links: removed as stale, before it was locked
+            if (file && !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink)
+                fclose(std::exchange(file, nullptr));
         }
     }
     Writer(const Writer&) = delete;
@@ -3767,12 +3510,8 @@ static void write_text(const std::string& path, const std::string& contents) {
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHECKSUM_FIELD = 9 };
 
-// The command that makes images of a size. It never names a file that is there.
-static std::string prepare_command(std::string path, int image_size) {
-    while (file_exists(path)) {
-        if (path.ends_with(".bin")) path.resize(path.size() - strlen(".bin"));
-        path += text("_%d.bin", image_size);
-    }
+// The command that makes images of a size.
+static std::string prepare_command(const std::string& path, int image_size) {
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
 }
@@ -3809,13 +3548,11 @@ static Dataset read_images(const std::string& path, const Config& c) {
     in.read(header, std::min(in.size, sizeof header));
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file (prepare_data.py makes one)", name);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5], type = header[6],
-            classes = header[7], names = header[8];
-    if (version != 0 && version != IMAGES_VERSION)
-        fail("%s has version %d; this program reads versions 0 and %d", name, version, IMAGES_VERSION);
-    if (!version) type = IMAGES_UINT8, classes = names = 0;  // fields that it does not have
-    if (type != IMAGES_UINT8)
-        fail("%s stores elements of type %d; this program reads type %d (uint8)", name, type, IMAGES_UINT8);
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
+            classes = version ? header[7] : 0, names = version ? header[8] : 0;  // new in version 1
+    if (version && (version != IMAGES_VERSION || header[6] != IMAGES_UINT8))
+        fail("%s has version %d and elements of type %d; this program reads versions 0 and %d, type %d", name,
+             version, header[6], IMAGES_VERSION, IMAGES_UINT8);
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
@@ -3831,7 +3568,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
         fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
-             prepare_command(path, wanted).c_str());
+             prepare_command("NEW.bin", wanted).c_str());
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
@@ -3839,23 +3576,18 @@ static Dataset read_images(const std::string& path, const Config& c) {
     data.count = N, data.size = H, data.channels = C;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
-    if (version) {
-        data.bytes.resize(count);
-        in.read(data.bytes.data(), count);
-    } else {
-        data.floats.resize(count);
-        in.read(data.floats.data(), count * sizeof(float));
-        for (float value : data.floats)
-            if (!(value >= -1.001f && value <= 1.001f))
-                fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
-    }
-    if (classes) {
-        data.labels.resize(N);
-        in.read(data.labels.data(), N * sizeof(int));
-        for (int label : data.labels)
-            if (label < 0 || label >= classes)
-                fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
-    }
+    data.bytes.resize(version ? count : 0);
+    in.read(data.bytes.data(), data.bytes.size());
+    data.floats.resize(version ? 0 : count);
+    in.read(data.floats.data(), data.floats.size() * sizeof(float));
+    for (float value : data.floats)
+        if (!(value >= -1.001f && value <= 1.001f))
+            fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
+    data.labels.resize(classes ? N : 0);
+    in.read(data.labels.data(), data.labels.size() * sizeof(int));
+    for (int label : data.labels)
+        if (label < 0 || label >= classes)
+            fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
     if (c.class_cond && (!classes || classes > c.num_classes))
         fail("%s has %d classes and the model %d; see prepare_data.py --labels", name, classes,
              c.num_classes);
@@ -3892,21 +3624,16 @@ struct WeightsFile {
     History history = History();
     std::vector<Section> sections;
     const Section* find(const char* name) const {
-        for (const Section& s : sections)
-            if (s.name == name) return &s;
-        return nullptr;
+        auto at = std::ranges::find(sections, name, &Section::name);
+        return at == sections.end() ? nullptr : &*at;
     }
 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
-struct Array {
-    const char* section;
-    float* parameters;
-};
-static std::vector<Array> arrays_of(const Model& m) {
+static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
     float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v};
-    std::vector<Array> arrays;
+    std::vector<std::pair<const char*, float*>> arrays;
     for (int i = 0; i < MAX_EMAS + 3; i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
@@ -3962,12 +3689,10 @@ static void read_old_header(WeightsFile* file, const int32_t* header, size_t siz
     int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
         period = header[7];
     bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
-    if (C_in != C_out || C_in < 1 || C_in > MAX_CHANNELS || H != W)
-        fail("%s is a model of %d x %d images from %d to %d channels: square ones of up to %d can be used",
-             path, H, W, C_in, C_out, MAX_CHANNELS);
-    if (B < 1 || B > 65536 || base < 32 || base > 1024 || H < 8 || H > 1024 || period < 2)
-        fail("%s is damaged: its header says batch %d, width %d, size %d, max_period %d", path, B, base, H,
-             period);
+    if (C_in != C_out || C_in < 1 || C_in > MAX_CHANNELS || H != W || H < 8 || H > 1024 || B < 1 ||
+        B > 65536 || base < 32 || base > 1024 || period < 2)
+        fail("%s can't be used: batch %d, width %d, max_period %d, %d x %d images from %d to %d channels",
+             path, B, base, period, H, W, C_in, C_out);
     Config* c = &file->config;
     c->num_channels = base, c->in_channels = C_in, c->image_size = H, c->max_period = period,
     c->batch_size = B;
@@ -4019,8 +3744,6 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
         std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
         in->seek(s->offset);
         in->read(&value[0], value.size());
-        if (strlen(value.c_str()) < value.size())
-            fail("%s is damaged: its section %s names no file", file->path.c_str(), name);
         std::string why = failure_of([&] { set_flag(&file->config, *find_flag(name), value); });
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
@@ -4029,8 +3752,6 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
 
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
-    if (fs::is_directory(path, ignored))
-        fail("%s is a folder; name one of its checkpoints, or the folder with --resume", name);
     Reader in(path);
     WeightsFile file;
     file.path = path, file.config = default_config();
@@ -4110,14 +3831,14 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
         memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
     };
-    for (const Array& a : arrays_of(m)) declare(a.section, m.plan.num_parameters * sizeof(float));
+    for (auto [section, _] : arrays_of(m)) declare(section, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
     for (const char* name : TEXT_SECTIONS)
         if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
-    for (const Array& a : arrays_of(m)) write_parameters(&out, a.parameters, m.plan);
+    for (auto [_, parameters] : arrays_of(m)) write_parameters(&out, parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
     for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, *find_flag(name)));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
@@ -4146,8 +3867,6 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 
 // The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
-    if (file_exists(folder) && !fs::is_directory(folder, ignored))
-        fail("%s is a file; name the folder of a run", folder.c_str());
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
         WeightsFile file;
@@ -4169,34 +3888,28 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
     out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
-// pixels (height, width, channels): grey, grey and alpha, RGB, or RGBA. They are stored, not compressed (PNG
-// specification, RFC 1950 and 1951): no library is needed, and any viewer reads it. Each line is a chunk or
-// more of its own, so that neither the length of a chunk nor memory for a copy of all limits the picture.
-static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int width, int height) {
-    size_t line_bytes = pixels.size() / height;
-    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[line_bytes / width - 1], 0, 0, 0};
-    std::string data = "\x78\x01";
+// lines (height, 1 + width * channels): a 0 (no filter) and the pixels, grey, grey and alpha, RGB, or RGBA.
+// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any viewer
+// reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
+static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
+    int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
+    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0};
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
     write_png_chunk(
         &out, "IHDR",
         big_endian((uint32_t)width) + big_endian((uint32_t)height) + std::string(depth_and_type, 5));
+    write_png_chunk(&out, "IDAT", "\x78\x01");
     uint32_t a = 1, b = 0;  // Adler-32
-    for (int y = 0; y < height; y++) {
-        std::string line(1, '\0');  // no filter
-        line.append((const char*)pixels.data() + y * line_bytes, line_bytes);
-        for (char value : line) a = (a + (uint8_t)value) % 65521, b = (b + a) % 65521;
-        for (size_t start = 0; start < line.size(); start += 65535) {
-            size_t bytes = std::min((size_t)65535, line.size() - start);
-            bool last = y == height - 1 && start + bytes == line.size();
-            data += (char)last;
-            for (size_t value : {bytes, ~bytes}) data += (char)value, data += (char)(value >> 8);
-            data.append(line, start, bytes);
-            if (last) data += big_endian(b << 16 | a);
-            write_png_chunk(&out, "IDAT", data);
-            data.clear();
-        }
+    for (uint8_t value : lines) a = (a + value) % 65521, b = (b + a) % 65521;
+    for (size_t start = 0; start < lines.size(); start += 65535) {
+        size_t bytes = std::min((size_t)65535, lines.size() - start);
+        std::string block(1, (char)(start + bytes == lines.size()));  // whether it is the last
+        for (size_t value : {bytes, ~bytes}) block += (char)value, block += (char)(value >> 8);
+        block.append((const char*)&lines[start], bytes);
+        write_png_chunk(&out, "IDAT", block);
     }
+    write_png_chunk(&out, "IDAT", big_endian(b << 16 | a));
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
@@ -4204,21 +3917,23 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& pixel
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
 // as it can be. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns, int gap) {
+                       int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
-    std::vector<uint8_t> pixels((size_t)width * height * C, 255);
+    size_t pitch = 1 + (size_t)width * C;
+    std::vector<uint8_t> lines(pitch * height, 255);
+    for (int y = 0; y < height; y++) lines[y * pitch] = 0;
     for (size_t i = 0; i < (size_t)N * H * H; i++) {
         size_t n = i / H / H, row = n / columns * (H + gap) + gap + i / H % H,
                column = n % columns * (H + gap) + gap + i % H;
         for (int k = 0; k < C; k++) {
             float value = pictures[i * PIXEL + k];
             value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
-            pixels[(row * width + column) * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
+            lines[row * pitch + 1 + column * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
         }
     }
-    write_png(path, pixels, width, height);
+    write_png(path, lines, width, height);
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
@@ -4226,49 +3941,53 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 // A number as JSON, which knows no NaN.
 static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
-void Metrics::read(const std::string& name, long resumed_step, Best* best) {
-    path = name;
+// On resume, lines of steps that are about to be done again are dropped; the others tell the best validation
+// loss so far. Nothing is written before open_metrics.
+static void read_metrics(Metrics* m, const std::string& path, long resumed_step, Best* best) {
+    m->path = path;
     std::string old = read_text(path);
     for (const std::string& line : whole_lines(old)) {
         long step;
         double loss = NAN;  // of weights that are no numbers it says null
         if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
-        kept += line + "\n";
+        m->kept += line + "\n";
         size_t at = line.find("\"val_loss\": ");
         if (at == std::string::npos) continue;
         sscanf(&line[at], "\"val_loss\": %lf", &loss);
         best->update(loss, step);
     }
-    drops = kept.size() < old.size();
+    m->drops = m->kept.size() < old.size();
 }
 
-void Metrics::open() {
-    if (drops) write_text(path, kept);
-    file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (file < 0 || (end = lseek(file, 0, SEEK_END)) < 0)
-        fail("can't write %s: %s", path.c_str(), strerror(errno));
+static void open_metrics(Metrics* m) {
+    if (m->drops) write_text(m->path, m->kept);
+    m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
+        fail("can't write %s: %s", m->path.c_str(), strerror(errno));
 }
 
-void Metrics::add(const std::string& lines) {
+static void add_metrics(Metrics* m, const std::string& lines) {
+    std::string& waiting = m->waiting;
     size_t written = 0;
     ssize_t n = 0;
     waiting += lines;
-    while (written < waiting.size() && (n = ::write(file, &waiting[written], waiting.size() - written)) > 0)
+    while (written < waiting.size() && (n = write(m->file, &waiting[written], waiting.size() - written)) > 0)
         written += (size_t)n;
     if (written < waiting.size()) {
-        if (!std::exchange(warned, true))
-            note("could not write " + path + ": " + strerror(errno) +
+        if (!std::exchange(m->warned, true))
+            note("could not write " + m->path + ": " + strerror(errno) +
                  "; what is missing there follows later");
-        if (!ftruncate(file, end)) written = 0;  // otherwise the next attempt continues the line
+        if (!ftruncate(m->file, m->end)) written = 0;  // otherwise the next attempt continues the line
     }
-    waiting.erase(0, written), end += (off_t)written;
+    waiting.erase(0, written), m->end += (off_t)written;
 }
 
-void Metrics::close() {
-    add("");
+inline Metrics::~Metrics() {
+    if (file < 0) return;
+    add_metrics(this, "");
     if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
         note(path + " lacks " + counted(lost, "line"));
-    ::close(file);
+    close(file);
 }
 
 // ===========================================================================================================
@@ -4279,24 +3998,23 @@ void Metrics::close() {
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<std::vector<size_t>> edits(a.size() + 1, std::vector<size_t>(b.size() + 1));  // of beginnings
-    for (size_t i = 0; i <= a.size(); i++)
-        for (size_t j = 0; j <= b.size(); j++) {
-            edits[i][j] = i + j;
-            if (i && j)
-                edits[i][j] = std::min(
-                    {edits[i - 1][j - 1] + (a[i - 1] != b[j - 1]), edits[i - 1][j] + 1, edits[i][j - 1] + 1});
+    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
+    std::iota(edits.begin(), edits.end(), 0);
+    for (char letter : a) {
+        size_t replaced = edits[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
+            replaced = std::exchange(edits[j], best);
         }
-    return edits[a.size()][b.size()];
+    }
+    return edits.back();
 }
 
 // The name in a table (FLAGS, PRESETS) that `name` resembles most.
 template <typename Entry, size_t N>
 static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    const Entry* best = table;
-    for (const Entry& entry : table)
-        if (edit_distance(name, entry.name) < edit_distance(name, best->name)) best = &entry;
-    return best->name;
+    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
+    return std::ranges::min_element(table, {}, distance)->name;
 }
 
 static void print_help() {
@@ -4307,15 +4025,12 @@ static void print_help() {
         "  ./train_unet --resume              continue\n"
         "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
         "Flags are written --name value or --name=value.\n");
-    for (int group = 0; group <= OTHER; group++) {
-        printf("\n%s\n", GROUP_TITLES[group]);
-        for (const Flag& flag : FLAGS) {
-            if (flag.group != group) continue;
-            std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-            std::string standard =
-                *flag.standard && flag.kind != BOOL ? text(" (default %s)", flag.standard) : "";
-            printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
-        }
+    for (const Flag& flag : FLAGS) {
+        if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
+        std::string standard =
+            *flag.standard && flag.kind != BOOL ? text(" (default %s)", flag.standard) : "";
+        printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
     }
     printf("\nPresets\n");
     for (const Preset& preset : PRESETS)
@@ -4337,15 +4052,14 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
 
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
-    for (const Preset& preset : PRESETS) {
-        if (name != preset.name) continue;
-        std::vector<std::string> words = split(preset.flags, ' ');
-        for (size_t i = 0; i + 1 < words.size(); i += 2)
-            given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
-        return given;
-    }
-    fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-               nearest(PRESETS, name.substr(0, 64)));
+    auto preset = std::ranges::find(PRESETS, name, &Preset::name);
+    if (preset == std::end(PRESETS))
+        fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
+                   nearest(PRESETS, name.substr(0, 64)));
+    std::vector<std::string> words = split(preset->flags, ' ');
+    for (size_t i = 0; i + 1 < words.size(); i += 2)
+        given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
+    return given;
 }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
@@ -4360,12 +4074,6 @@ static const Flag& known_flag(const std::string& name) {
     if (const Flag* flag = find_flag(name)) return *flag;
     fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
                nearest(FLAGS, name.substr(0, 64)));
-}
-
-// Without the blanks around it.
-static std::string trimmed(const std::string& line) {
-    size_t first = line.find_first_not_of(" \t\r");
-    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
 }
 
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
@@ -4408,11 +4116,10 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
 static std::string config_text(const Config& config) {
     std::string lines =
         "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
-    for (int group = 0; group < OTHER; group++) {
-        lines += text("\n# %s\n", GROUP_TITLES[group]);
-        for (const Flag& flag : FLAGS)
-            if (flag.group == group && is_setting(flag) && !is_named(flag, "preset"))
-                lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
+    for (const Flag& flag : FLAGS) {
+        if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
+        if (is_setting(flag) && !is_named(flag, "preset"))
+            lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
 }
@@ -4618,28 +4325,16 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
-// check_config, whose sentence names the line of a --config file or the preset that its first flag is from.
-static void check_given(const Config& config, const std::vector<GivenFlag>& given) {
-    std::string why = failure_of([&] { check_config(config); });
-    if (why.empty()) return;
-    size_t name = std::min(why.find("--") + 2, why.size());
-    const GivenFlag* g = was_given(given, why.substr(name, why.find_first_of(" ;", name) - name).c_str());
-    fail("%s%s", g && !g->origin.empty() ? (g->origin + ": ").c_str() : "", why.c_str());
-}
-
-static uint64_t parse_seed(const std::string& digits) {
-    char* end;
-    uint64_t seed = strtoull(digits.c_str(), &end, 10);
-    return isdigit((unsigned char)digits[0]) && !*end ? seed : UINT64_MAX;
-}
-
 // The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
 static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
     std::vector<uint32_t> numbers;
     for (const std::string& range : split(list, ',')) {
-        std::vector<std::string> ends = split(range, '-');
-        uint64_t first = parse_seed(ends.front()), last = parse_seed(ends.back());
-        if (ends.size() > 2 || first > last || last > most)
+        char digits[2][11] = {};  // no number has more
+        int read = 0,
+            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
+        uint64_t first = strtoull(digits[0], nullptr, 10),
+                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        if (ends < 1 || range[read] || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
@@ -4735,7 +4430,7 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                   : newest_checkpoint(run_folder(config), otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    check_given(config, given);
+    check_config(config);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file->find(section))
@@ -4846,30 +4541,28 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         take_model(&config, given, file);
     }
     if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
-    check_given(config, given);
+    check_config(config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
 }
 
-// Refuses a folder whose checkpoints are not those that this run was configured with: none, if it is new.
-static void refuse_other_run(const Trainer& t) {
-    const char* folder = t.model.config.out_dir;
-    std::vector<long> there = list_checkpoints(folder);
-    if (there != t.checkpoints)
-        fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
-             folder, there.empty() ? 0 : there[0]);
-}
-
+// Locks the run's folder. Its checkpoints must be those that the run was configured with: none, if it is new.
 static void lock_folder(Trainer* t) {
     const char* folder = t->model.config.out_dir;
     make_folder(folder);
     t->folder = open(folder, O_RDONLY | O_CLOEXEC);
-    if (t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB)) return;
-    if (t->folder >= 0 && errno == EWOULDBLOCK)
+    bool locked = t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB);
+    if (!locked && t->folder >= 0 && errno == EWOULDBLOCK)
         fail("another process is training in %s; name another folder with --out_dir", folder);
-    note(text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+    if (!locked)
+        note(
+            text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+    std::vector<long> there = list_checkpoints(folder);
+    if (there != t->checkpoints)
+        fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
+             folder, there.empty() ? 0 : there[0]);
 }
 
 // The weights that a run starts from: fresh ones, a file's, or with all that belongs to them a checkpoint's.
@@ -4880,11 +4573,11 @@ static void load_start(Trainer* t, const WeightsFile& file) {
         read_parameters(m->master, file, "weights", m->plan);
         return start_from_master(m);
     }
-    for (const Array& a : arrays_of(*m)) {
-        if (!file.find(a.section))
+    for (auto [section, parameters] : arrays_of(*m)) {
+        if (!file.find(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                 file.path.c_str(), a.section);
-        read_parameters(a.parameters, file, a.section, m->plan);
+                 file.path.c_str(), section);
+        read_parameters(parameters, file, section, m->plan);
     }
     use_weights(m, m->master);
 }
@@ -4892,42 +4585,222 @@ static void load_start(Trainer* t, const WeightsFile& file) {
 // Everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t, const WeightsFile& file) {
     const Config& c = t->model.config;
-    refuse_other_run(*t);
     check_memory(t->model, c.num_samples, "lower --num_samples");
     wanted_classes(c);
     t->images = read_images(c.data_file, c);
     if (*c.val_file) t->validation = read_images(c.val_file, c);
     lock_folder(t);
-    refuse_other_run(*t);
     allocate_model(&t->model);
     upload_schedule(&t->model);
     load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
-    t->metrics.read(text("%s/metrics.jsonl", c.out_dir), t->step, &t->best);
+    read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->best);
     write_config(c, t->step, t->changes);
-    t->metrics.open();
+    open_metrics(&t->metrics);
 }
+
+// ---- the loop ---------------------------------------------------------------------------------------------
+
+// Where no checkpoint can be written, the run ends.
+static void save(Trainer* t) {
+    const Config& c = t->model.config;
+    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
+    t->saved = t->step;
+    std::string why = failure_of([&] {
+        // up to this step: later ones are damaged, or --resume would not have passed over them
+        int newest = 0;
+        for (long step : list_checkpoints(c.out_dir))
+            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+                unlink(checkpoint_path(c.out_dir, step).c_str());
+    });
+    if (!why.empty()) note("old checkpoints stay: " + why);
+}
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
+
+// A grid that can't be written is no reason to end a run.
+static void save_samples(Trainer* t) {
+    const Config& c = t->model.config;
+    t->sampled = t->step;
+    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+    std::vector<float> pictures;
+    double start = seconds_now();
+    auto begins = begin_with(consecutive(c.seed, c.num_samples));
+    int columns = set_classes(&begins, wanted_classes(c));
+    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
+    std::string path = samples_path(c.out_dir, t->step);
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
+    if (!failure.empty()) return note(failure);
+    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    if (long broken = count_broken(pictures, c.num_samples))
+        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
+}
+
+// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
+static std::string take_quartiles(Trainer* t) {
+    std::string list;
+    for (int q = 0; q < 4; q++) {
+        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
+        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
+    }
+    return "[" + list + "]";
+}
+
+// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+static void print_summary(const Trainer& t, long first, double seconds) {
+    const Config& c = t.model.config;
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    long steps = t.step - first;
+    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    if (steps > 1) {
+        double ms = 1e3 * seconds / (steps - 1);
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
+               c.batch_size * 1e3 / ms);
+    }
+    printf("\n");
+    if (t.best.step >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
+               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
+    say("checkpoint: %s", checkpoint.c_str());
+    std::string samples = samples_path(c.out_dir, t.step);
+    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("metrics:    %s/metrics.jsonl", c.out_dir);
+    say("config:     %s/config.txt", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+    std::string more;
+    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
+    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
+        more += " --lr_schedule constant";  // the schedule has come to its end
+    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
+}
+
+static void validate(Trainer* t) {
+    double loss = validation_loss(t);
+    if (stop_requested) return;
+    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
+    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+           chosen_name(t->model.config).c_str());
+    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    t->best.update(loss, t->step);
+}
+
+// The step up to which the device can be kept busy: after it the host works with the weights.
+static long next_pause(const Trainer& t) {
+    const Config& c = t.model.config;
+    long next = c.steps;
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) next = std::min(next, (t.step / every + 1) * every);
+    return next;
+}
+
+// A loss or gradient that is not finite ends the run, with what to do about it.
+static void give_up(Trainer* t, const StepState& result) {
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
+                advice = "the weights before it are " + saved + ": resume from there";
+    if (!t->saved) advice = "nothing was saved before it: start again";
+    if (t->saved && t->saved == t->step)
+        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    fail("the %s became %s in step %ld; %s with a lower --lr",
+         std::isfinite(result.loss) ? "gradient" : "loss",
+         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+}
+
+// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+struct Pace {
+    long first;                    // the step that the run began after
+    long counted = first;          // the step that `start` belongs to: the first does not count
+    long logged = first;           // the step of the log's newest line
+    double start = seconds_now();  // of the steps that count
+    double log_start = start;      // of those since that line
+    double shown = start;          // when a line of either kind was printed
+    void pause(double seconds) { start += seconds, log_start += seconds; }
+};
+
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
+    const Config& c = t->model.config;
+    double now = seconds_now(), rate = (double)(t->step - pace->counted) / (now - pace->start);
+    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    // the first step, in which much is set up, counts only while there is no other
+    if (first) pace->counted = t->step, pace->start = now;
+    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    pace->shown = now;
+    std::string to_go = human_time((double)(c.steps - t->step) / rate);
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (!logs) {
+        printf(" | ETA %s", to_go.c_str());
+        return;
+    }
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
+           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
+           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
+    static const double peak = backend_peak();
+    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
+    pace->logged = t->step, pace->log_start = now;
+    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
+           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
+                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+}
+
+static void train(Trainer* t) {
+    const Config& c = t->model.config;
+    t->saved = t->step;
+    auto due = [&](int every) { return every && t->step % every == 0; };
+    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
+        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
+        if (t->validation.count && (ended || due(c.val_every)) && t->best.last != t->step) validate(t);
+        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        fflush(stdout);
+    }
+    Pace pace = {t->step};
+    while (t->step < c.steps && !stop_requested) {
+        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        StepState result = await_step(t);
+        if (!result.finite) give_up(t, result);
+        show_step(t, result, &pace);
+        fflush(stdout);
+        double paused = seconds_now();
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
+        if (due(c.save_every)) save(t);
+        if (due(c.sample_every)) save_samples(t);
+        fflush(stdout);
+        pace.pause(seconds_now() - paused);
+    }
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - pace.start;
+    if (isatty(1)) printf("\r\033[K");
+    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (t->sampled != t->step && !stop_requested) save_samples(t);
+    print_summary(*t, pace.first, seconds);
+}
+
+// ---- main -------------------------------------------------------------------------------------------------
 
 // Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
 // the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
-// and the kernel do, or timeout: only Ctrl-C or SIGTERM a second or more after the first ends at once.
+// and the kernel do, or timeout: only a second later another Ctrl-C or SIGTERM ends at once.
 static void request_stop(int signal_number) {
-    static std::atomic<int64_t> first_asked{0};  // milliseconds
     stop_requested = 1;
-    if (signal_number == SIGHUP || signal_number == SIGPIPE) return;
-    int64_t ms = (int64_t)(1e3 * seconds_now()), first = 0;
-    if (first_asked.compare_exchange_strong(first, ms) || ms - first < 1000) return;
-    signal(signal_number, SIG_DFL);
-    raise(signal_number);
+    if (signal_number == SIGINT || signal_number == SIGTERM) alarm(1);
 }
+static void end_at_the_next(int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); }
 
 static void handle_signals() {
-    struct sigaction action = {}, before;
-    action.sa_handler = request_stop, action.sa_flags = SA_RESTART;
-    for (int number : {SIGINT, SIGTERM, SIGPIPE}) sigaction(number, &action, nullptr);
-    sigaction(SIGHUP, nullptr, &before);
-    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // as nohup asks
+    for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
+    if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
+    signal(SIGALRM, end_at_the_next);
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 

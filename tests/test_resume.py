@@ -136,7 +136,7 @@ def test_careless(tmp_path, images8):
     run(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "link.png")
     assert (tmp_path / "link.png").is_symlink() and (tmp_path / "there.png").read_bytes()[1:4] == b"PNG"
     refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "none", says=["none", "--model_weights"])
-    refused(TRAIN, "--resume", weights, says="is a file")
+    refused(TRAIN, "--resume", weights, says=["no checkpoint in", weights, "the run's folder"])
     refused(TRAIN, "--resume", tmp_path / "run", "--out_dir", tmp_path / "other", says=["--out_dir", "other"])
     assert "already at step 4" in run(TRAIN, "--resume", tmp_path / "run", "--steps", 3).stdout
     cosine = start_flags(Config(**TOY | dict(lr_schedule="cosine")), images8, tmp_path / "cosine", 2)
