@@ -4943,22 +4943,30 @@ enum { VECTOR = 8, TILE_ROWS = 6 };
 enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
 typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
 
+// A row-major matrix whose rows in memory are ld apart, or its transpose, as an operand of a product: how far
+// it is to the element in the next row, and in the next column.
+struct Matrix {
+    const float* data;
+    ptrdiff_t row, column = 1;
+    Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
+};
+static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
+
 // c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS), the sum over K being formed apart, so
-// that long sums are added up block by block. a's element (r, k) lies at r * rows + k * columns.
+// that long sums are added up block by block.
 template <int R>
-static void matmul_tile(float* c, const float* a, const float* panel, int K, int ldc, size_t rows,
-                        size_t columns, bool accumulate) {
+static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, bool accumulate) {
     Vector sum0[R], sum1[R];
     for (int r = 0; r < R; r++) {
         sum0[r] = Vector{};
         sum1[r] = Vector{};
     }
-    for (int k = 0; k < K; k++, a += columns, panel += TILE_COLUMNS) {
+    for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            sum0[r] += a[r * rows] * b0;
-            sum1[r] += a[r * rows] * b1;
+            sum0[r] += a.data[r * a.row] * b0;
+            sum1[r] += a.data[r * a.row] * b1;
         }
     }
     for (int r = 0; r < R; r++) {
@@ -4968,40 +4976,30 @@ static void matmul_tile(float* c, const float* a, const float* panel, int K, int
     }
 }
 
-static void matmul_rows(float* c, const float* a, const float* panel, int M, int K, int ldc, size_t rows,
-                        size_t columns, bool accumulate) {
+static void matmul_rows(float* c, int ldc, Matrix a, const float* panel, int M, int K, bool accumulate) {
     int m = 0;
     for (; m + TILE_ROWS <= M; m += TILE_ROWS)
-        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-    for (; m + 4 <= M; m += 4)
-        matmul_tile<4>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-    for (; m < M; m++)
-        matmul_tile<1>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
+    for (; m + 4 <= M; m += 4) matmul_tile<4>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
+    for (; m < M; m++) matmul_tile<1>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
 }
 
-// b (K, N), element (k, n) at k * rows + n * columns, as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
-static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows, size_t columns) {
+// b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
+static void matmul_pack(float* panels, Matrix b, int K, int N) {
     for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
         int width = std::min((int)TILE_COLUMNS, N - n);
         if (width < TILE_COLUMNS) memset(panels, 0, (size_t)K * TILE_COLUMNS * sizeof(float));
-        if (columns == 1)
+        if (b.column == 1)
             for (int k = 0; k < K; k++)
-                memcpy(panels + (size_t)k * TILE_COLUMNS, b + k * rows + n, width * sizeof(float));
+                memcpy(panels + (size_t)k * TILE_COLUMNS, b.from(k, n).data, width * sizeof(float));
         else  // a transposed b: blocks of 16 keep the lines being written in the first-level cache
             for (int k0 = 0; k0 < K; k0 += 16)
                 for (int j = 0; j < width; j++)
                     for (int k = k0; k < std::min(k0 + 16, K); k++)
-                        panels[(size_t)k * TILE_COLUMNS + j] = b[k * rows + (n + j) * columns];
+                        panels[(size_t)k * TILE_COLUMNS + j] = *b.from(k, n + j).data;
     }
 }
 
-// An operand of a product: a row-major matrix, rows in memory ld apart, or with `transposed` its transpose.
-struct Matrix {
-    const float* data;
-    int ld;
-    bool transposed = false;
-};
-static Matrix transposed(const float* data, int ld) { return {data, ld, true}; }
 struct ProductSize {
     int M, N, K;
 };
@@ -5010,27 +5008,24 @@ struct ProductSize {
 // their parallel loops. The order of a sum depends on K alone.
 static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
-    size_t a_rows = a.transposed ? 1 : a.ld, a_columns = a.transposed ? a.ld : 1;
-    size_t b_rows = b.transposed ? 1 : b.ld, b_columns = b.transposed ? b.ld : 1;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
     float edge[ROW_BLOCK * TILE_COLUMNS];
     for (int n0 = 0; n0 < N; n0 += NC)
         for (int k0 = 0; k0 < K; k0 += KC) {
             int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
             bool add = accumulate || k0;
-            matmul_pack(panels, b.data + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
+            matmul_pack(panels, b.from(k0, n0), block_k, block_n);
             for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
                 for (int n = 0; n < block_n; n += TILE_COLUMNS) {
                     int rows = std::min((int)ROW_BLOCK, M - m0),
                         width = std::min((int)TILE_COLUMNS, block_n - n);
                     const float* panel = panels + (size_t)n * block_k;
-                    const float* a_block = a.data + m0 * a_rows + k0 * a_columns;
                     float* c_block = c + (size_t)m0 * ldc + n0 + n;
                     if (width == TILE_COLUMNS) {
-                        matmul_rows(c_block, a_block, panel, rows, block_k, ldc, a_rows, a_columns, add);
+                        matmul_rows(c_block, ldc, a.from(m0, k0), panel, rows, block_k, add);
                         continue;
                     }
-                    matmul_rows(edge, a_block, panel, rows, block_k, TILE_COLUMNS, a_rows, a_columns, false);
+                    matmul_rows(edge, TILE_COLUMNS, a.from(m0, k0), panel, rows, block_k, false);
                     for (int m = 0; m < rows; m++)
                         for (int j = 0; j < width; j++) {
                             float* target = c_block + (size_t)m * ldc + j;
