@@ -54,7 +54,7 @@
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
 //        to a run
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
-//        linear layers, 1x1 and 3x3 convolutions; group norm + SiLU; attention
+//        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; weight gradient; launchers
@@ -5070,106 +5070,6 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
     }
 }
 
-// ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-
-// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
-// image, for pixels [p0, p1) of x (B, H, W, C). In NHWC a row of three neighbours is 3C consecutive floats.
-static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
-    int H = x.H, W = x.W, C = x.C;
-    for (int p = p0; p < p1; p++) {
-        int column = p % W, row = p / W % H;
-        for (int dy = 0; dy < 3; dy++) {
-            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
-            if (first >= last) continue;
-            // where the left neighbour lies outside, or the right one
-            int inside0 = std::clamp(column == 0 ? 3 * C * dy + C : first, first, last);
-            int inside1 = std::clamp(column == W - 1 ? 3 * C * dy + 2 * C : last, inside0, last);
-            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
-            memset(columns, 0, (inside0 - first) * sizeof(float));
-            const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
-            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
-            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
-            columns += last - first;
-        }
-    }
-}
-
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
-// their neighbourhoods, gathered in the thread's scratch.
-template <int TAPS>
-static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
-    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
-    im2col(thread_floats(), x, p0, p1, j0, j1);
-    return {thread_floats(), j1 - j0};
-}
-// So many pixels at a time that they fit there.
-template <int TAPS>
-static Pieces bands_of(Tensor x) {
-    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
-}
-
-static void channel_moments(Tensor x);
-static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
-    int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
-    bool in_place = options.residual.data == out.data;
-    const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
-        float* target = out.data + (size_t)p0 * O + o0;
-        const float* w = layer.w + (size_t)o0 * K;
-        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
-        matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        if (C2)
-            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-                   transposed(w + C, K), true);
-        for (int p = p0; p < p1; p++) {
-            size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
-            const float *emb = options.emb.data, *bias = layer.bias;
-#pragma omp simd
-            for (int o = o0; o < o1; o++)
-                out.data[at + o] +=
-                    bias[o] + (emb ? emb[emb_at + o] : 0.0f) + (residual ? residual[at + o] : 0.0f);
-        }
-    });
-    if (out.moments) channel_moments(out);
-}
-
-template <int TAPS>
-static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
-    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
-    bias_backward(layer.dbias, options.demb, dout.data, dout.B, dout.H * dout.W, O);
-    for (bool second : {false, true}) {
-        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
-        int C = source.C, first = second ? x.first.C : 0;
-        if (!C) continue;
-        if (target) {
-            PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(M, TAPS, C, O));
-            each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
-                Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
-                for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
-                    matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
-                           {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
-            });
-        }
-        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, C, O, sizeof(float)));
-        // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
-        int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
-        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
-                  [&](int o0, int o1, int j0, int j1) {
-                      for (int p0 = 0; p0 < M; p0 += step) {
-                          int p1 = std::min(p0 + step, M);
-                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                                 transposed(dout.data + (size_t)p0 * O + o0, O),
-                                 pixels_of<TAPS>(source, p0, p1, j0, j1), true);
-                      }
-                  });
-    }
-    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
-}
-
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 
 // work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the
@@ -5340,6 +5240,103 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
         }
         norm.dw[c] += (float)dw, norm.dbias[c] += (float)dbias;
     }
+}
+
+// ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
+
+// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
+// image, for pixels [p0, p1) of x (B, H, W, C). In NHWC a row of three neighbours is 3C consecutive floats.
+static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
+    int H = x.H, W = x.W, C = x.C;
+    for (int p = p0; p < p1; p++) {
+        int column = p % W, row = p / W % H;
+        for (int dy = 0; dy < 3; dy++) {
+            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
+            if (first >= last) continue;
+            // where the left neighbour lies outside, or the right one
+            int inside0 = std::clamp(column == 0 ? 3 * C * dy + C : first, first, last);
+            int inside1 = std::clamp(column == W - 1 ? 3 * C * dy + 2 * C : last, inside0, last);
+            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
+            memset(columns, 0, (inside0 - first) * sizeof(float));
+            const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
+            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
+            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
+            columns += last - first;
+        }
+    }
+}
+
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
+// their neighbourhoods, gathered in the thread's scratch.
+template <int TAPS>
+static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
+    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
+    im2col(thread_floats(), x, p0, p1, j0, j1);
+    return {thread_floats(), j1 - j0};
+}
+// So many pixels at a time that they fit there.
+template <int TAPS>
+static Pieces bands_of(Tensor x) {
+    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
+}
+
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
+    int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
+    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
+    bool in_place = options.residual.data == out.data;
+    const float* residual = in_place ? nullptr : options.residual.data;
+    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
+        float* target = out.data + (size_t)p0 * O + o0;
+        const float* w = layer.w + (size_t)o0 * K;
+        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
+        matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
+        if (C2)
+            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
+                   transposed(w + C, K), true);
+        for (int p = p0; p < p1; p++) {
+            size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
+            const float *emb = options.emb.data, *bias = layer.bias;
+#pragma omp simd
+            for (int o = o0; o < o1; o++)
+                out.data[at + o] +=
+                    bias[o] + (emb ? emb[emb_at + o] : 0.0f) + (residual ? residual[at + o] : 0.0f);
+        }
+    });
+    if (out.moments) channel_moments(out);
+}
+
+template <int TAPS>
+static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
+    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
+    bias_backward(layer.dbias, options.demb, dout.data, dout.B, dout.H * dout.W, O);
+    for (bool second : {false, true}) {
+        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
+        int C = source.C, first = second ? x.first.C : 0;
+        if (!C) continue;
+        if (target) {
+            PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(M, TAPS, C, O));
+            each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+                Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
+                for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
+                    matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
+                           {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
+            });
+        }
+        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, C, O, sizeof(float)));
+        // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
+        int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
+                  [&](int o0, int o1, int j0, int j1) {
+                      for (int p0 = 0; p0 < M; p0 += step) {
+                          int p1 = std::min(p0 + step, M);
+                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
+                                 transposed(dout.data + (size_t)p0 * O + o0, O),
+                                 pixels_of<TAPS>(source, p0, p1, j0, j1), true);
+                      }
+                  });
+    }
+    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
