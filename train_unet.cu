@@ -1027,16 +1027,6 @@ struct Dropout {
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
 // other way round, with a factor of 1/4. An item is 16 bytes of the smaller tensor's pixel.
-
-// Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
-struct Pixels2x2 {
-    size_t at[4];
-    HOST_DEVICE Pixels2x2(size_t i, int W, int C) {
-        size_t pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C;
-        for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;
-    }
-};
-
 template <typename T>
 struct Resample {
     TensorOf<T> out, x;  // one of them twice as high and wide as the other
@@ -1046,21 +1036,22 @@ struct Resample {
     enum { N = 16 / sizeof(T) };
     size_t items() const { return std::min(out.count(), x.count()) / N; }
     HOST_DEVICE void operator()(size_t item) const {
-        out.H > x.H ? repeat(item * N, Pixels2x2(item * N, x.W, x.C))
-                    : sum(item * N, Pixels2x2(item * N, out.W, out.C));
-    }
-    HOST_DEVICE void repeat(size_t i, const Pixels2x2& pixels) const {
-        Vector<T, N> source = load<N>(x.data + i), result[4] = {};
-        for (int j = 0; j < 4; j++)
-            if (accumulate) result[j] = load<N>(out.data + pixels.at[j]);
-        for (int j = 0; j < 4; j++)
-            for (int k = 0; k < N; k++)
-                result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
-        for (int j = 0; j < 4; j++) store(out.data + pixels.at[j], result[j]);
-    }
-    HOST_DEVICE void sum(size_t i, const Pixels2x2& pixels) const {
+        const bool repeats = out.H > x.H;
+        const int C = x.C, W = repeats ? x.W : out.W;
+        size_t i = item * N, pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C, at[4];
+        for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;  // the 2x2 pixels
+        if (repeats) {
+            Vector<T, N> source = load<N>(x.data + i), result[4] = {};
+            for (int j = 0; j < 4; j++)
+                if (accumulate) result[j] = load<N>(out.data + at[j]);
+            for (int j = 0; j < 4; j++)
+                for (int k = 0; k < N; k++)
+                    result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
+            for (int j = 0; j < 4; j++) store(out.data + at[j], result[j]);
+            return;
+        }
         Vector<T, N> source[4], result = {};
-        for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + pixels.at[j]);
+        for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + at[j]);
         if (accumulate) result = load<N>(out.data + i);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
