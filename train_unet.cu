@@ -5452,6 +5452,7 @@ struct Borrowed {
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
 static int side_calls, side_joined;  // how many calls there were; how many the main stream has waited for
+static cudaDeviceProp gpu_properties;
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
@@ -5464,12 +5465,11 @@ static void backend_init() {
              CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, instead);
     if (status != cudaSuccess || !count)
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    if (properties.major < 8)
-        fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", properties.name,
-             properties.major, properties.minor, instead);
-    gpu_multiprocessors = properties.multiProcessorCount;
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, 0));
+    if (gpu_properties.major < 8)
+        fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
+             gpu_properties.major, gpu_properties.minor, instead);
+    gpu_multiprocessors = gpu_properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
@@ -5478,9 +5478,7 @@ static void backend_init() {
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    return text("%s: %s", properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
+    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
 }
 static void* backend_allocate(size_t bytes) {
     void* memory = nullptr;
@@ -5562,18 +5560,16 @@ static double backend_peak(std::string* source) {
         {89, 512, 256, INT_MAX},
         {90, 4096, 256, 1830000},
     };
-    cudaDeviceProp properties;
     int khz = 0;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
     bool tensor = sizeof(floatX) == 2;
     for (auto& peak : PEAKS) {
-        if (peak.capability != 10 * properties.major + properties.minor) continue;
+        if (peak.capability != 10 * gpu_properties.major + gpu_properties.minor) continue;
         khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
         if (source)
-            *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
+            *source = text("%d multiprocessors at %.0f MHz, %s", gpu_multiprocessors, 1e-3 * khz,
                            tensor ? "dense bf16" : "fp32");
-        return 1e-9 * khz * properties.multiProcessorCount * (tensor ? peak.bf16 : peak.fp32);
+        return 1e-9 * khz * gpu_multiprocessors * (tensor ? peak.bf16 : peak.fp32);
     }
     return 0;
 }
@@ -6520,6 +6516,7 @@ struct GemmTile {
     // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
     static constexpr int A_PARTS = 9 - STAGES;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
+    static_assert(BM * 8 % THREADS == 0, "every thread has as many vectors of a 1x1 product's A");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
     static int shared_bytes(int chunks, int rows) {
@@ -6649,7 +6646,7 @@ struct GemmWeights {
     static constexpr bool TRANSPOSED = Tile::TRANSPOSED;
     static constexpr int TAPS = Tile::TAPS, BN = Tile::BN, THREADS = Tile::THREADS;
     static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
+    static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
     const Gemm& g;
     const int n0, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
     const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N() : g.x.C());
@@ -6670,8 +6667,7 @@ struct GemmWeights {
             rows = c0 + vector * VEC < channels ? g.N() - n0 - row : 0;
             from += tap * C + (second ? C : 0) + c0;
         }
-        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
-            if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
+        for (int i = 0; i < BN * 8 / THREADS; i++) {
             bool valid = i * ROWS < rows;
             copy_async(to + stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
             from += ROWS * stride;
@@ -6758,7 +6754,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         uint32_t to = a_ring + buffer * a_bytes;
         for (int i = begin; i < end; i++) {
             int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
-            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
+            if (TAPS > 1 && r >= a_rows) break;
             int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
             bool valid = (TAPS > 1 ? m >= 0 : m < g.M()) && c < channels;
             copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
