@@ -6893,10 +6893,9 @@ struct WeightGradient {
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
     int taps;
     Patch patch = {};
-    int splits = 1, cluster = 1;  // of the patch's tiles; of these in a cluster, which adds them up
-    float* partial = nullptr;     // (partials, O, taps, C), where they are several
+    int splits = 1;               // of the patch's tiles
+    float* partial = nullptr;     // (splits, O, taps, C), where they are several
     float* bias_parts = nullptr;  // (splits + sets, images of a set, O)
-    int partials() const { return splits / cluster; }
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
     // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
@@ -7181,7 +7180,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 
 // dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
 // b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_t n, int weight_blocks) {
+__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
@@ -7191,11 +7190,11 @@ __global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
     if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
-    for (int first = part; i < n && first < partials; first += 8 * REDUCERS) {
+    for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
         for (int k = 0; k < 8; k++) {
             int s = first + k * REDUCERS;
-            if (s < partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
+            if (s < g.splits) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
         for (int k = 0; k < 8; k++) sum += loaded[k];
     }
@@ -7212,15 +7211,14 @@ static void take_partial_sums(WeightGradient* g) {
     const Patch& patch = g->patch;
     size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
     if (g->dbias) g->bias_parts = take<float>(&lane->workspace, bias_rows * patch.images * g->dout.C);
-    if (g->partials() > 1) g->partial = take<float>(&lane->workspace, g->partials() * g->count());
+    if (g->splits > 1) g->partial = take<float>(&lane->workspace, g->splits * g->count());
 }
 // Adds up what the splits have left there.
 static void launch_weight_reduction(const WeightGradient& g) {
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
     int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.partials(), g.count(),
-           weight_blocks);
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -7342,8 +7340,7 @@ struct Ring {
 };
 // Barriers of some of a block's threads, by number; 0 is __syncthreads.
 enum NamedBarrier {
-    BARRIER_READERS = 1,   // all warpgroups that multiply
-    BARRIER_WARPGROUP = 2  // the first of these; the others' follow
+    BARRIER_WARPGROUP = 1  // the first of those that multiply; the others' follow
 };
 __device__ inline void barrier_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -7867,10 +7864,7 @@ struct HopperWeightShared {
         unsigned char x[(Tile::X.width * Tile::X.height + 7) / 8 * 1024];
     };
     static constexpr int STAGES = (216 << 10) / Tile::RESIDENT / (int)sizeof(Stage);
-    union {
-        Stage stages[STAGES];
-        float sums[Tile::WARPGROUPS * 3 * 64][64 + 8];  // (dy, dx, output channel), rows 8 banks apart
-    };
+    Stage stages[STAGES];
     RingBarriers<STAGES> ring;
     // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
     alignas(16) uint32_t ones[15][4];
@@ -7879,11 +7873,9 @@ struct HopperWeightShared {
     unsigned char unread[4096];
 };
 
-// *p += v, without waiting for it.
-__device__ inline void add_global(float* p, float4 v) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
-                 : "memory");
+// p[0] += first, p[1] += second, without waiting for it.
+__device__ inline void add_global(float* p, float first, float second) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(first), "f"(second) : "memory");
 }
 // c (64, 8) += a (64, 16), transposed, times b (16, 8), whose rows of eight k serve both halves of k.
 __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
@@ -7896,10 +7888,8 @@ __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
 // dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
-// once. The splits of a cluster then add up their sums through each other's shared memory, in the order of
-// their ranks, each a part of the tile, so that one part in `cluster` of the partial sums goes to device
-// memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
-// channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
+// once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
+// also sums dout over each image: a product with a column of ones, one of eight columns an image.
 template <class Tile>
 struct HopperWeightBlock {
     static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = HopperWeightShared<Tile>::STAGES;
@@ -7908,7 +7898,7 @@ struct HopperWeightBlock {
     HopperWeightShared<Tile>& shared;
     const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
-    const int split = blockIdx.x, rank = split % g.cluster;
+    const int split = blockIdx.x;
     const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
     const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
@@ -7974,41 +7964,18 @@ struct HopperWeightBlock {
         }
     }
 
-    // The sums go where the ring was.
+    // The sums, to device memory.
     __device__ __forceinline__ void store(const float (&c)[96]) {
-        barrier_threads(BARRIER_READERS, Tile::READERS);  // the ring has been read
-        for (int v = 0; v < 24; v++) {
-            int at = (warpgroup * 3 + v / 8) * 64 + row, column = v % 8 * 8 + lane % 4 * 2;
-            *(float2*)&shared.sums[at][column] = make_float2(c[4 * v], c[4 * v + 1]);
-            *(float2*)&shared.sums[at + 8][column] = make_float2(c[4 * v + 2], c[4 * v + 3]);
-        }
-    }
-
-    // This rank's part of the tile, added up over the cluster, to device memory.
-    __device__ __forceinline__ void combine() {
-        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * O * 9 * C : g.dw;
-        int rows = WARPGROUPS * 3 * 64 / g.cluster;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < rows * 16; i += Tile::READERS) {
-            int at = rank * rows + i / 16, o = o0 + at % 64, column = c0 + i % 16 * 4, tap = dy * 3 + at / 64;
-            const float* own = &shared.sums[at][i % 16 * 4];
-            float4 sum;
-            if (g.cluster == 1) {
-                sum = *(float4*)own;
-            } else {
-                float4 parts[8];
-                for (int r = 0; r < 8; r++)
-                    if (r < g.cluster) parts[r] = load_cluster(shared_address(own), r);
-                sum = parts[0];
-                for (int r = 1; r < 8; r++)
-                    if (r < g.cluster) sum += parts[r];
-            }
+        float* to = g.partial ? g.partial + split * g.count() : g.dw;
+        UNROLLED_FOR (int i = 0; i < 48; i++) {
+            int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
+            int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
             if (o >= O || column >= C) continue;
             float* p = to + ((size_t)o * 9 + tap) * C + column;
             if (g.partial)
-                *(float4*)p = sum;
+                *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
             else
-                add_global(p, sum);
+                add_global(p, c[2 * i], c[2 * i + 1]);
         }
     }
 };
@@ -8031,8 +7998,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 
     if (threadIdx.x >= Tile::READERS) {
         if (threadIdx.x == Tile::READERS) block.produce();
-        __syncwarp();
-        if (g.cluster > 1) cluster_barrier(), cluster_barrier();  // as the warpgroups do
         return;
     }
 
@@ -8043,25 +8008,18 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     else
         block.template multiply<false>(c);
     block.store(c);
-    if (g.cluster > 1)
-        cluster_barrier();
-    else
-        barrier_threads(BARRIER_READERS, Tile::READERS);
-    block.combine();
-    if (g.cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
 #endif
 }
 
 template <class Tile>
 static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
     HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
-    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-                    sizeof(HopperWeightShared<Tile>), g.cluster, h);
+    launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
+           sizeof(HopperWeightShared<Tile>), h);
 }
 
 // launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take
-// the least estimated time. Two, four or eight splits are a cluster where enough multiprocessors take part
-// (theirs come in numbers that clusters don't divide); others leave partial sums. Times: of an H100.
+// the least estimated time: of an H100.
 static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
@@ -8070,17 +8028,12 @@ static void launch_hopper_weight_gradient(WeightGradient g) {
     float least = FLT_MAX;
     for (int warpgroups : {3, 1}) {
         const int tiles = sum_tiles * (3 / warpgroups);
-        const int resident = gpu_multiprocessors * (warpgroups == 1 ? 2 : 1);
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
-            bool joined =
-                splits == 2 || ((splits == 4 || splits == 8) && splits * tiles <= resident * 10 / 11);
             float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) *
                        (warpgroups == 3 ? 0.75f : 0.3f);
-            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * O * C;
-            if (us >= least) continue;
-            least = us, best_warpgroups = warpgroups;
-            g.splits = splits, g.cluster = joined ? splits : 1;
+            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            if (us < least) least = us, best_warpgroups = warpgroups, g.splits = splits;
         }
     }
     take_partial_sums(&g);
