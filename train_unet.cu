@@ -5434,21 +5434,17 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 }
 
 // A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher
-// splits no further than fits and gives back what it took; the stream's next launch may overwrite it.
+// splits no further than fits; the stream's next one takes from the whole of it again.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
+    Arena* whole_workspace() {
+        workspace.used = 0;
+        return &workspace;
+    }
 };
 static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
-// While a Borrowed lives, launchers may take of the lane's workspace; its end gives all of that back.
-struct Borrowed {
-    size_t used = lane->workspace.used;
-    Borrowed() {}
-    Borrowed(const Borrowed&) = delete;
-    ~Borrowed() { lane->workspace.used = used; }
-    static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
-};
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
 static int side_calls, side_joined;  // how many calls there were; how many the main stream has waited for
@@ -6833,18 +6829,24 @@ template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(const Gemm& g);
 #endif
 
+// What norms want of the output, where the product did not leave it behind.
+static void launch_gemm_sums(const Gemm& g) {
+    if (g.out.first.moments) channel_moments(g.out.first);
+    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+}
+
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
 template <int TAPS, bool TRANSPOSED>
-static void launch_portable(Gemm g) {
-    if constexpr (!TRANSPOSED)
-        if (g.N() <= 16) {  // an image
-            launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
-            return;
-        }
+static void launch_gemm(Gemm g) {
+    for (const Joined& joined : {g.x, g.out})
+        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
+#ifdef HOPPER
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
+#endif
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
@@ -6859,28 +6861,14 @@ static void launch_portable(Gemm g) {
         g.splits *= 2;
     if (forced_tile >= 0) tile = forced_tile;
     if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
-    Borrowed borrowed;
-    if (g.splits > 1) g.partial = take<float>(&lane->workspace, (size_t)g.splits * g.M() * g.N());
+    if (!TRANSPOSED && g.N() <= 16) tile = 3, g.splits = 1;  // an image
+    if (g.splits > 1) g.partial = take<float>(lane->whole_workspace(), (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
     if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
     if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
-}
-
-// What norms want of the output, where the product did not leave it behind.
-static void launch_gemm_sums(const Gemm& g) {
-    if (g.out.first.moments) channel_moments(g.out.first);
-    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
-}
-
-template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(const Gemm& g) {
-    for (const Joined& joined : {g.x, g.out})
-        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-#ifdef HOPPER
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
-#endif
-    launch_portable<TAPS, TRANSPOSED>(g);
+    if constexpr (!TRANSPOSED)
+        if (tile == 3) launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
     launch_gemm_sums(g);
 }
 
@@ -7210,8 +7198,9 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 static void take_partial_sums(WeightGradient* g) {
     const Patch& patch = g->patch;
     size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
-    if (g->dbias) g->bias_parts = take<float>(&lane->workspace, bias_rows * patch.images * g->dout.C);
-    if (g->splits > 1) g->partial = take<float>(&lane->workspace, g->splits * g->count());
+    Arena* workspace = lane->whole_workspace();
+    if (g->dbias) g->bias_parts = take<float>(workspace, bias_rows * patch.images * g->dout.C);
+    if (g->splits > 1) g->partial = take<float>(workspace, g->splits * g->count());
 }
 // Adds up what the splits have left there.
 static void launch_weight_reduction(const WeightGradient& g) {
@@ -7261,9 +7250,8 @@ static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     // dbias has a part an image, or more. What does not fit into half the workspace goes in several runs.
-    const int run = (int)std::min<size_t>(dout.B, Borrowed::left() / 2 / (dout.C * sizeof(float)));
+    const int run = (int)std::min<size_t>(dout.B, GPU_WORKSPACE_BYTES / 2 / (dout.C * sizeof(float)));
     for (int b = 0; b < dout.B; b += run) {
-        Borrowed borrowed;
         g.dout.B = g.x.first.B = std::min(run, dout.B - b);
 #ifdef HOPPER
         if (TAPS > 1)
