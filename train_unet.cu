@@ -6603,38 +6603,16 @@ struct WarpProduct {
     }
 };
 
-// VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
-// are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
-// residual, which may be out itself, is never read after it was written.
-struct OutputColumns {
-    floatX* out;
-    const floatX *residual, *emb;
-    int width, emb_pitch;
-    float bias[VEC];
-    __device__ OutputColumns(const Gemm& g, int n) {
-        int column = g.out.within(n);
-        width = g.out.of(n).C, emb_pitch = g.emb.pitch;
-        out = g.out.of(n).data + column, residual = g.residual.of(n).data;
-        if (residual) residual += column;
-        emb = g.emb.data ? g.emb.data + n : nullptr;
-        for (int e = 0; e < VEC; e++) bias[e] = 0;
-        if (g.bias) add_vector(bias, g.bias + n);
-    }
-    // To the sums: the bias and the embedding of an image.
-    __device__ void add(float (&value)[VEC], int image) const {
-        if (emb) add_vector(value, emb + (size_t)image * emb_pitch);
-        for (int e = 0; e < VEC; e++) value[e] += bias[e];
-    }
-    __device__ uint4 load(int m) const { return *(const uint4*)(residual + (size_t)m * width); }
-    __device__ void store(float (&value)[VEC], uint4 added, int m) const {
-        if (residual) {
-            float x[VEC];
-            unpack(x, added);
-            for (int e = 0; e < VEC; e++) value[e] += x[e];
-        }
-        *(uint4*)(out + (size_t)m * width) = pack(value);
-    }
-};
+// out at pixel m, VEC columns from n on: the sums and what is added to them. The residual may be out itself.
+__device__ inline void finish_output(const Gemm& g, float (&value)[VEC], int m, int n) {
+    int column = g.out.within(n);
+    size_t at = (size_t)m * g.out.of(n).C + column;
+    const floatX* residual = g.residual.of(n).data;
+    if (g.bias) add_vector(value, g.bias + n);
+    if (g.emb.data) add_vector(value, g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (residual) add_vector(value, residual + at);
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
+}
 
 // Copies a block's BN of w's N, by chunks and taps. Rows and vectors are n and c, or TRANSPOSED c and n.
 template <class Tile>
@@ -6678,42 +6656,19 @@ template <class Tile>
 __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* staging, const int* pixel_of_row,
                                               int tile, int n0) {
     constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC;
-    int tid = threadIdx.x;
-    // A pass takes PASS pixels; a batch of passes stays within 64 and so, in a 3x3 convolution, in an image.
-    constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
-    int column = tid % ROW * VEC, n = n0 + column;
+    int column = threadIdx.x % ROW * VEC, n = n0 + column;
     if (n >= g.N()) return;
-    bool finishes = g.splits == 1;
-    OutputColumns columns(g, n);
-    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
-    const float* from = staging + tid / ROW * Tile::STAGING_PITCH + column;
-#pragma unroll 1
-    for (int p0 = tid / ROW; p0 < BM; p0 += BATCH * PASS) {
-        int m[BATCH];
-        uint4 residual[BATCH];
-        float added[VEC] = {0};
-        if (finishes && TAPS > 1)
-            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
-        for (int i = 0; i < BATCH; i++) {
-            int p = p0 + i * PASS;
-            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (m[i] >= g.M()) m[i] = -1;
-            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
-        }
-        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
-            if (m[i] < 0) continue;
-            float value[VEC];
-            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
-            if (finishes) {
-                if (TAPS > 1)
-                    for (int e = 0; e < VEC; e++) value[e] += added[e];
-                else
-                    columns.add(value, g.emb.data ? m[i] / g.x.first.T() : 0);
-                columns.store(value, residual[i], m[i]);
-            } else {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
-            }
+    for (int p = threadIdx.x / ROW; p < BM; p += Tile::THREADS / ROW) {
+        int m = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+        if (m < 0 || m >= g.M()) continue;
+        float value[VEC];
+        for (int e = 0; e < VEC; e += 4)
+            *(float4*)(value + e) = *(const float4*)(staging + p * Tile::STAGING_PITCH + column + e);
+        if (g.splits == 1) {
+            finish_output(g, value, m, n);
+        } else {
+            float* to = g.partial + ((size_t)blockIdx.y * g.M() + m) * g.N() + n;
+            for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
         }
     }
 }
@@ -6801,9 +6756,6 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M() * g.N();
     if (i >= n) return;
     int m = (int)(i / g.N());
-    OutputColumns columns(g, (int)(i % g.N()));
-    uint4 residual;
-    if (columns.residual) residual = columns.load(m);
     float value[VEC] = {0};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++)
@@ -6811,8 +6763,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
             float4 part = *(const float4*)(g.partial + s * n + i + e);
             value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
         }
-    columns.add(value, m / g.x.first.T());
-    columns.store(value, residual, m);
+    finish_output(g, value, m, (int)(i % g.N()));
 }
 
 template <class Tile>
