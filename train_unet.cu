@@ -4947,11 +4947,7 @@ static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
 // that long sums are added up block by block.
 template <int R>
 static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, bool accumulate) {
-    Vector sum0[R], sum1[R];
-    for (int r = 0; r < R; r++) {
-        sum0[r] = Vector{};
-        sum1[r] = Vector{};
-    }
+    Vector sum0[R] = {}, sum1[R] = {};
     for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
 #pragma GCC unroll 16
@@ -7277,12 +7273,9 @@ struct Ring {
         if (++slot == N) slot = 0, parity ^= 1;
     }
 };
-// Barriers of some of a block's threads, by number; 0 is __syncthreads.
-enum NamedBarrier {
-    BARRIER_WARPGROUP = 1  // the first of those that multiply; the others' follow
-};
-__device__ inline void barrier_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+// A warpgroup's threads meet, at the barrier of that number; 0 is __syncthreads.
+__device__ inline void warpgroup_barrier(int warpgroup) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "r"(128) : "memory");
 }
 
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
@@ -7551,7 +7544,7 @@ struct HopperGemmBlock {
         static_assert(WARPGROUPS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
-            barrier_threads(BARRIER_WARPGROUP, 128);  // the patches have been read
+            warpgroup_barrier(0);  // the patches have been read
             UNROLLED_FOR (int e = 0; e < 64; e += 4)
                 sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
         }
@@ -7694,7 +7687,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         shared.patch.full[patch.slot].wait(patch.parity);
         epilogue.finish(c, outputs);
         fence_shared();
-        barrier_threads(BARRIER_WARPGROUP + block.warpgroup, 128);
+        warpgroup_barrier(block.warpgroup);
         if (block.leads) {
             store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
