@@ -6610,43 +6610,6 @@ __device__ inline void finish_output(const Gemm& g, float (&value)[VEC], int m, 
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// Copies a block's BN of w's N, by chunks and taps. Rows and vectors are n and c, or TRANSPOSED c and n.
-template <class Tile>
-struct GemmWeights {
-    static constexpr bool TRANSPOSED = Tile::TRANSPOSED;
-    static constexpr int TAPS = Tile::TAPS, BN = Tile::BN, THREADS = Tile::THREADS;
-    static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-    static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-    const Gemm& g;
-    const int n0, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
-    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N() : g.x.C());
-    const floatX* const first = g.w + vector * VEC + (TRANSPOSED ? row * stride + n0 : (n0 + row) * stride);
-    const uint32_t to;
-    int chunk, tap = 0, stage = 0;  // of the next step
-    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk)
-        : g(g), n0(n0), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
-    __device__ void load() {
-        bool second = TAPS == 1 && chunk >= g.chunks1();
-        int C = g.x.first.C, channels = second ? g.x.second.C : C;
-        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, rows;
-        const floatX* from = first;
-        if (TRANSPOSED) {
-            rows = n0 + vector * VEC < g.N() ? channels - c0 - row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N();
-        } else {
-            rows = c0 + vector * VEC < channels ? g.N() - n0 - row : 0;
-            from += tap * C + (second ? C : 0) + c0;
-        }
-        for (int i = 0; i < BN * 8 / THREADS; i++) {
-            bool valid = i * ROWS < rows;
-            copy_async(to + stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
-            from += ROWS * stride;
-        }
-        if (++stage == Tile::STAGES) stage = 0;
-        if (++tap == TAPS) tap = 0, chunk++;
-    }
-};
-
 // A block's sums, finished or its split's, from shared memory to where they go.
 template <class Tile>
 __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* staging, const int* pixel_of_row,
@@ -6678,6 +6641,7 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
+    constexpr bool TRANSPOSED = Tile::TRANSPOSED;
     extern __shared__ __align__(128) unsigned char shared[];
     int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
     uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
@@ -6707,13 +6671,29 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
         }
     };
-    GemmWeights<Tile> weights(g, b_ring, n0, first);
+    // The weights of step s, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
+    auto load_b = [&](int s) {
+        constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+        static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
+        int chunk = first + s / TAPS, tap = s % TAPS, row = tid / ROW, v = tid % ROW;
+        bool second = TAPS == 1 && chunk >= g.chunks1();
+        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, C = second ? g.x.second.C : g.x.first.C;
+        uint32_t to = b_ring + s % STAGES * Tile::B_BYTES + swizzled(row, v, ROW * 16);
+        for (int i = 0; i < BN * 8 / THREADS; i++) {
+            int n = n0 + (TRANSPOSED ? v * VEC : row + i * ROWS);
+            int c = c0 + (TRANSPOSED ? row + i * ROWS : v * VEC), column = c + (second ? g.x.first.C : 0);
+            size_t at = TRANSPOSED ? (size_t)(column * TAPS + TAPS - 1 - tap) * g.N() + n
+                                   : (size_t)(n * TAPS + tap) * g.x.C() + column;
+            bool valid = n < g.N() && c < C;
+            copy_async(to + i * (ROWS * ROW * 16), valid ? g.w + at : g.w, valid);
+        }
+    };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
     if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
     for (int s = 0; s < STAGES - 1; s++) {
         if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
-        if (s < steps) weights.load();
+        if (s < steps) load_b(s);
         copy_commit();
     }
     int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
@@ -6730,7 +6710,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         }
         if (next < steps) {
             if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
-            weights.load();
+            load_b(next);
         }
         copy_commit();
         product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
