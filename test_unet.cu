@@ -1874,7 +1874,8 @@ static void test_matmul() {
             std::vector<float> a = normals_of(variant, (size_t)(ta ? K : M) * lda),
                                b = normals_of(variant + 100, (size_t)(tb ? N : K) * ldb),
                                c = normals_of(variant + 200, (size_t)M * ldc), before = c;
-            matmul({M, N, K}, c.data(), ldc, {a.data(), lda, ta}, {b.data(), ldb, tb}, accumulate);
+            matmul({M, N, K}, c.data(), ldc, ta ? transposed(a.data(), lda) : Matrix{a.data(), lda},
+                   tb ? transposed(b.data(), ldb) : Matrix{b.data(), ldb}, accumulate);
             std::vector<double> expected(before.begin(), before.end());
             for (int m = 0; m < M; m++)
                 for (int n = 0; n < N; n++) {

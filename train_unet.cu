@@ -53,7 +53,7 @@
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
 //        to a run; the loop; main
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
-//        linear layers, 1x1 and 3x3 convolutions; group norm + SiLU; attention
+//        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; weight gradient; launchers
@@ -1025,16 +1025,6 @@ struct Dropout {
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
 // other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if they
 // were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the smaller tensor's pixel.
-
-// Where element `i` of a tensor (B, H, W, C) is in (B, 2H, 2W, C): its 2x2 pixels.
-struct Pixels2x2 {
-    size_t at[4];
-    HOST_DEVICE Pixels2x2(size_t i, int W, int C) {
-        size_t pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C;
-        for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;
-    }
-};
-
 template <typename T>
 struct Resample {
     TensorOf<T> out, x;  // one of them twice as high and wide as the other
@@ -1045,22 +1035,23 @@ struct Resample {
     enum { N = 16 / sizeof(T) };
     size_t items() const { return std::min(out.count(), x.count()) / N; }
     HOST_DEVICE void operator()(size_t item) const {
-        out.H > x.H ? repeat(item * N, Pixels2x2(item * N, x.W, x.C))
-                    : sum(item * N, Pixels2x2(item * N, out.W, out.C));
-    }
-    HOST_DEVICE void repeat(size_t i, const Pixels2x2& pixels) const {
-        Vector<T, N> source = load<N>(x.data + i), result[4] = {};
-        for (int j = 0; j < 4; j++)
-            if (accumulate) result[j] = load<N>(out.data + pixels.at[j]);
-        for (int j = 0; j < 4; j++)
-            for (int k = 0; k < N; k++)
-                if (j == 0 || !first_only)
-                    result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
-        for (int j = 0; j < 4; j++) store(out.data + pixels.at[j], result[j]);
-    }
-    HOST_DEVICE void sum(size_t i, const Pixels2x2& pixels) const {
+        const bool repeats = out.H > x.H;
+        const int C = x.C, W = repeats ? x.W : out.W;
+        size_t i = item * N, pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C, at[4];
+        for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;  // the 2x2 pixels
+        if (repeats) {
+            Vector<T, N> source = load<N>(x.data + i), result[4] = {};
+            for (int j = 0; j < 4; j++)
+                if (accumulate) result[j] = load<N>(out.data + at[j]);
+            for (int j = 0; j < 4; j++)
+                for (int k = 0; k < N; k++)
+                    if (j == 0 || !first_only)
+                        result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
+            for (int j = 0; j < 4; j++) store(out.data + at[j], result[j]);
+            return;
+        }
         Vector<T, N> source[4], result = {};
-        for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + pixels.at[j]);
+        for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + at[j]);
         if (accumulate) result = load<N>(out.data + i);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
@@ -5002,22 +4993,26 @@ enum { VECTOR = 8, TILE_ROWS = 6 };
 enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
 typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
 
+// A row-major matrix whose rows in memory are ld apart, or its transpose, as an operand of a product: how far
+// it is to the element in the next row, and in the next column.
+struct Matrix {
+    const float* data;
+    ptrdiff_t row, column = 1;
+    Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
+};
+static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
+
 // c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS), the sum over K being formed apart, so
-// that long sums are added up block by block. a's element (r, k) lies at r * rows + k * columns.
+// that long sums are added up block by block.
 template <int R>
-static void matmul_tile(float* c, const float* a, const float* panel, int K, int ldc, size_t rows,
-                        size_t columns, bool accumulate) {
-    Vector sum0[R], sum1[R];
-    for (int r = 0; r < R; r++) {
-        sum0[r] = Vector{};
-        sum1[r] = Vector{};
-    }
-    for (int k = 0; k < K; k++, a += columns, panel += TILE_COLUMNS) {
+static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, bool accumulate) {
+    Vector sum0[R] = {}, sum1[R] = {};
+    for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            sum0[r] += a[r * rows] * b0;
-            sum1[r] += a[r * rows] * b1;
+            sum0[r] += a.data[r * a.row] * b0;
+            sum1[r] += a.data[r * a.row] * b1;
         }
     }
     for (int r = 0; r < R; r++) {
@@ -5027,40 +5022,30 @@ static void matmul_tile(float* c, const float* a, const float* panel, int K, int
     }
 }
 
-static void matmul_rows(float* c, const float* a, const float* panel, int M, int K, int ldc, size_t rows,
-                        size_t columns, bool accumulate) {
+static void matmul_rows(float* c, int ldc, Matrix a, const float* panel, int M, int K, bool accumulate) {
     int m = 0;
     for (; m + TILE_ROWS <= M; m += TILE_ROWS)
-        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-    for (; m + 4 <= M; m += 4)
-        matmul_tile<4>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
-    for (; m < M; m++)
-        matmul_tile<1>(c + (size_t)m * ldc, a + m * rows, panel, K, ldc, rows, columns, accumulate);
+        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
+    for (; m + 4 <= M; m += 4) matmul_tile<4>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
+    for (; m < M; m++) matmul_tile<1>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
 }
 
-// b (K, N), element (k, n) at k * rows + n * columns, as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
-static void matmul_pack(float* panels, const float* b, int K, int N, size_t rows, size_t columns) {
+// b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
+static void matmul_pack(float* panels, Matrix b, int K, int N) {
     for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
         int width = std::min((int)TILE_COLUMNS, N - n);
         if (width < TILE_COLUMNS) memset(panels, 0, (size_t)K * TILE_COLUMNS * sizeof(float));
-        if (columns == 1)
+        if (b.column == 1)
             for (int k = 0; k < K; k++)
-                memcpy(panels + (size_t)k * TILE_COLUMNS, b + k * rows + n, width * sizeof(float));
+                memcpy(panels + (size_t)k * TILE_COLUMNS, b.from(k, n).data, width * sizeof(float));
         else  // a transposed b: blocks of 16 keep the lines being written in the first-level cache
             for (int k0 = 0; k0 < K; k0 += 16)
                 for (int j = 0; j < width; j++)
                     for (int k = k0; k < std::min(k0 + 16, K); k++)
-                        panels[(size_t)k * TILE_COLUMNS + j] = b[k * rows + (n + j) * columns];
+                        panels[(size_t)k * TILE_COLUMNS + j] = *b.from(k, n + j).data;
     }
 }
 
-// An operand of a product: a row-major matrix, rows in memory ld apart, or with `transposed` its transpose.
-struct Matrix {
-    const float* data;
-    int ld;
-    bool transposed = false;
-};
-static Matrix transposed(const float* data, int ld) { return {data, ld, true}; }
 struct ProductSize {
     int M, N, K;
 };
@@ -5069,27 +5054,24 @@ struct ProductSize {
 // their parallel loops. The order of a sum depends on K alone.
 static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
-    size_t a_rows = a.transposed ? 1 : a.ld, a_columns = a.transposed ? a.ld : 1;
-    size_t b_rows = b.transposed ? 1 : b.ld, b_columns = b.transposed ? b.ld : 1;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
     float edge[ROW_BLOCK * TILE_COLUMNS];
     for (int n0 = 0; n0 < N; n0 += NC)
         for (int k0 = 0; k0 < K; k0 += KC) {
             int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
             bool add = accumulate || k0;
-            matmul_pack(panels, b.data + k0 * b_rows + n0 * b_columns, block_k, block_n, b_rows, b_columns);
+            matmul_pack(panels, b.from(k0, n0), block_k, block_n);
             for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
                 for (int n = 0; n < block_n; n += TILE_COLUMNS) {
                     int rows = std::min((int)ROW_BLOCK, M - m0),
                         width = std::min((int)TILE_COLUMNS, block_n - n);
                     const float* panel = panels + (size_t)n * block_k;
-                    const float* a_block = a.data + m0 * a_rows + k0 * a_columns;
                     float* c_block = c + (size_t)m0 * ldc + n0 + n;
                     if (width == TILE_COLUMNS) {
-                        matmul_rows(c_block, a_block, panel, rows, block_k, ldc, a_rows, a_columns, add);
+                        matmul_rows(c_block, ldc, a.from(m0, k0), panel, rows, block_k, add);
                         continue;
                     }
-                    matmul_rows(edge, a_block, panel, rows, block_k, TILE_COLUMNS, a_rows, a_columns, false);
+                    matmul_rows(edge, TILE_COLUMNS, a.from(m0, k0), panel, rows, block_k, false);
                     for (int m = 0; m < rows; m++)
                         for (int j = 0; j < width; j++) {
                             float* target = c_block + (size_t)m * ldc + j;
@@ -5132,106 +5114,6 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
         }
         for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
     }
-}
-
-// ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-
-// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
-// image, for pixels [p0, p1) of x (B, H, W, C). In NHWC a row of three neighbours is 3C consecutive floats.
-static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
-    int H = x.H, W = x.W, C = x.C;
-    for (int p = p0; p < p1; p++) {
-        int column = p % W, row = p / W % H;
-        for (int dy = 0; dy < 3; dy++) {
-            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
-            if (first >= last) continue;
-            // where the left neighbour lies outside, or the right one
-            int inside0 = std::clamp(column == 0 ? 3 * C * dy + C : first, first, last);
-            int inside1 = std::clamp(column == W - 1 ? 3 * C * dy + 2 * C : last, inside0, last);
-            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
-            memset(columns, 0, (inside0 - first) * sizeof(float));
-            const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
-            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
-            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
-            columns += last - first;
-        }
-    }
-}
-
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
-// their neighbourhoods, gathered in the thread's scratch.
-template <int TAPS>
-static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
-    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
-    im2col(thread_floats(), x, p0, p1, j0, j1);
-    return {thread_floats(), j1 - j0};
-}
-// So many pixels at a time that they fit there.
-template <int TAPS>
-static Pieces bands_of(Tensor x) {
-    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
-}
-
-static void channel_moments(Tensor x);
-static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
-    int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
-    bool in_place = options.residual.data == out.data;
-    const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
-        float* target = out.data + (size_t)p0 * O + o0;
-        const float* w = layer.w + (size_t)o0 * K;
-        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
-        matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        if (C2)
-            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-                   transposed(w + C, K), true);
-        for (int p = p0; p < p1; p++) {
-            size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
-            const float *emb = options.emb.data, *bias = layer.bias;
-#pragma omp simd
-            for (int o = o0; o < o1; o++)
-                out.data[at + o] +=
-                    bias[o] + (emb ? emb[emb_at + o] : 0.0f) + (residual ? residual[at + o] : 0.0f);
-        }
-    });
-    if (out.moments) channel_moments(out);
-}
-
-template <int TAPS>
-static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
-    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
-    bias_backward(layer.dbias, options.demb, dout.data, dout.B, dout.H * dout.W, O);
-    for (bool second : {false, true}) {
-        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
-        int C = source.C, first = second ? x.first.C : 0;
-        if (!C) continue;
-        if (target) {
-            PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(M, TAPS, C, O));
-            each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
-                Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
-                for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
-                    matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
-                           {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
-            });
-        }
-        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, C, O, sizeof(float)));
-        // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
-        int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
-        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
-                  [&](int o0, int o1, int j0, int j1) {
-                      for (int p0 = 0; p0 < M; p0 += step) {
-                          int p1 = std::min(p0 + step, M);
-                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                                 transposed(dout.data + (size_t)p0 * O + o0, O),
-                                 pixels_of<TAPS>(source, p0, p1, j0, j1), true);
-                      }
-                  });
-    }
-    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
@@ -5406,6 +5288,103 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
     }
 }
 
+// ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
+
+// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
+// image, for pixels [p0, p1) of x (B, H, W, C). In NHWC a row of three neighbours is 3C consecutive floats.
+static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
+    int H = x.H, W = x.W, C = x.C;
+    for (int p = p0; p < p1; p++) {
+        int column = p % W, row = p / W % H;
+        for (int dy = 0; dy < 3; dy++) {
+            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
+            if (first >= last) continue;
+            // where the left neighbour lies outside, or the right one
+            int inside0 = std::clamp(column == 0 ? 3 * C * dy + C : first, first, last);
+            int inside1 = std::clamp(column == W - 1 ? 3 * C * dy + 2 * C : last, inside0, last);
+            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
+            memset(columns, 0, (inside0 - first) * sizeof(float));
+            const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
+            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
+            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
+            columns += last - first;
+        }
+    }
+}
+
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
+// their neighbourhoods, gathered in the thread's scratch.
+template <int TAPS>
+static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
+    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
+    im2col(thread_floats(), x, p0, p1, j0, j1);
+    return {thread_floats(), j1 - j0};
+}
+// So many pixels at a time that they fit there.
+template <int TAPS>
+static Pieces bands_of(Tensor x) {
+    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
+}
+
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
+    int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
+    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
+    bool in_place = options.residual.data == out.data;
+    const float* residual = in_place ? nullptr : options.residual.data;
+    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
+        float* target = out.data + (size_t)p0 * O + o0;
+        const float* w = layer.w + (size_t)o0 * K;
+        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
+        matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
+        if (C2)
+            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
+                   transposed(w + C, K), true);
+        for (int p = p0; p < p1; p++) {
+            size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
+            const float *emb = options.emb.data, *bias = layer.bias;
+#pragma omp simd
+            for (int o = o0; o < o1; o++)
+                out.data[at + o] +=
+                    bias[o] + (emb ? emb[emb_at + o] : 0.0f) + (residual ? residual[at + o] : 0.0f);
+        }
+    });
+    if (out.moments) channel_moments(out);
+}
+
+template <int TAPS>
+static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
+    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
+    bias_backward(layer.dbias, options.demb, dout.data, dout.B, dout.H * dout.W, O);
+    for (bool second : {false, true}) {
+        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
+        int C = source.C, first = second ? x.first.C : 0;
+        if (!C) continue;
+        if (target) {
+            PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(M, TAPS, C, O));
+            each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+                Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
+                for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
+                    matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
+                           {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
+            });
+        }
+        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, C, O, sizeof(float)));
+        // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
+        int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
+                  [&](int o0, int o1, int j0, int j1) {
+                      for (int p0 = 0; p0 < M; p0 += step) {
+                          int p1 = std::min(p0 + step, M);
+                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
+                                 transposed(dout.data + (size_t)p0 * O + o0, O),
+                                 pixels_of<TAPS>(source, p0, p1, j0, j1), true);
+                      }
+                  });
+    }
+    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
+}
+
 // ---- attention --------------------------------------------------------------------------------------------
 
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
@@ -5510,24 +5489,21 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 }
 
 // A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher
-// splits no further than fits and gives back what it took; the stream's next launch may overwrite it.
+// splits no further than fits; the stream's next one takes from the whole of it again.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
+    Arena* whole_workspace() {
+        workspace.used = 0;
+        return &workspace;
+    }
 };
 static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
-// While a Borrowed lives, launchers may take of the lane's workspace; its end gives all of that back.
-struct Borrowed {
-    size_t used = lane->workspace.used;
-    Borrowed() {}
-    Borrowed(const Borrowed&) = delete;
-    ~Borrowed() { lane->workspace.used = used; }
-    static size_t left() { return lane->workspace.capacity - lane->workspace.used; }  // bytes
-};
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
 static int side_calls, side_joined;  // how many calls there were; how many the main stream has waited for
+static cudaDeviceProp gpu_properties;
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
@@ -5540,12 +5516,11 @@ static void backend_init() {
              CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, instead);
     if (status != cudaSuccess || !count)
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    if (properties.major < 8)
-        fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", properties.name,
-             properties.major, properties.minor, instead);
-    gpu_multiprocessors = properties.multiProcessorCount;
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, 0));
+    if (gpu_properties.major < 8)
+        fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
+             gpu_properties.major, gpu_properties.minor, instead);
+    gpu_multiprocessors = gpu_properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
@@ -5554,9 +5529,7 @@ static void backend_init() {
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    return text("%s: %s", properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
+    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
 }
 static void* backend_allocate(size_t bytes) {
     void* memory = nullptr;
@@ -5638,18 +5611,16 @@ static double backend_peak(std::string* source) {
         {89, 512, 256, INT_MAX},
         {90, 4096, 256, 1830000},
     };
-    cudaDeviceProp properties;
     int khz = 0;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
     bool tensor = sizeof(floatX) == 2;
     for (auto& peak : PEAKS) {
-        if (peak.capability != 10 * properties.major + properties.minor) continue;
+        if (peak.capability != 10 * gpu_properties.major + gpu_properties.minor) continue;
         khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
         if (source)
-            *source = text("%d multiprocessors at %.0f MHz, %s", properties.multiProcessorCount, 1e-3 * khz,
+            *source = text("%d multiprocessors at %.0f MHz, %s", gpu_multiprocessors, 1e-3 * khz,
                            tensor ? "dense bf16" : "fp32");
-        return 1e-9 * khz * properties.multiProcessorCount * (tensor ? peak.bf16 : peak.fp32);
+        return 1e-9 * khz * gpu_multiprocessors * (tensor ? peak.bf16 : peak.fp32);
     }
     return 0;
 }
@@ -6630,6 +6601,7 @@ struct GemmTile {
     // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
     static constexpr int A_PARTS = 9 - STAGES;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
+    static_assert(BM * 8 % THREADS == 0, "every thread has as many vectors of a 1x1 product's A");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
     static int shared_bytes(int chunks, int rows) {
@@ -6720,118 +6692,35 @@ struct WarpProduct {
     }
 };
 
-// VEC neighbouring columns of the output, from column n: what is added to the sums, and where they go. Loads
-// are apart from stores, so that several pixels' loads can be under way: the compiler can't know that
-// residual, which may be out itself, is never read after it was written.
-struct OutputColumns {
-    floatX* out;
-    const floatX *residual, *emb;
-    int width, emb_pitch;
-    float bias[VEC];
-    __device__ OutputColumns(const Gemm& g, int n) {
-        int column = g.out.within(n);
-        width = g.out.of(n).C, emb_pitch = g.emb.pitch;
-        out = g.out.of(n).data + column, residual = g.residual.of(n).data;
-        if (residual) residual += column;
-        emb = g.emb.data ? g.emb.data + n : nullptr;
-        for (int e = 0; e < VEC; e++) bias[e] = 0;
-        if (g.bias) add_vector(bias, g.bias + n);
-    }
-    // To the sums: the bias and the embedding of an image.
-    __device__ void add(float (&value)[VEC], int image) const {
-        if (emb) add_vector(value, emb + (size_t)image * emb_pitch);
-        for (int e = 0; e < VEC; e++) value[e] += bias[e];
-    }
-    __device__ uint4 load(int m) const { return *(const uint4*)(residual + (size_t)m * width); }
-    __device__ void store(float (&value)[VEC], uint4 added, int m) const {
-        if (residual) {
-            float x[VEC];
-            unpack(x, added);
-            for (int e = 0; e < VEC; e++) value[e] += x[e];
-        }
-        *(uint4*)(out + (size_t)m * width) = pack(value);
-    }
-};
-
-// Copies a block's BN of w's N, by chunks and taps. Rows and vectors are n and c, or TRANSPOSED c and n.
-template <class Tile>
-struct GemmWeights {
-    static constexpr bool TRANSPOSED = Tile::TRANSPOSED;
-    static constexpr int TAPS = Tile::TAPS, BN = Tile::BN, THREADS = Tile::THREADS;
-    static constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-    static_assert(ROWS % 8 == 0 || BN * 8 <= THREADS, "passes keep the swizzle");
-    const Gemm& g;
-    const int n0, row = threadIdx.x / ROW, vector = threadIdx.x % ROW;
-    const size_t stride = (size_t)TAPS * (TRANSPOSED ? g.N() : g.x.C());
-    const floatX* const first = g.w + vector * VEC + (TRANSPOSED ? row * stride + n0 : (n0 + row) * stride);
-    const uint32_t to;
-    int chunk, tap = 0, stage = 0;  // of the next step
-    __device__ GemmWeights(const Gemm& g, uint32_t ring, int n0, int first_chunk)
-        : g(g), n0(n0), to(ring + swizzled(row, vector, ROW * 16)), chunk(first_chunk) {}
-    __device__ void load() {
-        bool second = TAPS == 1 && chunk >= g.chunks1();
-        int C = g.x.first.C, channels = second ? g.x.second.C : C;
-        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, rows;
-        const floatX* from = first;
-        if (TRANSPOSED) {
-            rows = n0 + vector * VEC < g.N() ? channels - c0 - row : 0;
-            from += c0 * stride + (size_t)(TAPS - 1 - tap) * g.N();
-        } else {
-            rows = c0 + vector * VEC < channels ? g.N() - n0 - row : 0;
-            from += tap * C + (second ? C : 0) + c0;
-        }
-        for (int i = 0; i < (BN * 8 + THREADS - 1) / THREADS; i++) {
-            if (BN * 8 % THREADS != 0 && i * THREADS + (int)threadIdx.x >= BN * 8) break;
-            bool valid = i * ROWS < rows;
-            copy_async(to + stage * Tile::B_BYTES + i * (ROWS * ROW * 16), valid ? from : g.w, valid);
-            from += ROWS * stride;
-        }
-        if (++stage == Tile::STAGES) stage = 0;
-        if (++tap == TAPS) tap = 0, chunk++;
-    }
-};
+// out at pixel m, VEC columns from n on: the sums and what is added to them. The residual may be out itself.
+__device__ inline void finish_output(const Gemm& g, float (&value)[VEC], int m, int n) {
+    int column = g.out.within(n);
+    size_t at = (size_t)m * g.out.of(n).C + column;
+    const floatX* residual = g.residual.of(n).data;
+    if (g.bias) add_vector(value, g.bias + n);
+    if (g.emb.data) add_vector(value, g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (residual) add_vector(value, residual + at);
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
+}
 
 // A block's sums, finished or its split's, from shared memory to where they go.
 template <class Tile>
 __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* staging, const int* pixel_of_row,
                                               int tile, int n0) {
     constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC;
-    int tid = threadIdx.x;
-    // A pass takes PASS pixels; a batch of passes stays within 64 and so, in a 3x3 convolution, in an image.
-    constexpr int PASS = Tile::THREADS / ROW, BATCH = PASS >= 64 ? 1 : PASS >= 32 ? 2 : 4;
-    int column = tid % ROW * VEC, n = n0 + column;
+    int column = threadIdx.x % ROW * VEC, n = n0 + column;
     if (n >= g.N()) return;
-    bool finishes = g.splits == 1;
-    OutputColumns columns(g, n);
-    int image0 = TAPS > 1 ? g.patch.origin(tile).b : 0;
-    const float* from = staging + tid / ROW * Tile::STAGING_PITCH + column;
-#pragma unroll 1
-    for (int p0 = tid / ROW; p0 < BM; p0 += BATCH * PASS) {
-        int m[BATCH];
-        uint4 residual[BATCH];
-        float added[VEC] = {0};
-        if (finishes && TAPS > 1)
-            columns.add(added, min(image0 + (g.patch.images > 1 ? p0 / 64 : 0), g.patch.B - 1));
-        for (int i = 0; i < BATCH; i++) {
-            int p = p0 + i * PASS;
-            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (m[i] >= g.M()) m[i] = -1;
-            if (m[i] >= 0 && finishes && columns.residual) residual[i] = columns.load(m[i]);
-        }
-        for (int i = 0; i < BATCH; i++, from += PASS * Tile::STAGING_PITCH) {
-            if (m[i] < 0) continue;
-            float value[VEC];
-            for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) = *(const float4*)(from + e);
-            if (finishes) {
-                if (TAPS > 1)
-                    for (int e = 0; e < VEC; e++) value[e] += added[e];
-                else
-                    columns.add(value, g.emb.data ? m[i] / g.x.first.T() : 0);
-                columns.store(value, residual[i], m[i]);
-            } else {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
-            }
+    for (int p = threadIdx.x / ROW; p < BM; p += Tile::THREADS / ROW) {
+        int m = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+        if (m < 0 || m >= g.M()) continue;
+        float value[VEC];
+        for (int e = 0; e < VEC; e += 4)
+            *(float4*)(value + e) = *(const float4*)(staging + p * Tile::STAGING_PITCH + column + e);
+        if (g.splits == 1) {
+            finish_output(g, value, m, n);
+        } else {
+            float* to = g.partial + ((size_t)blockIdx.y * g.M() + m) * g.N() + n;
+            for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
         }
     }
 }
@@ -6845,6 +6734,7 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
+    constexpr bool TRANSPOSED = Tile::TRANSPOSED;
     extern __shared__ __align__(128) unsigned char shared[];
     int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
     uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
@@ -6868,19 +6758,35 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         uint32_t to = a_ring + buffer * a_bytes;
         for (int i = begin; i < end; i++) {
             int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
-            if ((TAPS > 1 || BM * 8 % THREADS != 0) && r >= a_rows) break;
+            if (TAPS > 1 && r >= a_rows) break;
             int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
             bool valid = (TAPS > 1 ? m >= 0 : m < g.M()) && c < channels;
             copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
         }
     };
-    GemmWeights<Tile> weights(g, b_ring, n0, first);
+    // The weights of step s, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
+    auto load_b = [&](int s) {
+        constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+        static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
+        int chunk = first + s / TAPS, tap = s % TAPS, row = tid / ROW, v = tid % ROW;
+        bool second = TAPS == 1 && chunk >= g.chunks1();
+        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, C = second ? g.x.second.C : g.x.first.C;
+        uint32_t to = b_ring + s % STAGES * Tile::B_BYTES + swizzled(row, v, ROW * 16);
+        for (int i = 0; i < BN * 8 / THREADS; i++) {
+            int n = n0 + (TRANSPOSED ? v * VEC : row + i * ROWS);
+            int c = c0 + (TRANSPOSED ? row + i * ROWS : v * VEC), column = c + (second ? g.x.first.C : 0);
+            size_t at = TRANSPOSED ? (size_t)(column * TAPS + TAPS - 1 - tap) * g.N() + n
+                                   : (size_t)(n * TAPS + tap) * g.x.C() + column;
+            bool valid = n < g.N() && c < C;
+            copy_async(to + i * (ROWS * ROW * 16), valid ? g.w + at : g.w, valid);
+        }
+    };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
     if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
     for (int s = 0; s < STAGES - 1; s++) {
         if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
-        if (s < steps) weights.load();
+        if (s < steps) load_b(s);
         copy_commit();
     }
     int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
@@ -6897,7 +6803,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         }
         if (next < steps) {
             if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
-            weights.load();
+            load_b(next);
         }
         copy_commit();
         product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
@@ -6919,9 +6825,6 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M() * g.N();
     if (i >= n) return;
     int m = (int)(i / g.N());
-    OutputColumns columns(g, (int)(i % g.N()));
-    uint4 residual;
-    if (columns.residual) residual = columns.load(m);
     float value[VEC] = {0};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++)
@@ -6929,8 +6832,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
             float4 part = *(const float4*)(g.partial + s * n + i + e);
             value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
         }
-    columns.add(value, m / g.x.first.T());
-    columns.store(value, residual, m);
+    finish_output(g, value, m, (int)(i % g.N()));
 }
 
 template <class Tile>
@@ -6947,18 +6849,24 @@ template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(const Gemm& g);
 #endif
 
+// What norms want of the output, where the product did not leave it behind.
+static void launch_gemm_sums(const Gemm& g) {
+    if (g.out.first.moments) channel_moments(g.out.first);
+    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+}
+
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
 template <int TAPS, bool TRANSPOSED>
-static void launch_portable(Gemm g) {
-    if constexpr (!TRANSPOSED)
-        if (g.N() <= 16) {  // an image
-            launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
-            return;
-        }
+static void launch_gemm(Gemm g) {
+    for (const Joined& joined : {g.x, g.out})
+        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
+#ifdef HOPPER
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
+#endif
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
@@ -6973,28 +6881,14 @@ static void launch_portable(Gemm g) {
         g.splits *= 2;
     if (forced_tile >= 0) tile = forced_tile;
     if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
-    Borrowed borrowed;
-    if (g.splits > 1) g.partial = take<float>(&lane->workspace, (size_t)g.splits * g.M() * g.N());
+    if (!TRANSPOSED && g.N() <= 16) tile = 3, g.splits = 1;  // an image
+    if (g.splits > 1) g.partial = take<float>(lane->whole_workspace(), (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
     if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
     if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
-}
-
-// What norms want of the output, where the product did not leave it behind.
-static void launch_gemm_sums(const Gemm& g) {
-    if (g.out.first.moments) channel_moments(g.out.first);
-    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
-}
-
-template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(const Gemm& g) {
-    for (const Joined& joined : {g.x, g.out})
-        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-#ifdef HOPPER
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
-#endif
-    launch_portable<TAPS, TRANSPOSED>(g);
+    if constexpr (!TRANSPOSED)
+        if (tile == 3) launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
     launch_gemm_sums(g);
 }
 
@@ -7007,10 +6901,9 @@ struct WeightGradient {
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
     int taps;
     Patch patch = {};
-    int splits = 1, cluster = 1;  // of the patch's tiles; of these in a cluster, which adds them up
-    float* partial = nullptr;     // (partials, O, taps, C), where they are several
+    int splits = 1;               // of the patch's tiles
+    float* partial = nullptr;     // (splits, O, taps, C), where they are several
     float* bias_parts = nullptr;  // (splits + sets, images of a set, O)
-    int partials() const { return splits / cluster; }
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
     // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
@@ -7295,7 +7188,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 
 // dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
 // b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
-__global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_t n, int weight_blocks) {
+__global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
@@ -7305,11 +7198,11 @@ __global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0), old = sum;
     if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
-    for (int first = part; i < n && first < partials; first += 8 * REDUCERS) {
+    for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
         for (int k = 0; k < 8; k++) {
             int s = first + k * REDUCERS;
-            if (s < partials) loaded[k] = *(const float4*)(g.partial + s * n + i);
+            if (s < g.splits) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
         for (int k = 0; k < 8; k++) sum += loaded[k];
     }
@@ -7325,16 +7218,16 @@ __global__ void weight_reduce_kernel(const WeightGradient g, int partials, size_
 static void take_partial_sums(WeightGradient* g) {
     const Patch& patch = g->patch;
     size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
-    if (g->dbias) g->bias_parts = take<float>(&lane->workspace, bias_rows * patch.images * g->dout.C);
-    if (g->partials() > 1) g->partial = take<float>(&lane->workspace, g->partials() * g->count());
+    Arena* workspace = lane->whole_workspace();
+    if (g->dbias) g->bias_parts = take<float>(workspace, bias_rows * patch.images * g->dout.C);
+    if (g->splits > 1) g->partial = take<float>(workspace, g->splits * g->count());
 }
 // Adds up what the splits have left there.
 static void launch_weight_reduction(const WeightGradient& g) {
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
     int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
     if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.partials(), g.count(),
-           weight_blocks);
+    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -7377,9 +7270,8 @@ static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     // dbias has a part an image, or more. What does not fit into half the workspace goes in several runs.
-    const int run = (int)std::min<size_t>(dout.B, Borrowed::left() / 2 / (dout.C * sizeof(float)));
+    const int run = (int)std::min<size_t>(dout.B, GPU_WORKSPACE_BYTES / 2 / (dout.C * sizeof(float)));
     for (int b = 0; b < dout.B; b += run) {
-        Borrowed borrowed;
         g.dout.B = g.x.first.B = std::min(run, dout.B - b);
 #ifdef HOPPER
         if (TAPS > 1)
@@ -7454,13 +7346,9 @@ struct Ring {
         if (++slot == N) slot = 0, parity ^= 1;
     }
 };
-// Barriers of some of a block's threads, by number; 0 is __syncthreads.
-enum NamedBarrier {
-    BARRIER_READERS = 1,   // all warpgroups that multiply
-    BARRIER_WARPGROUP = 2  // the first of these; the others' follow
-};
-__device__ inline void barrier_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+// A warpgroup's threads meet, at the barrier of that number; 0 is __syncthreads.
+__device__ inline void warpgroup_barrier(int warpgroup) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "r"(128) : "memory");
 }
 
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
@@ -7729,7 +7617,7 @@ struct HopperGemmBlock {
         static_assert(WARPGROUPS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
-            barrier_threads(BARRIER_WARPGROUP, 128);  // the patches have been read
+            warpgroup_barrier(0);  // the patches have been read
             UNROLLED_FOR (int e = 0; e < 64; e += 4)
                 sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
         }
@@ -7872,7 +7760,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         shared.patch.full[patch.slot].wait(patch.parity);
         epilogue.finish(c, outputs);
         fence_shared();
-        barrier_threads(BARRIER_WARPGROUP + block.warpgroup, 128);
+        warpgroup_barrier(block.warpgroup);
         if (block.leads) {
             store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -7981,10 +7869,7 @@ struct HopperWeightShared {
         unsigned char x[(Tile::X.width * Tile::X.height + 7) / 8 * 1024];
     };
     static constexpr int STAGES = (216 << 10) / Tile::RESIDENT / (int)sizeof(Stage);
-    union {
-        Stage stages[STAGES];
-        float sums[Tile::WARPGROUPS * 3 * 64][64 + 8];  // (dy, dx, output channel), rows 8 banks apart
-    };
+    Stage stages[STAGES];
     RingBarriers<STAGES> ring;
     // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
     alignas(16) uint32_t ones[15][4];
@@ -7993,11 +7878,9 @@ struct HopperWeightShared {
     unsigned char unread[4096];
 };
 
-// *p += v, without waiting for it.
-__device__ inline void add_global(float* p, float4 v) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
-                 : "memory");
+// p[0] += first, p[1] += second, without waiting for it.
+__device__ inline void add_global(float* p, float first, float second) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(first), "f"(second) : "memory");
 }
 // c (64, 8) += a (64, 16), transposed, times b (16, 8), whose rows of eight k serve both halves of k.
 __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
@@ -8010,10 +7893,8 @@ __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
 // dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
-// once. The splits of a cluster then add up their sums through each other's shared memory, in the order of
-// their ranks, each a part of the tile, so that one part in `cluster` of the partial sums goes to device
-// memory; without other clusters the sums go straight to dw. The first of the blocks that share dout's
-// channels also sums dout over each image: a product with a column of ones, one of eight columns an image.
+// once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
+// also sums dout over each image: a product with a column of ones, one of eight columns an image.
 template <class Tile>
 struct HopperWeightBlock {
     static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = HopperWeightShared<Tile>::STAGES;
@@ -8022,7 +7903,7 @@ struct HopperWeightBlock {
     HopperWeightShared<Tile>& shared;
     const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
-    const int split = blockIdx.x, rank = split % g.cluster;
+    const int split = blockIdx.x;
     const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
     const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
@@ -8088,41 +7969,18 @@ struct HopperWeightBlock {
         }
     }
 
-    // The sums go where the ring was.
+    // The sums, to device memory.
     __device__ __forceinline__ void store(const float (&c)[96]) {
-        barrier_threads(BARRIER_READERS, Tile::READERS);  // the ring has been read
-        for (int v = 0; v < 24; v++) {
-            int at = (warpgroup * 3 + v / 8) * 64 + row, column = v % 8 * 8 + lane % 4 * 2;
-            *(float2*)&shared.sums[at][column] = make_float2(c[4 * v], c[4 * v + 1]);
-            *(float2*)&shared.sums[at + 8][column] = make_float2(c[4 * v + 2], c[4 * v + 3]);
-        }
-    }
-
-    // This rank's part of the tile, added up over the cluster, to device memory.
-    __device__ __forceinline__ void combine() {
-        float* to = g.partial ? g.partial + (size_t)(split / g.cluster) * O * 9 * C : g.dw;
-        int rows = WARPGROUPS * 3 * 64 / g.cluster;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < rows * 16; i += Tile::READERS) {
-            int at = rank * rows + i / 16, o = o0 + at % 64, column = c0 + i % 16 * 4, tap = dy * 3 + at / 64;
-            const float* own = &shared.sums[at][i % 16 * 4];
-            float4 sum;
-            if (g.cluster == 1) {
-                sum = *(float4*)own;
-            } else {
-                float4 parts[8];
-                for (int r = 0; r < 8; r++)
-                    if (r < g.cluster) parts[r] = load_cluster(shared_address(own), r);
-                sum = parts[0];
-                for (int r = 1; r < 8; r++)
-                    if (r < g.cluster) sum += parts[r];
-            }
+        float* to = g.partial ? g.partial + split * g.count() : g.dw;
+        UNROLLED_FOR (int i = 0; i < 48; i++) {
+            int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
+            int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
             if (o >= O || column >= C) continue;
             float* p = to + ((size_t)o * 9 + tap) * C + column;
             if (g.partial)
-                *(float4*)p = sum;
+                *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
             else
-                add_global(p, sum);
+                add_global(p, c[2 * i], c[2 * i + 1]);
         }
     }
 };
@@ -8145,8 +8003,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 
     if (threadIdx.x >= Tile::READERS) {
         if (threadIdx.x == Tile::READERS) block.produce();
-        __syncwarp();
-        if (g.cluster > 1) cluster_barrier(), cluster_barrier();  // as the warpgroups do
         return;
     }
 
@@ -8157,25 +8013,18 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     else
         block.template multiply<false>(c);
     block.store(c);
-    if (g.cluster > 1)
-        cluster_barrier();
-    else
-        barrier_threads(BARRIER_READERS, Tile::READERS);
-    block.combine();
-    if (g.cluster > 1) cluster_barrier();  // nobody leaves while another reads its shared memory
 #endif
 }
 
 template <class Tile>
 static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
     HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
-    launch_clusters(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-                    sizeof(HopperWeightShared<Tile>), g.cluster, h);
+    launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
+           sizeof(HopperWeightShared<Tile>), h);
 }
 
 // launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take
-// the least estimated time. Two, four or eight splits are a cluster where enough multiprocessors take part
-// (theirs come in numbers that clusters don't divide); others leave partial sums. Times: of an H100.
+// the least estimated time: of an H100.
 static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
@@ -8184,17 +8033,12 @@ static void launch_hopper_weight_gradient(WeightGradient g) {
     float least = FLT_MAX;
     for (int warpgroups : {3, 1}) {
         const int tiles = sum_tiles * (3 / warpgroups);
-        const int resident = gpu_multiprocessors * (warpgroups == 1 ? 2 : 1);
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
-            bool joined =
-                splits == 2 || ((splits == 4 || splits == 8) && splits * tiles <= resident * 10 / 11);
             float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) *
                        (warpgroups == 3 ? 0.75f : 0.3f);
-            if (splits > 1) us += joined ? 2.5f : 6.0f + 1e-5f * splits * O * C;
-            if (us >= least) continue;
-            least = us, best_warpgroups = warpgroups;
-            g.splits = splits, g.cluster = joined ? splits : 1;
+            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            if (us < least) least = us, best_warpgroups = warpgroups, g.splits = splits;
         }
     }
     take_partial_sums(&g);

@@ -53,8 +53,7 @@
 // leaves six blocks for 132 multiprocessors: seven times slower. Splitting the pixels over just as many
 // blocks as the GPU holds (6) makes 44 partial sums of 2,048 additions: 3.4 times faster than the atomics,
 // deterministic, and a fifth of their rounding error. Production (9) keeps all nine taps of 64 x 64 channels
-// in registers while x and dout stream by once, and clusters of blocks add up their sums through shared
-// memory.
+// in registers while x and dout stream by once; a second kernel adds up the splits' sums.
 //
 // Backward: should one kernel compute both gradients, since both read dout? Version 8 does so with the
 // portable kernels' own fragments and takes 189 us; those two kernels side by side take 191 us (in a build
