@@ -433,8 +433,8 @@ def main():
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
     given = {name: value for name, value in vars(args).items() if value is not None}
-    overrides = {name: value for name, value in (unet_io.PRESETS.get(args.preset, {}) | given).items()
-                 if name in ARCHITECTURE + DIFFUSION}
+    preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
+    overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
     model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
     if target:
         if target.endswith("/") or os.path.isdir(target):

@@ -814,9 +814,9 @@ class Diffusion:
     def bound(self, errors, v, t, x0):
         """Each sample's term of the variational bound, in bits a dimension: (B,).
 
-        errors: target - prediction; v: the variance is exp(least + span * (v + 1) / 2). For t > 0 the
-        divergence of p(x_{t-1} | x_t) from the posterior, with whose means errors have to do by a factor
-        alone; for t = 0 minus the logarithm of the probability of x0's byte (Ho et al. 2020, equation 13).
+        errors: target - prediction; v: the variance is exp(least + span * (v + 1) / 2). For t > 0 it is the
+        divergence of p(x_{t-1} | x_t) from the posterior, whose means are factor * errors apart; for t = 0
+        minus the logarithm of the probability of x0's byte (Ho et al. 2020, equation 13).
         """
         least, span, factor = (table[t][:, None, None, None].to(v) for table in
                                (self.least, self.span, self.factor))
@@ -1101,8 +1101,9 @@ def debug_state(prefix, config, images=None, steps=0):
 
     PREFIX_weights.bin  the weights: stream INIT, then N(0, 0.02^2) of stream PERTURB added to every parameter
     PREFIX_images.bin   random images, where none are given
-    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images, from x0; t (B,) int32; with
-                        class_cond the classes y (B,) int32; target float32; out float64; loss float64;
+    PREFIX_state.bin    a tensor file: x (B, C, H, W) float32, the noised images, and x0, those without
+                        noise; t (B,) int32; with class_cond the classes y (B,) int32; target float32;
+                        out float64; loss float64, with learn_sigma the bound's term included;
                         grad.NAME float64 for every parameter, its rows as in a .bin; and, with steps > 0,
                         losses (steps,) float64, those of AdamW in float32
     Returns the tensors as a dict.

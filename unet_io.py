@@ -363,8 +363,10 @@ def variance_range(abar):
 
 
 def mean_factors(abar, predict):
-    """How far the mean of a step of the chain goes wrong for each unit of the prediction's error: float64
-    (T,). The sign is that of x0's error."""
+    """For each unit by which the prediction is off, how far a step's mean is: float64 (T,).
+
+    The posterior's mean less the chain's is this times target - prediction, whatever is predicted.
+    """
     before = np.append(1.0, abar[:-1])
     coefficient = np.sqrt(before) * (1 - abar / before) / (1 - abar)  # of x0, Ho et al. 2020, equation 7
     if predict == "eps":

@@ -122,7 +122,7 @@ def hostile_states():
         "twice": (whole | {"_orig_mod." + name: whole[name].clone()}, "two tensors"),
         "more": (whole | {"extra": torch.ones(3)}, "extra"),
         "class": (whole | {"x": Elsewhere()}, "only tensors"),
-        "learned resampling": (whole | {"input_blocks.2.0.op.weight": torch.ones(3)}, "conv_resample"),
+        "learned resampling": (whole | {"input_blocks.2.0.op.weight": torch.ones(3)}, "input_blocks.2.0.op"),
         "classes": (whole | {"label_emb.weight": torch.ones(3)}, "label_emb.weight"),
     }
     config = Config(**TOY).__dict__ | dict(ema_rate=(0.999,))
@@ -262,9 +262,9 @@ def test_channel_mult_follows_the_image_size():
 def test_size_beside_guided_diffusion():
     """The numbers of README: ours, and with a 3x3 convolution at each change of resolution theirs."""
     with torch.device("meta"):
-        model = train_unet.create_model(image_size=64, num_channels=64, attention_resolutions="16,8")
-    ours = sum(p.numel() for p in model.parameters())
-    theirs = ours + sum(9 * w * w + w for w in (64, 128, 192, 256, 192, 128))
+        ours, theirs = (sum(p.numel() for p in train_unet.create_model(
+            image_size=64, num_channels=64, attention_resolutions="16,8", conv_resample=learned).parameters())
+            for learned in (False, True))
     assert (ours, theirs) == (20494211, 22080323)
     page, lesson = (ROOT / "README.md").read_text(), train_unet.create_model.__doc__
     assert all(f"{n:,}" in text for n in (ours, theirs) for text in (page, lesson))
@@ -279,25 +279,29 @@ def test_attention_resolutions(asked, attended):
     sizes, found = 64, []
     for block in model.input_blocks:
         found += [sizes] * any(isinstance(layer, train_unet.AttentionBlock) for layer in block)
-        sizes //= 2 if isinstance(block[0], torch.nn.AvgPool2d) else 1
+        sizes //= 2 if isinstance(block[0], train_unet.Downsample) else 1
     assert sorted(set(found), reverse=True) == attended
 
 
 def test_flags_that_another_model_needs():
     """What this model can't do is refused by its name; what it does anyway is taken."""
-    fixed = dict(learn_sigma=False, use_checkpoint=False, use_scale_shift_norm=False,
-                 dropout=0.0, resblock_updown=False, use_fp16=False, use_new_attention_order=True,
-                 timestep_respacing="", use_kl=False, predict_xstart=False, rescale_timesteps=False,
-                 rescale_learned_sigmas=False, conv_resample=False)
+    fixed = dict(use_checkpoint=False, use_fp16=False, timestep_respacing="", use_kl=False,
+                 predict_xstart=False)
+    free = dict(learn_sigma=True, use_scale_shift_norm=True, dropout=0.5, resblock_updown=True,
+                use_new_attention_order=False, rescale_timesteps=True, conv_resample=True, class_cond=True)
+    either = dict(rescale_learned_sigmas=True)
+    config = train_unet.create_model(**SHAPE | free | either).config
+    assert all(getattr(config, name) == value for name, value in free.items()) and config.num_classes == 1000
     heads = dict(num_heads=4, num_heads_upsample=-1, num_head_channels=16)  # the width comes first, there too
     assert train_unet.create_model(**SHAPE | fixed | heads).config.num_head_channels == 16
     for name, value in fixed.items():
-        other = 0.1 if name == "dropout" else "ddim25" if value == "" else not value
+        other = "ddim25" if value == "" else not value
         with pytest.raises(UserError, match=f"create_model: {name}="):
             train_unet.create_model(**SHAPE | {name: other})
     bare = {name: value for name, value in SHAPE.items() if name != "num_head_channels"}
-    for flags, says in ((dict(num_head_channels=-1), "num_heads"), (dict(num_heads=4), "num_heads"),
-                        (dict(num_heads_upsample=2), "num_heads"), (dict(channel_mult=None), "channel_mult"),
+    for heads in (dict(num_head_channels=-1), dict(num_heads=4)):  # guided-diffusion's 4
+        assert train_unet.create_model(**bare | heads).config.num_heads == 4
+    for flags, says in ((dict(num_heads=3), "num_heads"), (dict(channel_mult=None), "channel_mult"),
                         (dict(channel_mult="0.5,1"), "channel_mult"), (dict(channel_mult=3), "channel_mult"),
                         (dict(channel_mult=()), "channel_mult"),
                         (dict(attention_resolutions=None), "attention_resolutions"),

@@ -268,7 +268,7 @@ def test_flags_of_both_programs(tmp_path):
         if isinstance(default, tuple):
             default = ",".join(map(str, default))
         if field.type is bool:
-            assert not default and field.name in listed
+            assert (listed[field.name] == "1") == default
         elif field.type is float:
             assert float(listed[field.name]) == default, field.name
         else:
