@@ -900,8 +900,15 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Pair<Beginning> begins(noises);
     Floats limits(B, 0.1f), saved(n);
     auto drawing = [&](auto on) {
-        return Drawing<typename decltype(on)::T>{
-            {on(input), B, H, W, PIXEL}, on(out), n, channels, on(x), on(saved), on(begins), on(limits)};
+        return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
+                                                 on(out),
+                                                 on(input) + n,
+                                                 on(out) + n,
+                                                 channels,
+                                                 on(x),
+                                                 on(saved),
+                                                 on(begins),
+                                                 on(limits)};
     };
     check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output},
           [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
@@ -2374,8 +2381,9 @@ static void test_sampling() {
     double worst = 0;
     for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
                       Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
-        Config config = config_of(
-            with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
+        Config config = config_of(with(
+            with(toy_flags(), {{"sample_steps", "5"}, {"strip", "3"}, {"predict", "v"}, {"ema_rate", "0"}}),
+            how));
         std::vector<std::vector<float>> drawn;
         size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
@@ -2383,7 +2391,7 @@ static void test_sampling() {
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
             std::vector<float> pictures, one, strip;
-            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip, 3) &&
+            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip) &&
                     draw_pictures(&m, &one, begin_with({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
@@ -3556,7 +3564,8 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
         Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
                                   out.data(),
-                                  0,
+                                  nullptr,
+                                  nullptr,
                                   3,
                                   x.data(),
                                   saved.data(),

@@ -259,6 +259,7 @@ struct Config {
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
+    char guide_weights[MAX_PATH_LENGTH];
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
     float eta, guidance_scale;
     // what to do
@@ -277,7 +278,9 @@ static int list_length(const T (&list)[N]) {
 
 // Whether pictures are drawn once more without their class; how many at a time, of `batch` of the network.
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-static int pictures_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
+// Guided, the network has each picture twice, unless the second answer is another model's.
+static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
+static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 
@@ -338,8 +341,11 @@ static void check_config(const Config& c) {
     }
     if (c.class_cond && !c.num_classes)
         fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
-    if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
-        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob", c.guidance_scale);
+    if (calls_twice(c) && !(c.class_cond && c.cond_drop_prob > 0))
+        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob, or --guide_weights",
+             c.guidance_scale);
+    if (*c.guide_weights && !is_guided(c))
+        fail("--guide_weights does nothing without a --guidance_scale; 2 is usual");
     guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
@@ -2124,14 +2130,16 @@ struct Beginning {
     int label;
 };
 
-// Pictures that are being drawn at the same time, and the network's answers. Guided, the network is given
-// each once more, without its class, and answer = free + guidance (told - free), as Ho and Salimans
-// have it in "Classifier-Free Diffusion Guidance" (2022).
+// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a second, weaker
+// answer, and answer = weak + guidance (told - weak): without the class, Ho and Salimans, "Classifier-Free
+// Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a Diffusion Model with a
+// Bad Version of Itself" (2024).
 template <typename T>
 struct Drawing {
     TensorOf<T> input;        // x for the network
-    const T* out;             // (B, H, W, PIXEL): what it is told of the pictures with their classes
-    size_t free;              // from there, and in input, to the same pictures without a class; 0: none
+    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
+    T* weak_input;            // x for the weaker answer; null: there is none
+    const T* weak_out;        // which is this
     int channels;             // of a picture
     float *x, *saved;         // (B, H, W, PIXEL)
     const Beginning* begins;  // (B)
@@ -2139,13 +2147,13 @@ struct Drawing {
 
     HOST_DEVICE void set(size_t at, float value) const {
         x[at] = value, input.data[at] = (T)value;
-        if (free) input.data[free + at] = (T)value;
+        if (weak_input) weak_input[at] = (T)value;
     }
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
         if (s.guidance != 1) {
-            float without = (float)out[free + at];
-            answer = without + s.guidance * (answer - without);
+            float weak = (float)weak_out[at];
+            answer = weak + s.guidance * (answer - weak);
         }
         return s.from_x * x[at] + s.from_out * answer;
     }
@@ -2970,11 +2978,12 @@ struct Progress {
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
 // picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
 // asked; stops early, and returns false, on Ctrl-C. The network's call is recorded for each size of batch.
-// While nothing is trained target and images are free for x and what the sampler saves.
+// While nothing is trained target and images are free for x and what the sampler saves. guide: --guide_weights.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
-                          bool show_progress, std::vector<float>* strip = nullptr, int columns = 0) {
+                          bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
     const Config& c = m->config;
-    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
+    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size(),
+        columns = strip ? c.strip : 0;
     std::vector<SamplerStep> calls = make_sampler(c);
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
@@ -2982,24 +2991,33 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     float *x = m->target, *saved = m->images;
     int most = pictures_at_a_time(c, m->plan.batch);
     Progress progress = {show_progress, (long)calls.size() * ceil_div(count, most)};
-    Recording network, guided_network;
+    Recording network, guided_network, guide_network;
     for (int first = 0; first < count && !stop_requested; first += most) {
         int B = std::min(most, count - first), step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
-        if (B < most) backend_forget(&network), backend_forget(&guided_network);  // of a larger batch
+        for (Recording* of : {&network, &guided_network, &guide_network})
+            if (B < most) backend_forget(of);  // of a larger batch
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
-        size_t free = is_guided(c) ? input.count() : 0;
-        Drawing<floatX> drawing = {input, unet_output(m), free,      c.in_channels,
-                                   x,     saved,          m->begins, m->limits};
+        floatX *out = unet_output(m), *weak_input = nullptr, *weak_out = nullptr;
+        if (guide)
+            weak_input = guide->input, weak_out = unet_output(guide);
+        else if (is_guided(c))
+            weak_input = m->input + input.count(), weak_out = out + input.count();
+        Drawing<floatX> drawing = {input, out,   weak_input, weak_out, c.in_channels,
+                                   x,     saved, m->begins,  m->limits};
         run(StartPictures<floatX>{drawing});
         backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
         for (const SamplerStep& s : calls) {
             if (stop_requested) break;
-            bool guided = s.guidance != 1;
-            int rows = guided ? 2 * B : B;
-            run(TellNetwork{m->timesteps, m->labels, m->begins, rows, B, s.timestep, c.num_classes});
-            backend_replay(guided ? &guided_network : &network, [&] { unet_forward(m, rows); });
+            bool guided = s.guidance != 1, twice = guided && !guide;
+            auto call = [&](Model* model, Recording* recording, int rows) {
+                run(TellNetwork{model->timesteps, model->labels, m->begins, rows, B, s.timestep,
+                                c.num_classes});
+                backend_replay(recording, [&] { unet_forward(model, rows); });
+            };
+            call(m, twice ? &guided_network : &network, twice ? 2 * B : B);
+            if (guided && guide) call(guide, &guide_network, B);
             if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, s});
             run(UpdatePictures<floatX>{drawing, s});
             progress.count();
@@ -3148,6 +3166,8 @@ static const Flag FLAGS[] = {
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
     {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
+    {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
     {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
      "draw this many pictures on the way from the first of two --seeds to the second"},
     {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
@@ -4457,6 +4477,25 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     say("%s: each picture on its own", c.output_dir);
 }
 
+// The model of --guide_weights, its running mean where there is one, for the same pictures.
+static void load_guide(Model* guide, const Config& c) {
+    WeightsFile file = open_weights(c.guide_weights);
+    const Config& g = file.config;
+    for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
+                             "zero_terminal_snr", "num_classes"}) {
+        const Flag& flag = *find_flag(name);
+        if (flag_text(g, flag) != flag_text(c, flag) && (g.class_cond || !is_named(flag, "num_classes")))
+            fail("--guide_weights %s has --%s %s, and the model that it is to guide %s", c.guide_weights,
+                 name, flag_text(g, flag).c_str(), flag_text(c, flag).c_str());
+    }
+    Config plain = g;
+    memset(plain.optimiser.ema_rate, 0, sizeof plain.optimiser.ema_rate);  // one set of weights is enough
+    *guide = plan_model(plain, c.batch_size, false);
+    allocate_model(guide);
+    read_parameters(guide->master, file, ARRAY_SECTIONS[file.find("ema") ? 1 : 0], guide->plan);
+    use_weights(guide, guide->master);
+}
+
 static int run_generate(const std::vector<GivenFlag>& given) {
     WeightsFile file;
     Config config = drawing_config(given, &file);
@@ -4464,7 +4503,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config));
     std::string weights = chosen_name(config);
     memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
-    int calls = is_guided(config) ? 2 : 1;                                   // of the network for a picture
+    int calls = calls_twice(config) ? 2 : 1;                                 // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
@@ -4481,9 +4520,12 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
+    Model guide;
+    if (*config.guide_weights) load_guide(&guide, config);
     std::vector<float> pictures, strip;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr, config.strip)) {
+    if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr,
+                       *config.guide_weights ? &guide : nullptr)) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         return 130;
     }
@@ -4833,7 +4875,8 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const char* name : {"generate", "strip", "output_dir"}) {  // that was typed, and would do nothing
+    for (const char* name :
+         {"generate", "strip", "output_dir", "guide_weights"}) {  // that was typed, and would do nothing
         const GivenFlag* g = was_given(given, name);
         if (!draws && g && g->origin.empty())
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
