@@ -316,8 +316,8 @@ static void check_config(const Config& c) {
         if (width > 8192)
             fail("--channel_mult %d makes a level %d wide; 8192 is the most", c.channel_mult[i], width);
         if (width % c.norm_groups || width / c.norm_groups < 2)
-            fail("--norm_groups %d must part level %d's %d channels by 2 or more, for the time embedding",
-                 c.norm_groups, i + 1, width);
+            fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
+                 c.norm_groups, i + 1, width, width / 4);
         bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
         if (attention && size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
@@ -3083,7 +3083,7 @@ static double parse_number(const Flag& flag, const std::string& value) {
     bool real = flag.kind == FLOAT, whole = real || number == floor(number);
     if (value.empty() || *end || !whole || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "float" : "whole number", flag.least, flag.most, value.c_str());
+                   real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
     return number;
 }
 
