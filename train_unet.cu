@@ -3703,8 +3703,8 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
 }
 
 // lines (height, 1 + width * channels): a 0 (no filter) and the pixels, grey, grey and alpha, RGB, or RGBA.
-// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any viewer
-// reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
+// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any
+// viewer reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
     int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
     const char depth_and_type[] = {8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0};
