@@ -321,8 +321,8 @@ static void check_config(const Config& c) {
         if (width > 8192)
             fail("--channel_mult %d makes a level %d wide; 8192 is the most", c.channel_mult[i], width);
         if (width % c.norm_groups || width / c.norm_groups < 2)
-            fail("--norm_groups %d must part level %d's %d channels by 2 or more, for the time embedding",
-                 c.norm_groups, i + 1, width);
+            fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
+                 c.norm_groups, i + 1, width, width / 4);
         bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
         if (attention && size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
@@ -3273,7 +3273,7 @@ static double parse_number(const Flag& flag, const std::string& value) {
     bool real = flag.kind == FLOAT, whole = real || number == floor(number);
     if (value.empty() || *end || !whole || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "float" : "whole number", flag.least, flag.most, value.c_str());
+                   real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
     return number;
 }
 
@@ -3900,8 +3900,8 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
 }
 
 // lines (height, 1 + width * channels): a 0 (no filter) and the pixels, grey, grey and alpha, RGB, or RGBA.
-// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any viewer
-// reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
+// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any
+// viewer reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
     int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
     const char depth_and_type[] = {8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0};
