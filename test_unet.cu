@@ -2597,9 +2597,11 @@ static std::string use_file(const Victim& v, bool read_data) {
     if (!bad.empty()) return "a configuration that is refused: " + bad;
     int32_t header[HEADER_INTS];
     Reader(v.path).read(header, sizeof header);
+    int32_t fields[HEADER_INTS];
+    flags_to_fields(fields, file.config);
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
         if (header[0] == UNET_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
-            memcmp(header + flag.field, (char*)&file.config + flag.offset, flag.size))
+            memcmp(header + flag.field, fields + flag.field, flag.size))
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
     if (!file.find("weights") || file.step < 0) return "no weights or a negative step";

@@ -126,7 +126,8 @@ class ResBlock(nn.Module):
     modulates, the linear layer's two halves scale (by 1 + the first) and shift what the second GN gives.
     A resample, such as Downsample, changes what goes into the first convolution and into the skip.
     """
-    def __init__(self, channels, out_channels, emb_width, groups, modulates, dropout, resample=None):
+    def __init__(self, channels, out_channels, emb_width, groups, modulates=False, dropout=0.0,
+                 resample=None):
         super().__init__()
         self.modulates, self.resample = modulates, resample or nn.Identity()
         self.in_layers = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
@@ -154,7 +155,7 @@ class AttentionBlock(nn.Module):
     The 3C channels of qkv are all of q, then k, then v; the heads lie inside each third. In the legacy order
     of guided-diffusion they are all of the first head, then the second ...; q, k, v lie inside each.
     """
-    def __init__(self, channels, heads, groups, legacy):
+    def __init__(self, channels, heads, groups, legacy=False):
         super().__init__()
         self.heads, self.legacy = heads, legacy
         self.norm = group_norm(channels, groups)

@@ -11,7 +11,7 @@ CASES = {"5x5": dict(B=3, C=64, H=5, G=16, d=32),
 
 
 def block_of(t):
-    return AttentionBlock(t["C"], t["d"], t["G"])
+    return AttentionBlock(t["C"], t["C"] // t["d"], t["G"])
 
 
 def inputs(random, B, C, H, G, d):
