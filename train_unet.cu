@@ -48,10 +48,11 @@
 //   5  PLAN AND WALK: plan; walk
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
+//        the loop
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
-//        to a run; the loop; main
+//        to a run; main
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
 //        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -3035,6 +3036,205 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     return !stop_requested;
 }
 
+// ---- the loop ---------------------------------------------------------------------------------------------
+
+// Of FILES and COMMAND LINE, what the loop calls.
+static bool file_exists(const std::string& path);
+static std::string shell_word(const std::string& path);
+static std::string json_number(double value);
+static std::string checkpoint_path(const std::string& folder, long step);
+static void add_metrics(Metrics* m, const std::string& lines);
+static std::vector<long> list_checkpoints(const std::string& folder);
+static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
+                             const History& history);
+static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
+                       int columns = 0, int gap = 2);
+static std::vector<uint32_t> wanted_classes(const Config& c);
+
+// Where no checkpoint can be written, the run ends.
+static void save(Trainer* t) {
+    const Config& c = t->model.config;
+    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
+    t->saved = t->step;
+    std::string why = failure_of([&] {
+        // up to this step: later ones are damaged, or --resume would not have passed over them
+        int newest = 0;
+        for (long step : list_checkpoints(c.out_dir))
+            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+                unlink(checkpoint_path(c.out_dir, step).c_str());
+    });
+    if (!why.empty()) note("old checkpoints stay: " + why);
+}
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
+
+// A grid that can't be written is no reason to end a run.
+static void save_samples(Trainer* t) {
+    const Config& c = t->model.config;
+    t->sampled = t->step;
+    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+    std::vector<float> pictures;
+    double start = seconds_now();
+    auto begins = begin_with(consecutive(c.seed, c.num_samples));
+    int columns = set_classes(&begins, wanted_classes(c));
+    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
+    std::string path = samples_path(c.out_dir, t->step);
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
+    if (!failure.empty()) return note(failure);
+    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    if (long broken = count_broken(pictures, c.num_samples))
+        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
+}
+
+// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
+static std::string take_quartiles(Trainer* t) {
+    std::string list;
+    for (int q = 0; q < 4; q++) {
+        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
+        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
+    }
+    return "[" + list + "]";
+}
+
+// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+static void print_summary(const Trainer& t, long first, double seconds) {
+    const Config& c = t.model.config;
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    long steps = t.step - first;
+    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    if (steps > 1) {
+        double ms = 1e3 * seconds / (steps - 1);
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
+               c.batch_size * 1e3 / ms);
+    }
+    printf("\n");
+    if (t.best.step >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
+               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
+    say("checkpoint: %s", checkpoint.c_str());
+    std::string samples = samples_path(c.out_dir, t.step);
+    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("metrics:    %s/metrics.jsonl", c.out_dir);
+    say("config:     %s/config.txt", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+    std::string more;
+    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
+    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
+        more += " --lr_schedule constant";  // the schedule has come to its end
+    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
+}
+
+static void validate(Trainer* t) {
+    double loss = validation_loss(t);
+    if (stop_requested) return;
+    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
+    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+           chosen_name(t->model.config).c_str());
+    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    t->best.update(loss, t->step);
+}
+
+// The step up to which the device can be kept busy: after it the host works with the weights.
+static long next_pause(const Trainer& t) {
+    const Config& c = t.model.config;
+    long next = c.steps;
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) next = std::min(next, (t.step / every + 1) * every);
+    return next;
+}
+
+// A loss or gradient that is not finite ends the run, with what to do about it.
+static void give_up(Trainer* t, const StepState& result) {
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
+                advice = "the weights before it are " + saved + ": resume from there";
+    if (!t->saved) advice = "nothing was saved before it: start again";
+    if (t->saved && t->saved == t->step)
+        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    fail("the %s became %s in step %ld; %s with a lower --lr",
+         std::isfinite(result.loss) ? "gradient" : "loss",
+         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+}
+
+// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+struct Pace {
+    long first;                    // the step that the run began after
+    long counted = first;          // the step that `start` belongs to: the first does not count
+    long logged = first;           // the step of the log's newest line
+    double start = seconds_now();  // of the steps that count
+    double log_start = start;      // of those since that line
+    double shown = start;          // when a line of either kind was printed
+    void pause(double seconds) { start += seconds, log_start += seconds; }
+};
+
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
+    const Config& c = t->model.config;
+    double now = seconds_now(), rate = (double)(t->step - pace->counted) / (now - pace->start);
+    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    // the first step, in which much is set up, counts only while there is no other
+    if (first) pace->counted = t->step, pace->start = now;
+    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    pace->shown = now;
+    std::string to_go = human_time((double)(c.steps - t->step) / rate);
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (!logs) {
+        printf(" | ETA %s", to_go.c_str());
+        return;
+    }
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
+           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
+           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
+    static const double peak = backend_peak();
+    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
+    pace->logged = t->step, pace->log_start = now;
+    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
+           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
+                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+}
+
+static void train(Trainer* t) {
+    const Config& c = t->model.config;
+    t->saved = t->step;
+    auto due = [&](int every) { return every && t->step % every == 0; };
+    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
+        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
+        if (t->validation.count && (ended || due(c.val_every)) && t->best.last != t->step) validate(t);
+        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        fflush(stdout);
+    }
+    Pace pace = {t->step};
+    while (t->step < c.steps && !stop_requested) {
+        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        StepState result = await_step(t);
+        if (!result.finite) give_up(t, result);
+        show_step(t, result, &pace);
+        fflush(stdout);
+        double paused = seconds_now();
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
+        if (due(c.save_every)) save(t);
+        if (due(c.sample_every)) save_samples(t);
+        fflush(stdout);
+        pace.pause(seconds_now() - paused);
+    }
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - pace.start;
+    if (isatty(1)) printf("\r\033[K");
+    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (t->sampled != t->step && !stop_requested) save_samples(t);
+    print_summary(*t, pace.first, seconds);
+}
+
 // ===========================================================================================================
 //  9  FILES
 // ===========================================================================================================
@@ -3223,6 +3423,20 @@ static const Preset PRESETS[] = {
      "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --batch_size 64 "
      "--lr 1e-4 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 --save_every 5000 "
      "--sample_every 5000 --val_every 5000"},
+    // guided-diffusion's models of ImageNet, with classes
+    {"adm64",
+     "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
+     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --dropout 0.1 "
+     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 "
+     "--ema_rate 0.9999"},
+    {"adm128",
+     "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_res_blocks 2 "
+     "--attention_resolutions 32,16,8 --num_heads 4 --use_new_attention_order 0 --class_cond 1 "
+     "--num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 --ema_rate 0.9999"},
+    {"adm256",
+     "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_res_blocks 2 "
+     "--attention_resolutions 32,16,8 --num_head_channels 64 --use_new_attention_order 0 --class_cond 1 "
+     "--num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 --ema_rate 0.9999"},
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
@@ -3928,7 +4142,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
 // as it can be. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns = 0, int gap = 2) {
+                       int columns, int gap) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
@@ -4039,8 +4253,9 @@ static void print_help() {
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-        std::string standard =
-            *flag.standard && flag.kind != BOOL ? text(" (default %s)", flag.standard) : "";
+        std::string standard = *flag.standard && (flag.kind != BOOL || *flag.standard != '0')
+                                   ? text(" (default %s)", flag.standard)
+                                   : "";
         printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
     }
     printf("\nPresets\n");
@@ -4631,192 +4846,6 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->best);
     write_config(c, t->step, t->changes);
     open_metrics(&t->metrics);
-}
-
-// ---- the loop ---------------------------------------------------------------------------------------------
-
-// Where no checkpoint can be written, the run ends.
-static void save(Trainer* t) {
-    const Config& c = t->model.config;
-    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
-    t->saved = t->step;
-    std::string why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
-}
-
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
-}
-
-// A grid that can't be written is no reason to end a run.
-static void save_samples(Trainer* t) {
-    const Config& c = t->model.config;
-    t->sampled = t->step;
-    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
-    std::vector<float> pictures;
-    double start = seconds_now();
-    auto begins = begin_with(consecutive(c.seed, c.num_samples));
-    int columns = set_classes(&begins, wanted_classes(c));
-    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
-    std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
-    if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
-    if (long broken = count_broken(pictures, c.num_samples))
-        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
-}
-
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) {
-        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
-    return "[" + list + "]";
-}
-
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
-static void print_summary(const Trainer& t, long first, double seconds) {
-    const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
-    long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1) {
-        double ms = 1e3 * seconds / (steps - 1);
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
-               c.batch_size * 1e3 / ms);
-    }
-    printf("\n");
-    if (t.best.step >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
-               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
-    say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s", samples.c_str());
-    say("metrics:    %s/metrics.jsonl", c.out_dir);
-    say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
-    std::string more;
-    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
-    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
-        more += " --lr_schedule constant";  // the schedule has come to its end
-    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
-}
-
-static void validate(Trainer* t) {
-    double loss = validation_loss(t);
-    if (stop_requested) return;
-    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
-    t->best.update(loss, t->step);
-}
-
-// The step up to which the device can be kept busy: after it the host works with the weights.
-static long next_pause(const Trainer& t) {
-    const Config& c = t.model.config;
-    long next = c.steps;
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) next = std::min(next, (t.step / every + 1) * every);
-    return next;
-}
-
-// A loss or gradient that is not finite ends the run, with what to do about it.
-static void give_up(Trainer* t, const StepState& result) {
-    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
-                advice = "the weights before it are " + saved + ": resume from there";
-    if (!t->saved) advice = "nothing was saved before it: start again";
-    if (t->saved && t->saved == t->step)
-        advice = "the weights of " + saved + " lead to it: resume from an older one";
-    fail("the %s became %s in step %ld; %s with a lower --lr",
-         std::isfinite(result.loss) ? "gradient" : "loss",
-         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
-}
-
-// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
-struct Pace {
-    long first;                    // the step that the run began after
-    long counted = first;          // the step that `start` belongs to: the first does not count
-    long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // of the steps that count
-    double log_start = start;      // of those since that line
-    double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, log_start += seconds; }
-};
-
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepState& result, Pace* pace) {
-    const Config& c = t->model.config;
-    double now = seconds_now(), rate = (double)(t->step - pace->counted) / (now - pace->start);
-    bool first = t->step == pace->first + 1, terminal = isatty(1);
-    // the first step, in which much is set up, counts only while there is no other
-    if (first) pace->counted = t->step, pace->start = now;
-    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
-    if (!logs && !(terminal && now - pace->shown > 1)) return;
-    pace->shown = now;
-    std::string to_go = human_time((double)(c.steps - t->step) / rate);
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (!logs) {
-        printf(" | ETA %s", to_go.c_str());
-        return;
-    }
-    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak();
-    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
-    pace->logged = t->step, pace->log_start = now;
-    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
-           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
-                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
-}
-
-static void train(Trainer* t) {
-    const Config& c = t->model.config;
-    t->saved = t->step;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
-        if (t->validation.count && (ended || due(c.val_every)) && t->best.last != t->step) validate(t);
-        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
-        fflush(stdout);
-    }
-    Pace pace = {t->step};
-    while (t->step < c.steps && !stop_requested) {
-        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepState result = await_step(t);
-        if (!result.finite) give_up(t, result);
-        show_step(t, result, &pace);
-        fflush(stdout);
-        double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
-        fflush(stdout);
-        pace.pause(seconds_now() - paused);
-    }
-    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - pace.start;
-    if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (t->sampled != t->step && !stop_requested) save_samples(t);
-    print_summary(*t, pace.first, seconds);
 }
 
 // ---- main -------------------------------------------------------------------------------------------------

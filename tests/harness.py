@@ -70,20 +70,38 @@ TRAINING = {
     "all": Config(**TOY | dict(image_size=16, batch_size=3, lr=1e-3, seed=18, dropout=0.1, class_cond=True,
                                num_classes=3, cond_drop_prob=0.2, use_scale_shift_norm=True, num_heads=2,
                                rescale_timesteps=True, diffusion_steps=400, in_channels=1, predict="v")),
-    "learned variance": Config(**TOY | dict(image_size=16, batch_size=3, lr=1e-3, seed=19, learn_sigma=True,
-                                            diffusion_steps=20, noise_schedule="cosine")),
-    "learned variance of v": Config(**TOY | dict(image_size=16, batch_size=5, lr=1e-3, seed=20, predict="v",
-                                                 learn_sigma=True, diffusion_steps=25, in_channels=4,
-                                                 min_snr_gamma=5.0)),
-    "resblock_updown": Config(**TOY | dict(image_size=16, batch_size=3, seed=21, resblock_updown=True)),
     "four channels": Config(**TOY | dict(in_channels=4, predict="x0", seed=16, batch_size=3)),
+    "resampling blocks": Config(**TOY | dict(image_size=16, channel_mult=(1, 2, 1), batch_size=3, lr=1e-3,
+                                             resblock_updown=True, dropout=0.2, seed=19)),
+    "learned resampling": Config(**TOY | dict(image_size=16, channel_mult=(2, 1, 2), batch_size=3, lr=1e-3,
+                                              conv_resample=True, weight_decay=0.1, seed=20)),
+    # short chains, so that there are timesteps 0
+    "learned variance, eps": Config(**TOY | dict(batch_size=5, lr=1e-3, learn_sigma=True, seed=21,
+                                                 diffusion_steps=21)),
+    "learned variance, v, min-SNR": Config(**TOY | dict(batch_size=5, lr=1e-3, learn_sigma=True, predict="v",
+                                                        noise_schedule="cosine", diffusion_steps=10, seed=22,
+                                                        min_snr_gamma=5.0)),
+    "learned variance, x0, zero terminal SNR": Config(**TOY | dict(batch_size=5, learn_sigma=True, lr=1e-3,
+                                                                   predict="x0", zero_terminal_snr=True,
+                                                                   diffusion_steps=30, seed=23)),
+    "legacy order": Config(**TOY | dict(image_size=16, batch_size=3, lr=1e-3, num_heads=4, seed=24,
+                                        num_heads_upsample=2, use_new_attention_order=False)),
+    "adm64 shrunk": Config(**ADM | dict(image_size=32, channel_mult=(1, 2, 3, 4), num_res_blocks=3, seed=25,
+                                        attention_resolutions=(16, 8, 4), noise_schedule="cosine", lr=3e-4)),
+    "everything": Config(**ADM | dict(
+        image_size=16, channel_mult=(2, 1, 2), num_heads=4, num_heads_upsample=2, batch_size=5, in_channels=4,
+        use_new_attention_order=False, conv_resample=True, rescale_timesteps=True, cond_drop_prob=0.3,
+        diffusion_steps=50, predict="v", noise_schedule="cosine", zero_terminal_snr=True, offset_noise=0.1,
+        min_snr_gamma=3.0, flip=True, lr=1e-3, lr_schedule="cosine", warmup_steps=4, lr_steps=20,
+        weight_decay=0.1, grad_clip=1.0, ema_rate=(0.5, 0.9), max_period=1000, seed=26)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
 RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
                            predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1,
                            class_cond=True, num_classes=3, cond_drop_prob=0.3, dropout=0.2,
-                           use_scale_shift_norm=True)
+                           use_scale_shift_norm=True, learn_sigma=True, resblock_updown=True, num_heads=2,
+                           use_new_attention_order=False)
 RESUMED = Config(**RESUMED_FLAGS)
 QUICK = ("--num_samples", 1, "--sample_steps", 1)  # the grid at the end of a run costs next to nothing
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import train_unet
 import unet_io
-from harness import SMALL, TEST, TOY, run, variant
+from harness import ADM, SMALL, TEST, TOY, run, variant
 from unet_io import Config
 
 
@@ -259,14 +259,28 @@ MODELS = {
                                                  channel_mult=(2, 1), num_res_blocks=2, seed=16)),
     "two heads, one in the decoder": Config(**TOY | dict(num_heads=2, num_heads_upsample=1, seed=17,
                                                          rescale_timesteps=True, diffusion_steps=250)),
-    "resizing residual blocks": Config(**TOY | dict(image_size=16, channel_mult=(1, 2, 1), seed=18,
-                                                    resblock_updown=True, num_res_blocks=2)),
-    "the same, scaled and shifted": Config(**TOY | dict(resblock_updown=True, use_scale_shift_norm=True,
-                                                        batch_size=3, seed=19)),
-    "resampling by convolutions": Config(**TOY | dict(image_size=16, channel_mult=(2, 1, 3), seed=20,
-                                                      conv_resample=True)),
-    "learned variance": Config(**TOY | dict(learn_sigma=True, batch_size=3, seed=21)),
-    "legacy order": Config(**TOY | dict(use_new_attention_order=False, num_heads=4, seed=22)),
+    "resampling blocks": Config(**TOY | dict(image_size=16, channel_mult=(1, 2, 1), resblock_updown=True,
+                                             batch_size=3, seed=18)),
+    "resampling blocks, scale and shift": Config(**TOY | dict(
+        resblock_updown=True, use_scale_shift_norm=True, channel_mult=(2, 3), num_res_blocks=2, seed=19)),
+    "learned resampling": Config(**TOY | dict(image_size=16, channel_mult=(2, 1, 2), conv_resample=True,
+                                              batch_size=3, seed=20)),
+    "learned resampling at odd sizes": Config(**TOY | dict(image_size=12, channel_mult=(1, 2, 1), seed=21,
+                                                           conv_resample=True, attention_resolutions=(6, 3))),
+    "learned variance, eps": Config(**TOY | dict(learn_sigma=True, batch_size=8, seed=22,
+                                                 diffusion_steps=21)),  # where some timesteps are 0
+    "learned variance, v": Config(**TOY | dict(learn_sigma=True, batch_size=8, seed=23, predict="v",
+                                               noise_schedule="cosine", diffusion_steps=6, in_channels=1)),
+    "learned variance, x0": Config(**TOY | dict(learn_sigma=True, batch_size=5, seed=24, predict="x0",
+                                                zero_terminal_snr=True)),
+    "legacy order": Config(**TOY | dict(num_heads=4, num_heads_upsample=2, use_new_attention_order=False,
+                                        attention_resolutions=(8, 4), seed=25)),
+    "adm64 shrunk": Config(**ADM | dict(image_size=16, channel_mult=(1, 2, 3, 4), num_res_blocks=3, seed=26,
+                                        attention_resolutions=(8, 4, 2), noise_schedule="cosine")),
+    "everything": Config(**ADM | dict(channel_mult=(2, 1, 2), num_heads=4, num_heads_upsample=2, seed=27,
+                                      use_new_attention_order=False, conv_resample=True, cond_drop_prob=0.3,
+                                      rescale_timesteps=True, diffusion_steps=40, predict="v", in_channels=4,
+                                      attention_resolutions=(8, 2), batch_size=6)),
     "grey": Config(**TOY | dict(in_channels=1, seed=13)),
     "four channels": Config(**TOY | dict(in_channels=4, batch_size=1, seed=14)),
     "four levels": Config(**TOY | dict(image_size=16, channel_mult=(1, 1, 2, 2), batch_size=3, seed=10,

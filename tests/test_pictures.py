@@ -16,7 +16,7 @@ import generate
 import train_unet
 import unet_io
 from harness import (
-    RESUMED, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
+    ADM, RESUMED, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
     same_bits, start_flags)
 from unet_io import Config, UserError
 
@@ -31,12 +31,16 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
     "classes": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=4)), ["--class", "3"], 2),
     "scale and shift": (Config(**TOY | dict(predict="v", use_scale_shift_norm=True, dropout=0.5, num_heads=4,
                                             rescale_timesteps=True, diffusion_steps=300)), [], 2),
-    "learned variance": (Config(**TOY | dict(learn_sigma=True, noise_schedule="cosine", predict="v")),
-                         ["--sampler", "ddpm", "--sample_steps", 20], 2),
-    "learned variance, guided": (Config(**TOY | dict(learn_sigma=True, predict="v", class_cond=True,
-                                                     num_classes=3, cond_drop_prob=0.1)),
-                                 ["--class", 1, "--sampler", "ddpm", "--sample_steps", 10,
-                                  "--guidance_scale", 2], 2),
+    "learned resampling, legacy order": (
+        Config(**TOY | dict(predict="v", conv_resample=True, num_heads=4, num_heads_upsample=2,
+                            use_new_attention_order=False)), [], 2),
+    "learned variance, ddpm": (Config(**TOY | dict(predict="v", learn_sigma=True, diffusion_steps=100)),
+                               ["--sampler", "ddpm"], 2),
+    "learned variance, dpmpp": (Config(**TOY | dict(predict="x0", learn_sigma=True)),
+                                ["--sampler", "dpmpp"], 2),
+    "adm, ddpm in 20 steps, guided": (
+        Config(**ADM | dict(predict="v", num_heads=2, use_new_attention_order=False, cond_drop_prob=0.1)),
+        ["--sampler", "ddpm", "--sample_steps", 20, "--class", "1", "--guidance_scale", 2], 2),
     "grey": (Config(**TOY | dict(predict="v", in_channels=1)), [], 2),
     "four channels": (Config(**TOY | dict(predict="v", in_channels=4)), ["--threshold", "dynamic"], 2),
     "guided": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=3, cond_drop_prob=0.1)),
