@@ -24,7 +24,12 @@ def test_training(tmp_path, name):
     if config.class_cond or config.in_channels != 3:
         data = write_toy_images(tmp_path / "toy.bin", size=config.image_size, channels=config.in_channels)
     model = perturbed_file(tmp_path / "start.bin", config)
-    start = np.concatenate([p.ravel() for p in train_unet.to_numpy(model.parameters())])
+
+    def flat_of(tensors):
+        ordered = train_unet.file_order(model, [tensor.detach() for tensor in tensors])
+        return np.concatenate([p.ravel() for p in train_unet.to_numpy(ordered)])
+
+    start = flat_of(model.parameters())
     run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", data,
         "--steps", steps, "--log_every", 1, "--out_dir", tmp_path / "run", *QUICK)
     theirs = np.array([losses_in(tmp_path / "run")[step] for step in range(1, steps + 1)])
@@ -42,7 +47,7 @@ def test_training(tmp_path, name):
     sections = {"weights": trainer.parameters} | dict(zip(unet_io.EMA_SECTIONS, trainer.emas))
     assert set(file.sections) == {*sections, "adam_m", "adam_v", "state", "data_file", "model_weights"}
     for section, tensors in sections.items():
-        flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(tensors)])
+        flat = flat_of(tensors)
         away = np.linalg.norm(file.sections[section] - flat) / np.linalg.norm(flat - start)
         print(f"{section}: {away:.2g} of the way apart")
         assert away < 2e-3
