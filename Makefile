@@ -181,7 +181,7 @@ test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 # Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
 bench: python train_unet dev/profile $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
-	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES))
+	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES)) $(if $(PRESETS),--presets $(PRESETS))
 
 # What a step's time goes to; FLAGS: the program's, such as --batch_size 32.
 profile: dev/profile

@@ -2,11 +2,14 @@
 
     make bench                                  builds, measures, writes the tables of dev/README.md and README.md
     python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
+    python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
 
 On a CPU the opponent is eager PyTorch in fp32. On a GPU it is PyTorch as fast as it goes: torch.compile,
 channels_last, fused attention, bf16 autocast, fused AdamW and the whole step in a CUDA graph; in fp32 it runs
 eagerly, without tf32.
 """
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -145,14 +148,19 @@ def launched(command, first_line, **environment):
     return seconds, "".join(lines)
 
 
-def measure_program(precision, batch_size):
+def measure_program(preset, precision, batch_size):
     """A dict of measurements of ./train_unet, without EMA: what profile.cu prints, and a short training run; and
-    the time of a step with the default flags, which have one EMA, and with EVERYTHING."""
-    batch, no_ema = ["--batch_size", str(batch_size)], ["--ema_rate", "0"]
+    the time of a step with the preset's flags, which have one EMA, and with EVERYTHING."""
+    batch, no_ema = ["--preset", preset, "--batch_size", str(batch_size)], ["--ema_rate", "0"]
     with tempfile.TemporaryDirectory() as folder:
-        first, _ = launched([PROGRAMS[precision], *batch, *no_ema, "--out_dir", folder, "--steps", "60",
-                             "--log_every", "20", "--num_samples", "1", "--sample_steps", "1"],
-                            r"step 1/60 \| loss")
+        data, config = DATA, preset_config(preset, batch_size)
+        if config.class_cond:  # some images with so many classes; what they show takes no time
+            data, shape = os.path.join(folder, "data.bin"), (config.num_classes, 3) + 2 * (config.image_size,)
+            unet_io.write_images(data, np.random.default_rng(0).integers(0, 256, shape, np.uint8),
+                                 [f"{i:06}" for i in range(config.num_classes)])
+        first, _ = launched([PROGRAMS[precision], *batch, *no_ema, "--out_dir", folder, "--data_file", data,
+                             "--steps", "60", "--log_every", "20", "--save_every", "0", "--num_samples", "1",
+                             "--sample_steps", "1"], r"step 1/60 \| loss")
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
             loop = json.loads(metrics.readlines()[-1])["ms"]
     profile = launched([PROFILES[precision], *batch, *no_ema], "train_unet on ")[1]
@@ -165,9 +173,9 @@ def measure_program(precision, batch_size):
                 gpu=re.match("train_unet on (.+?): ", profile)[1])
 
 
-def measure_opponent(precision, batch_size):
+def measure_opponent(preset, precision, batch_size):
     """The same of PyTorch: time_opponent in a process, with empty compilation caches."""
-    call = f"{CALL}time_opponent({precision!r}, {batch_size})"
+    call = f"{CALL}time_opponent({preset!r}, {precision!r}, {batch_size})"
     with tempfile.TemporaryDirectory() as caches:
         first, output = launched([sys.executable, "-c", call], r'\{"loss"', TORCHINDUCTOR_CACHE_DIR=caches)
     return dict(of="PyTorch", first_s=first, **json.loads(output.splitlines()[-1]))
@@ -200,18 +208,25 @@ def milliseconds(call, warmup=5, count=20):
     return float(np.median(times))
 
 
-def time_opponent(precision, batch_size):
+def preset_config(preset, batch_size):
+    named = {field.name for field in dataclasses.fields(Config)}
+    flags = {name: value for name, value in unet_io.PRESETS[preset].items() if name in named}
+    return Config(**flags | dict(batch_size=batch_size))
+
+
+def time_opponent(preset, precision, batch_size):
     """Print a line when the first step's loss is there, then the measurements. fp32: PyTorch as it comes."""
     half = precision == "bf16"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = half
     torch.backends.cudnn.benchmark = True
-    config = Config(batch_size=batch_size)
+    config = preset_config(preset, batch_size)
     layout = torch.channels_last if half else torch.contiguous_format
     model = UNet(config).to("cuda", memory_format=layout).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True, capturable=half)
     diffusion, forward = Diffusion(config, "cuda"), torch.compile(model) if half else model
     x0 = torch.randn(batch_size, 3, config.image_size, config.image_size, device="cuda").clamp(-1, 1)
     x0 = x0.to(memory_format=layout)
+    y = [torch.randint(0, config.num_classes, (batch_size,), device="cuda")] if config.class_cond else []
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=half)
 
     def random_t():
@@ -222,8 +237,8 @@ def time_opponent(precision, batch_size):
         t = random_t()
         x, target = diffusion.noised(x0, t, torch.randn_like(x0))
         with autocast:
-            prediction = forward(x, t)
-        loss = F.mse_loss(prediction.float(), target)
+            out = forward(x, t, *y)
+        loss = diffusion.loss(out.float(), target, t, x0)
         loss.backward()
         optimizer.step()
         return loss
@@ -237,7 +252,7 @@ def time_opponent(precision, batch_size):
     model.eval()
     t = random_t()
     with torch.no_grad(), autocast:
-        call = (lambda: forward(x0, t))
+        call = (lambda: forward(x0, t, *y))
         call = replay_of(call, 3) if half else call
         call_ms = milliseconds(call)
     print(json.dumps(dict(step_ms=step_ms, call_ms=call_ms, memory_mib=memory, torch=torch.__version__)))
@@ -249,29 +264,35 @@ def identity():
     return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
 
 
-def benchmark_gpu(batches):
-    """Measure at each batch size, at 32 in fp32 too, a line each as soon as it is known; write the pages."""
-    jobs = [(precision, size, measure) for size in batches
-            for precision in (("bf16", "fp32") if size == 32 else ("bf16",))
-            for measure in (measure_program, measure_opponent)]
+def benchmark_gpu(presets, batches):
+    """Measure each preset at its batch sizes, a line each as soon as it is known; write the pages.
+
+    unet64 at `batches`, at 32 in fp32 too; others at 32.
+    """
+    kinds = [("unet64", precision, size) for size in batches
+             for precision in (("bf16", "fp32") if size == 32 else ("bf16",))] if "unet64" in presets else []
+    kinds += [(preset, "bf16", 32) for preset in presets if preset != "unet64"]
     RESULTS.parent.mkdir(exist_ok=True)
-    for precision, batch_size, measure in jobs:
+    for kind, measure in itertools.product(kinds, (measure_program, measure_opponent)):
         start = time.time()
-        found = measure(precision, batch_size)
-        result = dict(precision=precision, batch=batch_size, uuid=identity(), **found)
+        found = measure(*kind)
+        result = dict(zip(("preset", "precision", "batch"), kind), uuid=identity(), **found)
         with open(RESULTS, "a") as file:
             file.write(json.dumps(result) + "\n")
-        print(f"{result['of']}, {precision}, batch {batch_size}: {result['step_ms']:.2f} ms a step,"
+        print(f"{result['of']}, {', '.join(map(str, kind))}: {result['step_ms']:.2f} ms a step,"
               f" {result['call_ms']:.2f} ms a call, {result['memory_mib']:.0f} MiB, first loss after"
               f" {result['first_s']:.1f} s (measured in {time.time() - start:.0f} s)", flush=True)
     with open(RESULTS) as file:
-        texts = render_gpu([json.loads(line) for line in file])
-    print("\n" + texts.get("gpu", "no pair of measurements yet"))
-    write_pages(**texts)
+        lines = [json.loads(line) for line in file]
+    for preset in presets:
+        texts = render_gpu([line for line in lines if line["preset"] == preset])
+        print("\n" + (list(texts.values()) or ["no pair of measurements yet"])[0])
+        write_pages(**texts)
 
 
 def render_gpu(lines):
-    """The tables from the lines of RESULTS: the newest of each kind on the newest one's GPU."""
+    """A preset's tables from its lines of RESULTS: the newest of each kind on the newest one's GPU."""
+    preset = lines[-1]["preset"]
     newest = {(line["precision"], line["batch"], line["of"]): line for line in lines
               if line["uuid"] == lines[-1]["uuid"]}
     pairs = {key[:2]: (line, newest[(*key[:2], "PyTorch")]) for key, line in newest.items()
@@ -310,6 +331,8 @@ def render_gpu(lines):
             head, kinds, blocks = pairs[key][0]["profile"].split("\n\n")[:3]
             profile += (f"<details><summary>Batch {key[1]}</summary>\n\n"
                         f"```text\n{head}\n\n{kinds}\n\n{blocks}\n```\n\n</details>\n\n")
+    if preset != "unet64":
+        return {preset: text}
     return dict(gpu=text) | (dict(profile=profile.strip() + "\n") if profile else {})
 
 
@@ -328,14 +351,17 @@ def table_rows(text):
 
 def speed_table(page):
     """README.md's table: the same figures as in the long tables of dev/README.md's text, a pair a line."""
-    text = ("| on | in | batch | ms a step | PyTorch's | times as fast | memory | PyTorch's |\n"
+    text = ("| on | model, in | batch | ms a step | PyTorch's | times as fast | memory | PyTorch's |\n"
             "|---|---|---:|---:|---:|---:|---:|---:|\n")
-    for table in filter(str.strip, (text_between(page, name) for name in ("bench:gpu", "bench:cpu"))):
+    for name, model in (("gpu", "unet64"), ("adm64", "adm64"), ("cpu", "unet64")):
+        table = text_between(page, f"bench:{name}")
+        if not table.strip():
+            continue
         device = re.search(r"[Oo]n (.+)\.$", table.splitlines()[0])[1]
         rows = [row for row in table_rows(table) if row[""] != "**times better**"]
         for ours, theirs in zip(rows[::2], rows[1::2]):
             faster = float(theirs["ms a step"]) / float(ours["ms a step"])
-            text += (f"| {device} | {ours[''].split(', ')[1]} | {ours['batch']} | {ours['ms a step']}"
+            text += (f"| {device} | {model}, {ours[''].split(', ')[1]} | {ours['batch']} | {ours['ms a step']}"
                      f" | {theirs['ms a step']} | {faster:.2f} | {ours['memory']} | {theirs['memory']} |\n")
     return text
 
@@ -346,9 +372,7 @@ def write_pages(**texts):
     write_between(ROOT / "README.md", {"bench:speed": speed_table(PAGE.read_text())})
 
 
-
-
-def benchmark(batches):
+def benchmark(presets, batches):
     """Measure what ./train_unet was built for, and write the tables."""
     built = launched(["./train_unet", "--dry_run"], "train_unet on ")[1].splitlines()[0]
     if built.startswith("train_unet on the CPU: "):
@@ -356,14 +380,19 @@ def benchmark(batches):
     elif not built.endswith(": bf16"):
         raise UserError("make bench compares bf16 first: build ./train_unet without PRECISION=fp32")
     else:
-        benchmark_gpu(batches)
+        benchmark_gpu(presets, batches)
 
 
 def main():
     parser = unet_io.Parser(description=__doc__)
     parser.add_argument("--batches", type=unet_io.parse_sizes, default=(32, 128, 256), metavar="N,N",
                         help="batch sizes of a GPU's benchmark; fp32 goes with 32 (default: 32,128,256)")
-    benchmark(parser.parse_args().batches)
+    parser.add_argument("--presets", type=lambda text: text.split(","), default=["unet64", "adm64"],
+                        metavar="NAME,NAME", help="what a GPU trains in it (default: unet64,adm64)")
+    args = parser.parse_args()
+    if unknown := set(args.presets) - set(unet_io.PRESETS):
+        raise UserError(f"--presets: there is no preset {min(unknown)}")
+    benchmark(args.presets, args.batches)
 
 
 if __name__ == "__main__":

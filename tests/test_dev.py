@@ -113,10 +113,10 @@ def test_benchmark_tables(tools):
     """The GPU's tables: each kind's newest line, none from another GPU, pairs only."""
     benchmark = tools("benchmark")
     head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
-    ours = dict(precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
+    ours = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
                 loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]),
                 default_ms=5.0, everything_ms=5.1)
-    theirs = dict(precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
+    theirs = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
                   memory_mib=1024.0, first_s=100.0, torch="2.9")
     lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
              theirs, ours, ours | dict(batch=128)]
@@ -127,9 +127,12 @@ def test_benchmark_tables(tools):
     assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
     assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
     assert benchmark.render_gpu(lines[:1]) == {}
-    page = f"<!-- bench:gpu -->\n{texts['gpu']}<!-- /bench:gpu -->\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n"
+    official = benchmark.render_gpu([line | dict(preset="adm64") for line in (ours, theirs)])
+    assert list(official) == ["adm64"]
+    tables = {"gpu": texts["gpu"], "adm64": official["adm64"], "cpu": ""}
+    page = "".join(f"<!-- bench:{name} -->\n{text}<!-- /bench:{name} -->\n" for name, text in tables.items())
     assert benchmark.speed_table(page).splitlines()[2:] == [
-        "| X | bf16 | 32 | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |"]
+        f"| X | {model}, bf16 | 32 | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |" for model in ("unet64", "adm64")]
 
 
 def test_benchmark_pages(tools, tmp_path, monkeypatch):
@@ -150,7 +153,7 @@ def test_benchmark_pages(tools, tmp_path, monkeypatch):
     for name, marker in (("README.md", "bench:speed"), ("dev/README.md", "bench:cpu")):
         new, old = common.text_between(written[name], marker), common.text_between(pages[name], marker)
         assert written[name] == pages[name].replace(old, new) and new != old
-    assert "| fp32 | 4 | 25 | 68 | 2.72 | 2.00 GB | 6.00 GB |" in written["README.md"]
+    assert "| unet64, fp32 | 4 | 25 | 68 | 2.72 | 2.00 GB | 6.00 GB |" in written["README.md"]
     (tmp_path / "dev/README.md").write_text("no markers")
     with pytest.raises(UserError, match="<!-- bench:cpu -->"):
         benchmark.write_pages(cpu="")
