@@ -1946,97 +1946,83 @@ struct BatchLoss {
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
 };
 
-// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
-// sum of the batch's parts over its elements is F.mse_loss(out, target). A team does a chunk of a sample.
-template <typename T>
-struct MeanSquaredError {
-    BatchLoss batch;
-    int first, B;
-    const T* out;         // (B, H, W, PIXEL)
-    const float* target;  // likewise
-    T* dout = nullptr;    // likewise: 2 w_b (out - target) / elements of the batch; null: not wanted
-
-    enum { THREADS = 1024 };
-    size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
-    HOST_DEVICE void operator()(Team team) const {
-        int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels);
-        int b = team.index / parts, part = team.index % parts;
-        size_t start = (size_t)b * n, end = start + (part + 1 < parts ? (part + 1) * LOSS_CHUNK : n);
-        float scale = (float)(2.0 / batch.elements());
-        if (batch.weights) scale *= batch.weights[batch.timesteps[first + b]];
-        Sum sum = 0;
-        for (size_t i = start + part * LOSS_CHUNK + team.thread; i < end; i += team.threads) {
-            float difference = (int)(i % PIXEL) < batch.channels ? (float)out[i] - target[i] : 0;
-            if (dout) dout[i] = (T)(scale * difference);
-            sum += (Sum)difference * difference;
-        }
-        sum = team_sum(sum);
-        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)sum;
-    }
-};
-
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
-// number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16. The
-// network's channels behind the prediction say where the log of the variance lies between its bounds, -1 to 1.
-// The mean has no gradient from it. After MeanSquaredError, with the same teams.
+// number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16.
+struct BoundTerm {
+    float value, slope;  // by the log of the variance, or by z
+};
+// Of two Gaussians: the second's mean is off by `error`, its log variance larger by `above`.
+HOST_DEVICE static inline BoundTerm divergence(float error, float log_variance, float above) {
+    float spread = expm1f(-above) + error * error * expf(-log_variance);
+    return {0.5f * (above + spread), -0.5f * spread};
+}
+// A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
+HOST_DEVICE static inline BoundTerm cumulative(float z) {
+    const float k = 1.5957691f;  // sqrt(8 / pi)
+    float below = sigmoid(k * (z + 0.044715f * z * z * z));
+    return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
+}
+// At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
+// Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
+HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
+    bool black = x0<-0.999f, white = x0> 0.999f;
+    float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
+    float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
+    BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
+    float p = within.value - below.value;
+    if (p < 1e-12f) return {-logf(1e-12f), 0};
+    return {-logf(p), 0.5f * (within.slope * upper - below.slope * lower) / p};
+}
+
+// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
+// sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
+// behind the prediction say where the log of the variance lies between its bounds, -1 to 1, and the bound's
+// term is added; the mean has no gradient from it. A team does a chunk of a sample.
 template <typename T>
-struct VarianceLoss {
+struct PredictionLoss {
     BatchLoss batch;
     int first, B;
-    const T* out;         // (B, H, W, PIXEL)
-    const float* target;  // likewise
-    T* dout;              // likewise; written behind the prediction's channels
-    const float* images;  // (B, C, H, W)
-    const Variance* variances;
+    const T* out;                         // (B, H, W, PIXEL)
+    const float* target;                  // likewise
+    T* dout = nullptr;                    // likewise: the loss's gradient; null: not wanted
+    const float* images = nullptr;        // (B, C, H, W)
+    const Variance* variances = nullptr;  // (diffusion_steps); null: no term of the bound
 
-    struct Term {
-        float value, slope;  // by the log of the variance, or by z
-    };
-    // Of two Gaussians: the second's mean is off by `error`, its log variance larger by `above`.
-    HOST_DEVICE static Term divergence(float error, float log_variance, float above) {
-        float spread = expm1f(-above) + error * error * expf(-log_variance);
-        return {0.5f * (above + spread), -0.5f * spread};
-    }
-    // A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
-    HOST_DEVICE static Term cumulative(float z) {
-        const float k = 1.5957691f;  // sqrt(8 / pi)
-        float below = sigmoid(k * (z + 0.044715f * z * z * z));
-        return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
-    }
-    // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
-    // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
-    HOST_DEVICE static Term surprise(float x0, float error, float log_variance) {
-        bool black = x0<-0.999f, white = x0> 0.999f;
-        float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
-        float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
-        Term within = cumulative(upper), below = black || white ? Term{0, 0} : cumulative(lower);
-        float p = within.value - below.value;
-        if (p < 1e-12f) return {-logf(1e-12f), 0};
-        return {-logf(p), 0.5f * (within.slope * upper - below.slope * lower) / p};
-    }
     enum { THREADS = 1024 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        const Variance of_t = variances[t];
-        float scale = batch.diffusion_steps / 1000.0f / 0.69314718f;  // in bits
-        Sum sum = 0;
+        float scale = (float)(2.0 / batch.elements());
+        if (batch.weights) scale *= batch.weights[t];
+        float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
+        Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
-            int c = i % PIXEL, pixel = i / PIXEL;
-            if (c >= C) continue;
             size_t at = (size_t)b * n + i;
-            float above = 0.5f * ((float)out[at + C] + 1) * of_t.log_range;
-            float error = of_t.mean_error * ((float)out[at] - target[at]),
-                  log_variance = of_t.log_least + above;
-            Term term = t ? divergence(error, log_variance, above)
-                          : surprise(images[((size_t)b * C + c) * batch.pixels + pixel], error, log_variance);
-            sum += (Sum)(scale * term.value);
-            dout[at + C] = (T)(0.5f * of_t.log_range * term.slope * (float)(scale / batch.elements()));
+            int c = i % PIXEL;
+            float difference = c < C ? (float)out[at] - target[at] : 0;
+            float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
+            squares += (Sum)difference * difference;
+            if (variances && c >= C && c < 2 * C) {
+                const Variance of_t = variances[t];
+                float above = 0.5f * ((float)out[at] + 1) * of_t.log_range;
+                float error = of_t.mean_error * ((float)out[at - C] - target[at - C]),
+                      log_variance = of_t.log_least + above;
+                size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
+                BoundTerm term =
+                    t ? divergence(error, log_variance, above) : surprise(images[pixel], error, log_variance);
+                bound += (Sum)(bits * term.value);
+                gradient = 0.5f * of_t.log_range * term.slope * (float)(bits / batch.elements());
+            }
+            if (dout) dout[at] = (T)gradient;
         }
-        sum = team_sum(sum);
-        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)sum;
+        squares = team_sum(squares);
+        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
+        if (!variances) return;
+        team_wait();
+        bound = team_sum(bound);
+        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
     }
 };
 
@@ -2823,9 +2809,7 @@ static void add_noise(Model* m, int B, const Samples& samples) {
 // The losses of the B samples under way, from `first` on, and the gradient of the network's output.
 static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
     floatX *out = unet_output(m), *dout = unet_output_gradient(m);
-    run(MeanSquaredError<floatX>{loss, first, B, out, m->target, dout});
-    if (m->variances)
-        run(VarianceLoss<floatX>{loss, first, B, out, m->target, dout, m->images, m->variances});
+    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, m->images, m->variances});
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
@@ -2919,7 +2903,7 @@ static double validation_loss(Trainer* t) {
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
         add_noise(m, B, {first, m->timesteps, nullptr});
         unet_forward(m, B);
-        run(MeanSquaredError<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
+        run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
         sum += loss_of(m, B) * B;
     }
     use_weights(m, m->master);
