@@ -73,6 +73,7 @@
 #include <cstring>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -112,19 +113,17 @@ static int omp_get_thread_num() { return 0; }
 // ---- errors -----------------------------------------------------------------------------------------------
 
 // Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
-// Whole characters of UTF-8 stay, without the control characters among them.
+// Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
 static std::string printable(const std::string& bytes) {
     std::string shown;
-    for (size_t i = 0, length; i < bytes.size(); i += length) {
-        uint8_t first = (uint8_t)bytes[i];
-        bool plain = first < 0x80 ? first >= ' ' && first != 127 : first >= 0xC2 && first < 0xF5;
-        length = first < 0xC2 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-        for (size_t k = 1; k < length; k++) plain &= i + k < bytes.size() && (bytes[i + k] & 0xC0) == 0x80;
-        if (plain && first == 0xC2) plain = (uint8_t)bytes[i + 1] >= 0xA0;
-        if (!plain) length = 1;
+    uint8_t before = 0;
+    for (size_t i = 0; i < bytes.size(); before = (uint8_t)bytes[i++]) {
+        uint8_t byte = (uint8_t)bytes[i], next = (uint8_t)bytes.c_str()[i + 1];
+        bool pair =
+            (byte == 0xC2 && next >= 0x80 && next < 0xA0) || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
         char code[8];
-        snprintf(code, sizeof code, "\\x%02X", first);
-        shown += plain ? bytes.substr(i, length) : code;
+        snprintf(code, sizeof code, "\\x%02X", byte);
+        shown += pair || byte < ' ' || byte == 127 ? code : bytes.substr(i, 1);
     }
     return shown;
 }
@@ -197,10 +196,29 @@ static std::string counted(long n, const char* noun) { return text("%ld %s%s", n
 
 // The shortest text that reads back as the same float.
 static std::string float_text(float value) {
-    std::string shown = text("%.1g", (double)value);
-    for (int digits = 2; digits <= 9 && strtof(shown.c_str(), nullptr) != value; digits++)
-        shown = text("%.*g", digits, (double)value);
-    return shown;
+    char shown[32];
+    return {shown, std::to_chars(shown, std::end(shown), value, std::chars_format::general).ptr};
+}
+
+// A number as JSON, which knows no NaN.
+static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
+
+static std::vector<std::string> split(const std::string& whole, char mark) {
+    std::vector<std::string> parts;
+    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
+        end = whole.find(mark, start);
+        parts.push_back(whole.substr(start, end - start));
+    }
+    return parts;
+}
+
+// A path as a word for the shell.
+static std::string shell_word(const std::string& path) {
+    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
+    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    std::string quoted = "'";
+    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return quoted + "'";
 }
 
 static std::string human_bytes(double bytes) {
@@ -421,19 +439,14 @@ static void backend_init();         // refuses a machine that can't run this pro
 static std::string backend_name();  // the device and its precision
 
 // Memory where the layers work (null: there is not enough), and the host's that the device copies fastest.
-static void* backend_allocate(size_t bytes);
-static void backend_free(void* memory);
-static void* backend_allocate_host(size_t bytes);
-static void backend_free_host(void* memory);
+static void* backend_allocate(size_t bytes, bool on_host = false);
+static void backend_free(void* memory, bool on_host = false);
 // Such a piece of memory, freed when its owner goes.
 struct Memory {
-    std::unique_ptr<void, void (*)(void*)> data{nullptr, backend_free};
-    bool on_host = false;
+    std::shared_ptr<void> data;
     Memory() {}
     Memory(size_t bytes, bool on_host)
-        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes),
-               on_host ? backend_free_host : backend_free),
-          on_host(on_host) {}
+        : data(backend_allocate(bytes, on_host), [=](void* memory) { backend_free(memory, on_host); }) {}
     template <typename T>
     T* as() const {
         return (T*)data.get();
@@ -2930,6 +2943,32 @@ static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
     return k > 1 && n % k == 0 ? (int)(n / k) : 0;
 }
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+    std::vector<uint32_t> numbers;
+    for (const std::string& range : split(list, ',')) {
+        char digits[2][11] = {};  // no number has more
+        int read = 0,
+            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
+        uint64_t first = strtoull(digits[0], nullptr, 10),
+                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        if (ends < 1 || range[read] || first > last || last > most)
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+        if (numbers.size() + (last - first) >= 1000000)
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+    }
+    return numbers;
+}
+
+// The classes that pictures are drawn of; none where the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c) {
+    if (*c.classes && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
+    return parse_list("class", c.classes, c.num_classes - 1);
+}
+
 static bool all_finite(const float* values, size_t n) {
     bool finite = true;  // without a way out of the loop, which is vector code then
     for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
@@ -3024,16 +3063,20 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 
 // Of FILES and COMMAND LINE, what the loop calls.
 static bool file_exists(const std::string& path);
-static std::string shell_word(const std::string& path);
-static std::string json_number(double value);
-static std::string checkpoint_path(const std::string& folder, long step);
 static void add_metrics(Metrics* m, const std::string& lines);
 static std::vector<long> list_checkpoints(const std::string& folder);
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
                              const History& history);
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
                        int columns = 0, int gap = 2);
-static std::vector<uint32_t> wanted_classes(const Config& c);
+
+static std::string checkpoint_path(const std::string& folder, long step) {
+    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
+}
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
 
 // Where no checkpoint can be written, the run ends.
 static void save(Trainer* t) {
@@ -3048,10 +3091,6 @@ static void save(Trainer* t) {
                 unlink(checkpoint_path(c.out_dir, step).c_str());
     });
     if (!why.empty()) note("old checkpoints stay: " + why);
-}
-
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
 
 // A grid that can't be written is no reason to end a run.
@@ -3440,15 +3479,6 @@ static double number_of(const Config& config, const Flag& flag, int i) {
     return flag.kind == FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
 }
 
-static std::vector<std::string> split(const std::string& whole, char mark) {
-    std::vector<std::string> parts;
-    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
-        end = whole.find(mark, start);
-        parts.push_back(whole.substr(start, end - start));
-    }
-    return parts;
-}
-
 // Without the blanks around it.
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
@@ -3601,15 +3631,6 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
         crc = crc32(buffer.data(), buffer.size(), crc);
     }
     return crc32(header, HEADER_BYTES, crc) == stored;
-}
-
-// A path as a word for the shell.
-static std::string shell_word(const std::string& path) {
-    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
-    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
-    std::string quoted = "'";
-    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    return quoted + "'";
 }
 
 namespace fs = std::filesystem;
@@ -4055,10 +4076,6 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.commit();
 }
 
-static std::string checkpoint_path(const std::string& folder, long step) {
-    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
-}
-
 // Steps of the checkpoints in a folder, newest first, whole or not.
 static std::vector<long> list_checkpoints(const std::string& folder) {
     std::error_code error;
@@ -4146,9 +4163,6 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
-
-// A number as JSON, which knows no NaN.
-static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
 // On resume, lines of steps that are about to be done again are dropped; the others tell the best validation
 // loss so far. Nothing is written before open_metrics.
@@ -4533,32 +4547,6 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     apply_flags(&config, given);
     config.optimiser.lr_steps = config.steps;
     return config;
-}
-
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
-    std::vector<uint32_t> numbers;
-    for (const std::string& range : split(list, ',')) {
-        char digits[2][11] = {};  // no number has more
-        int read = 0,
-            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
-        uint64_t first = strtoull(digits[0], nullptr, 10),
-                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
-        if (ends < 1 || range[read] || first > last || last > most)
-            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
-        if (numbers.size() + (last - first) >= 1000000)
-            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
-        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
-    }
-    return numbers;
-}
-
-// The classes that pictures are drawn of; none where the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c) {
-    if (*c.classes && !c.class_cond)
-        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    return parse_list("class", c.classes, c.num_classes - 1);
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
@@ -4948,13 +4936,11 @@ static size_t host_memory_available() {
 
 #ifndef __CUDACC__
 static void backend_init() {}
-static void* backend_allocate(size_t bytes) {
+static void* backend_allocate(size_t bytes, bool) {
     void* memory = nullptr;
     return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
 }
-static void backend_free(void* memory) { free(memory); }
-static void* backend_allocate_host(size_t bytes) { return backend_allocate(bytes); }
-static void backend_free_host(void* memory) { free(memory); }
+static void backend_free(void* memory, bool) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) {
     PROFILE("zeroing", {0, (double)bytes});
     memset(memory, 0, bytes);
@@ -5587,19 +5573,15 @@ static void backend_init() {
 static std::string backend_name() {
     return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
 }
-static void* backend_allocate(size_t bytes) {
+static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
-    if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
+    if ((on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes)) == cudaSuccess) return memory;
     cudaGetLastError();  // not to be found by the next check
     return nullptr;
 }
-static void backend_free(void* memory) { cudaFree(memory); }  // the next check reports an error
-static void* backend_allocate_host(size_t bytes) {
-    void* memory = nullptr;
-    CUDA_CHECK(cudaMallocHost(&memory, bytes));
-    return memory;
+static void backend_free(void* memory, bool on_host) {  // the next check reports an error
+    on_host ? cudaFreeHost(memory) : cudaFree(memory);
 }
-static void backend_free_host(void* memory) { cudaFreeHost(memory); }
 static void backend_zero(void* memory, size_t bytes) {
     PROFILE("zeroing", {0, (double)bytes});
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
