@@ -933,8 +933,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
         check("mean squared error", shape, outputs, [&](auto on) {
             BatchLoss batch = {on(losses), on(t), on(weights, training), B, H * W, channels, 1000};
-            on.run(MeanSquaredError<typename decltype(on)::T>{batch, 0, B, on(out), on(target),
-                                                              on(dout, training)});
+            on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target),
+                                                            on(dout, training)});
         });
     }
     std::vector<Variance> some_variances;
@@ -947,10 +947,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     for (size_t i = 0; i < images.host.size(); i += 7) images.host[i] = i % 2 ? 1 : -1;
     images.upload();
     check("variance loss", shape,
-          {{&bounds, WRITTEN, "losses", 10 * FLOAT_LIMIT}, {&dout, KEPT, "dout", LIMIT}}, [&](auto on) {
+          {{&losses, WRITTEN, "losses", FLOAT_LIMIT},
+           {&bounds, WRITTEN, "bounds", 10 * FLOAT_LIMIT},
+           {&dout, WRITTEN, "dout", LIMIT}},
+          [&](auto on) {
               BatchLoss batch = {on(losses), on(mixed), on(weights), B, H * W, channels, 1000, on(bounds)};
-              on.run(VarianceLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
-                                                            on(images), on(variances)});
+              on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
+                                                              on(images), on(variances)});
           });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         Dropping by = {0.3f, 99, 77, 5, &on(state)->step};
@@ -1602,7 +1605,7 @@ static double forward_loss(Model* m, int B) {
     batch.weights = nullptr;
     unet_forward(m, B);
     if (!m->plan.training) {
-        run(MeanSquaredError<floatX>{batch, 0, B, unet_output(m), m->target});
+        run(PredictionLoss<floatX>{batch, 0, B, unet_output(m), m->target});
         return loss_of(m, B);
     }
     loss_backward(m, batch, 0, B);
@@ -3392,7 +3395,7 @@ static void pointwise_case(const Case& c, Verdict* v) {
                            weights = c.floats("weights"), no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         BatchLoss loss = {losses.data(), t.data(), weights.data(), B, n / PIXEL, PIXEL, T};
-        cpu::run(MeanSquaredError<float>{loss, 0, B, x.data(), target.data(), dx.data()});
+        cpu::run(PredictionLoss<float>{loss, 0, B, x.data(), target.data(), dx.data()});
         std::vector<StepState> state(1 + RESULT_SLOTS);
         cpu::run(FinishStep{state.data(), loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state[0].loss}, c.at("loss"));
@@ -3404,7 +3407,7 @@ static void pointwise_case(const Case& c, Verdict* v) {
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
             cpu::run(
-                MeanSquaredError<float>{loss, b, 1, x.data() + (size_t)b * n, target.data() + (size_t)b * n});
+                PredictionLoss<float>{loss, b, 1, x.data() + (size_t)b * n, target.data() + (size_t)b * n});
         v->note("loss without gradient", only == losses ? 0 : INFINITY);
     }
     v->compare("dx", dx, c.at("dx"));

@@ -73,6 +73,7 @@
 #include <cstring>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -112,19 +113,17 @@ static int omp_get_thread_num() { return 0; }
 // ---- errors -----------------------------------------------------------------------------------------------
 
 // Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
-// Whole characters of UTF-8 stay, without the control characters among them.
+// Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
 static std::string printable(const std::string& bytes) {
     std::string shown;
-    for (size_t i = 0, length; i < bytes.size(); i += length) {
-        uint8_t first = (uint8_t)bytes[i];
-        bool plain = first < 0x80 ? first >= ' ' && first != 127 : first >= 0xC2 && first < 0xF5;
-        length = first < 0xC2 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-        for (size_t k = 1; k < length; k++) plain &= i + k < bytes.size() && (bytes[i + k] & 0xC0) == 0x80;
-        if (plain && first == 0xC2) plain = (uint8_t)bytes[i + 1] >= 0xA0;
-        if (!plain) length = 1;
+    uint8_t before = 0;
+    for (size_t i = 0; i < bytes.size(); before = (uint8_t)bytes[i++]) {
+        uint8_t byte = (uint8_t)bytes[i], next = (uint8_t)bytes.c_str()[i + 1];
+        bool pair =
+            (byte == 0xC2 && next >= 0x80 && next < 0xA0) || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
         char code[8];
-        snprintf(code, sizeof code, "\\x%02X", first);
-        shown += plain ? bytes.substr(i, length) : code;
+        snprintf(code, sizeof code, "\\x%02X", byte);
+        shown += pair || byte < ' ' || byte == 127 ? code : bytes.substr(i, 1);
     }
     return shown;
 }
@@ -197,10 +196,29 @@ static std::string counted(long n, const char* noun) { return text("%ld %s%s", n
 
 // The shortest text that reads back as the same float.
 static std::string float_text(float value) {
-    std::string shown = text("%.1g", (double)value);
-    for (int digits = 2; digits <= 9 && strtof(shown.c_str(), nullptr) != value; digits++)
-        shown = text("%.*g", digits, (double)value);
-    return shown;
+    char shown[32];
+    return {shown, std::to_chars(shown, std::end(shown), value, std::chars_format::general).ptr};
+}
+
+// A number as JSON, which knows no NaN.
+static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
+
+static std::vector<std::string> split(const std::string& whole, char mark) {
+    std::vector<std::string> parts;
+    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
+        end = whole.find(mark, start);
+        parts.push_back(whole.substr(start, end - start));
+    }
+    return parts;
+}
+
+// A path as a word for the shell.
+static std::string shell_word(const std::string& path) {
+    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
+    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    std::string quoted = "'";
+    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return quoted + "'";
 }
 
 static std::string human_bytes(double bytes) {
@@ -421,19 +439,14 @@ static void backend_init();         // refuses a machine that can't run this pro
 static std::string backend_name();  // the device and its precision
 
 // Memory where the layers work (null: there is not enough), and the host's that the device copies fastest.
-static void* backend_allocate(size_t bytes);
-static void backend_free(void* memory);
-static void* backend_allocate_host(size_t bytes);
-static void backend_free_host(void* memory);
+static void* backend_allocate(size_t bytes, bool on_host = false);
+static void backend_free(void* memory, bool on_host = false);
 // Such a piece of memory, freed when its owner goes.
 struct Memory {
-    std::unique_ptr<void, void (*)(void*)> data{nullptr, backend_free};
-    bool on_host = false;
+    std::shared_ptr<void> data;
     Memory() {}
     Memory(size_t bytes, bool on_host)
-        : data(on_host ? backend_allocate_host(bytes) : backend_allocate(bytes),
-               on_host ? backend_free_host : backend_free),
-          on_host(on_host) {}
+        : data(backend_allocate(bytes, on_host), [=](void* memory) { backend_free(memory, on_host); }) {}
     template <typename T>
     T* as() const {
         return (T*)data.get();
@@ -1946,97 +1959,83 @@ struct BatchLoss {
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
 };
 
-// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
-// sum of the batch's parts over its elements is F.mse_loss(out, target). A team does a chunk of a sample.
-template <typename T>
-struct MeanSquaredError {
-    BatchLoss batch;
-    int first, B;
-    const T* out;         // (B, H, W, PIXEL)
-    const float* target;  // likewise
-    T* dout = nullptr;    // likewise: 2 w_b (out - target) / elements of the batch; null: not wanted
-
-    enum { THREADS = 1024 };
-    size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
-    HOST_DEVICE void operator()(Team team) const {
-        int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels);
-        int b = team.index / parts, part = team.index % parts;
-        size_t start = (size_t)b * n, end = start + (part + 1 < parts ? (part + 1) * LOSS_CHUNK : n);
-        float scale = (float)(2.0 / batch.elements());
-        if (batch.weights) scale *= batch.weights[batch.timesteps[first + b]];
-        Sum sum = 0;
-        for (size_t i = start + part * LOSS_CHUNK + team.thread; i < end; i += team.threads) {
-            float difference = (int)(i % PIXEL) < batch.channels ? (float)out[i] - target[i] : 0;
-            if (dout) dout[i] = (T)(scale * difference);
-            sum += (Sum)difference * difference;
-        }
-        sum = team_sum(sum);
-        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)sum;
-    }
-};
-
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
-// number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16. The
-// network's channels behind the prediction say where the log of the variance lies between its bounds, -1 to 1.
-// The mean has no gradient from it. After MeanSquaredError, with the same teams.
+// number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16.
+struct BoundTerm {
+    float value, slope;  // by the log of the variance, or by z
+};
+// Of two Gaussians: the second's mean is off by `error`, its log variance larger by `above`.
+HOST_DEVICE static inline BoundTerm divergence(float error, float log_variance, float above) {
+    float spread = expm1f(-above) + error * error * expf(-log_variance);
+    return {0.5f * (above + spread), -0.5f * spread};
+}
+// A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
+HOST_DEVICE static inline BoundTerm cumulative(float z) {
+    const float k = 1.5957691f;  // sqrt(8 / pi)
+    float below = sigmoid(k * (z + 0.044715f * z * z * z));
+    return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
+}
+// At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
+// Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
+HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
+    bool black = x0<-0.999f, white = x0> 0.999f;
+    float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
+    float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
+    BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
+    float p = within.value - below.value;
+    if (p < 1e-12f) return {-logf(1e-12f), 0};
+    return {-logf(p), 0.5f * (within.slope * upper - below.slope * lower) / p};
+}
+
+// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
+// sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
+// behind the prediction say where the log of the variance lies between its bounds, -1 to 1, and the bound's
+// term is added; the mean has no gradient from it. A team does a chunk of a sample.
 template <typename T>
-struct VarianceLoss {
+struct PredictionLoss {
     BatchLoss batch;
     int first, B;
-    const T* out;         // (B, H, W, PIXEL)
-    const float* target;  // likewise
-    T* dout;              // likewise; written behind the prediction's channels
-    const float* images;  // (B, C, H, W)
-    const Variance* variances;
+    const T* out;                         // (B, H, W, PIXEL)
+    const float* target;                  // likewise
+    T* dout = nullptr;                    // likewise: the loss's gradient; null: not wanted
+    const float* images = nullptr;        // (B, C, H, W)
+    const Variance* variances = nullptr;  // (diffusion_steps); null: no term of the bound
 
-    struct Term {
-        float value, slope;  // by the log of the variance, or by z
-    };
-    // Of two Gaussians: the second's mean is off by `error`, its log variance larger by `above`.
-    HOST_DEVICE static Term divergence(float error, float log_variance, float above) {
-        float spread = expm1f(-above) + error * error * expf(-log_variance);
-        return {0.5f * (above + spread), -0.5f * spread};
-    }
-    // A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
-    HOST_DEVICE static Term cumulative(float z) {
-        const float k = 1.5957691f;  // sqrt(8 / pi)
-        float below = sigmoid(k * (z + 0.044715f * z * z * z));
-        return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
-    }
-    // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
-    // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
-    HOST_DEVICE static Term surprise(float x0, float error, float log_variance) {
-        bool black = x0<-0.999f, white = x0> 0.999f;
-        float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
-        float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
-        Term within = cumulative(upper), below = black || white ? Term{0, 0} : cumulative(lower);
-        float p = within.value - below.value;
-        if (p < 1e-12f) return {-logf(1e-12f), 0};
-        return {-logf(p), 0.5f * (within.slope * upper - below.slope * lower) / p};
-    }
     enum { THREADS = 1024 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        const Variance of_t = variances[t];
-        float scale = batch.diffusion_steps / 1000.0f / 0.69314718f;  // in bits
-        Sum sum = 0;
+        float scale = (float)(2.0 / batch.elements());
+        if (batch.weights) scale *= batch.weights[t];
+        float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
+        Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
-            int c = i % PIXEL, pixel = i / PIXEL;
-            if (c >= C) continue;
             size_t at = (size_t)b * n + i;
-            float above = 0.5f * ((float)out[at + C] + 1) * of_t.log_range;
-            float error = of_t.mean_error * ((float)out[at] - target[at]),
-                  log_variance = of_t.log_least + above;
-            Term term = t ? divergence(error, log_variance, above)
-                          : surprise(images[((size_t)b * C + c) * batch.pixels + pixel], error, log_variance);
-            sum += (Sum)(scale * term.value);
-            dout[at + C] = (T)(0.5f * of_t.log_range * term.slope * (float)(scale / batch.elements()));
+            int c = i % PIXEL;
+            float difference = c < C ? (float)out[at] - target[at] : 0;
+            float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
+            squares += (Sum)difference * difference;
+            if (variances && c >= C && c < 2 * C) {
+                const Variance of_t = variances[t];
+                float above = 0.5f * ((float)out[at] + 1) * of_t.log_range;
+                float error = of_t.mean_error * ((float)out[at - C] - target[at - C]),
+                      log_variance = of_t.log_least + above;
+                size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
+                BoundTerm term =
+                    t ? divergence(error, log_variance, above) : surprise(images[pixel], error, log_variance);
+                bound += (Sum)(bits * term.value);
+                gradient = 0.5f * of_t.log_range * term.slope * (float)(bits / batch.elements());
+            }
+            if (dout) dout[at] = (T)gradient;
         }
-        sum = team_sum(sum);
-        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)sum;
+        squares = team_sum(squares);
+        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
+        if (!variances) return;
+        team_wait();
+        bound = team_sum(bound);
+        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
     }
 };
 
@@ -2823,9 +2822,7 @@ static void add_noise(Model* m, int B, const Samples& samples) {
 // The losses of the B samples under way, from `first` on, and the gradient of the network's output.
 static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
     floatX *out = unet_output(m), *dout = unet_output_gradient(m);
-    run(MeanSquaredError<floatX>{loss, first, B, out, m->target, dout});
-    if (m->variances)
-        run(VarianceLoss<floatX>{loss, first, B, out, m->target, dout, m->images, m->variances});
+    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, m->images, m->variances});
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
@@ -2919,7 +2916,7 @@ static double validation_loss(Trainer* t) {
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
         add_noise(m, B, {first, m->timesteps, nullptr});
         unet_forward(m, B);
-        run(MeanSquaredError<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
+        run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
         sum += loss_of(m, B) * B;
     }
     use_weights(m, m->master);
@@ -2946,6 +2943,32 @@ static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
     return k > 1 && n % k == 0 ? (int)(n / k) : 0;
 }
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+    std::vector<uint32_t> numbers;
+    for (const std::string& range : split(list, ',')) {
+        char digits[2][11] = {};  // no number has more
+        int read = 0,
+            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
+        uint64_t first = strtoull(digits[0], nullptr, 10),
+                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        if (ends < 1 || range[read] || first > last || last > most)
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+        if (numbers.size() + (last - first) >= 1000000)
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+    }
+    return numbers;
+}
+
+// The classes that pictures are drawn of; none where the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c) {
+    if (*c.classes && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
+    return parse_list("class", c.classes, c.num_classes - 1);
+}
+
 static bool all_finite(const float* values, size_t n) {
     bool finite = true;  // without a way out of the loop, which is vector code then
     for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
@@ -3040,16 +3063,20 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 
 // Of FILES and COMMAND LINE, what the loop calls.
 static bool file_exists(const std::string& path);
-static std::string shell_word(const std::string& path);
-static std::string json_number(double value);
-static std::string checkpoint_path(const std::string& folder, long step);
 static void add_metrics(Metrics* m, const std::string& lines);
 static std::vector<long> list_checkpoints(const std::string& folder);
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
                              const History& history);
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
                        int columns = 0, int gap = 2);
-static std::vector<uint32_t> wanted_classes(const Config& c);
+
+static std::string checkpoint_path(const std::string& folder, long step) {
+    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
+}
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
 
 // Where no checkpoint can be written, the run ends.
 static void save(Trainer* t) {
@@ -3064,10 +3091,6 @@ static void save(Trainer* t) {
                 unlink(checkpoint_path(c.out_dir, step).c_str());
     });
     if (!why.empty()) note("old checkpoints stay: " + why);
-}
-
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
 
 // A grid that can't be written is no reason to end a run.
@@ -3456,15 +3479,6 @@ static double number_of(const Config& config, const Flag& flag, int i) {
     return flag.kind == FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
 }
 
-static std::vector<std::string> split(const std::string& whole, char mark) {
-    std::vector<std::string> parts;
-    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
-        end = whole.find(mark, start);
-        parts.push_back(whole.substr(start, end - start));
-    }
-    return parts;
-}
-
 // Without the blanks around it.
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
@@ -3617,15 +3631,6 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
         crc = crc32(buffer.data(), buffer.size(), crc);
     }
     return crc32(header, HEADER_BYTES, crc) == stored;
-}
-
-// A path as a word for the shell.
-static std::string shell_word(const std::string& path) {
-    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
-    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
-    std::string quoted = "'";
-    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    return quoted + "'";
 }
 
 namespace fs = std::filesystem;
@@ -4071,10 +4076,6 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.commit();
 }
 
-static std::string checkpoint_path(const std::string& folder, long step) {
-    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
-}
-
 // Steps of the checkpoints in a folder, newest first, whole or not.
 static std::vector<long> list_checkpoints(const std::string& folder) {
     std::error_code error;
@@ -4162,9 +4163,6 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
-
-// A number as JSON, which knows no NaN.
-static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
 // On resume, lines of steps that are about to be done again are dropped; the others tell the best validation
 // loss so far. Nothing is written before open_metrics.
@@ -4549,32 +4547,6 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     apply_flags(&config, given);
     config.optimiser.lr_steps = config.steps;
     return config;
-}
-
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
-    std::vector<uint32_t> numbers;
-    for (const std::string& range : split(list, ',')) {
-        char digits[2][11] = {};  // no number has more
-        int read = 0,
-            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
-        uint64_t first = strtoull(digits[0], nullptr, 10),
-                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
-        if (ends < 1 || range[read] || first > last || last > most)
-            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
-        if (numbers.size() + (last - first) >= 1000000)
-            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
-        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
-    }
-    return numbers;
-}
-
-// The classes that pictures are drawn of; none where the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c) {
-    if (*c.classes && !c.class_cond)
-        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    return parse_list("class", c.classes, c.num_classes - 1);
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
@@ -4964,13 +4936,11 @@ static size_t host_memory_available() {
 
 #ifndef __CUDACC__
 static void backend_init() {}
-static void* backend_allocate(size_t bytes) {
+static void* backend_allocate(size_t bytes, bool) {
     void* memory = nullptr;
     return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
 }
-static void backend_free(void* memory) { free(memory); }
-static void* backend_allocate_host(size_t bytes) { return backend_allocate(bytes); }
-static void backend_free_host(void* memory) { free(memory); }
+static void backend_free(void* memory, bool) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) {
     PROFILE("zeroing", {0, (double)bytes});
     memset(memory, 0, bytes);
@@ -5603,19 +5573,15 @@ static void backend_init() {
 static std::string backend_name() {
     return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
 }
-static void* backend_allocate(size_t bytes) {
+static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
-    if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
+    if ((on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes)) == cudaSuccess) return memory;
     cudaGetLastError();  // not to be found by the next check
     return nullptr;
 }
-static void backend_free(void* memory) { cudaFree(memory); }  // the next check reports an error
-static void* backend_allocate_host(size_t bytes) {
-    void* memory = nullptr;
-    CUDA_CHECK(cudaMallocHost(&memory, bytes));
-    return memory;
+static void backend_free(void* memory, bool on_host) {  // the next check reports an error
+    on_host ? cudaFreeHost(memory) : cudaFree(memory);
 }
-static void backend_free_host(void* memory) { cudaFreeHost(memory); }
 static void backend_zero(void* memory, size_t bytes) {
     PROFILE("zeroing", {0, (double)bytes});
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));

@@ -200,7 +200,7 @@ struct Problem {
     }
 
     char* allocate(size_t bytes) const {
-        char* memory = (char*)(on_cpu ? backend_allocate_host(bytes) : backend_allocate(bytes));
+        char* memory = (char*)backend_allocate(bytes, on_cpu);
         if (!memory) fail("could not allocate %s", human_bytes((double)bytes).c_str());
         return memory;
     }
@@ -209,7 +209,7 @@ struct Problem {
     }
     void clear() {
         for (auto& [name, slot] : slots)
-            for (char* copy : slot.copies) on_cpu ? backend_free_host(copy) : backend_free(copy);
+            for (char* copy : slot.copies) backend_free(copy, on_cpu);
         slots.clear(), turn = 0;
     }
 

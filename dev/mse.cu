@@ -19,7 +19,7 @@
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 template <typename Real>
-static MeanSquaredError<Real> mse_of(Problem& p) {
+static PredictionLoss<Real> mse_of(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
     BatchLoss batch = {
         p.out<float>("losses"), p.in<int>("t"), p.in<float>("weights"), B, n / PIXEL, PIXEL, 1000};

@@ -123,12 +123,10 @@ static Kind kind_of(const AddNoise<T>& l) {
     return {"noising", (2.0 * sizeof(float) + sizeof(T)) * l.by.channels * l.x_t.rows()};
 }
 template <typename T>
-static Kind kind_of(const MeanSquaredError<T>& l) {
-    return {"loss", (sizeof(float) + (l.dout ? 2.0 : 1.0) * sizeof(T)) * l.B * l.batch.pixels * PIXEL};
-}
-template <typename T>
-static Kind kind_of(const VarianceLoss<T>& l) {
-    return {"loss", (2.0 * sizeof(float) + 3.0 * sizeof(T)) * l.B * l.batch.pixels * l.batch.channels};
+static Kind kind_of(const PredictionLoss<T>& l) {
+    double bytes = (sizeof(float) + (l.dout ? 2.0 : 1.0) * sizeof(T)) * PIXEL;  // of a pixel
+    if (l.variances) bytes += sizeof(float) * l.batch.channels;
+    return {"loss", bytes * l.B * l.batch.pixels};
 }
 template <typename T>
 static Kind kind_of(const Dropout<T>& l) {
