@@ -556,7 +556,8 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
           "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
           "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2),
-          "guidance_scale": (0, 1000)}
+          "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
+          "jump_n_sample": (1, 1000)}
 
 
 def check_range(name, value, least=None, flag=None):
@@ -835,7 +836,7 @@ class Images:
         """Raise UserError unless floats() can give this size: the file's, or smaller by a whole factor."""
         _, have, height, width = self.pixels.shape
         if have != channels:
-            raise UserError(f"{self.path} has {have} channels, the model takes {channels}")
+            raise UserError(f"{self.path} has images of {have} channels, {channels} wanted")
         if height != width or height % image_size:
             raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make"
                             " a file with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
