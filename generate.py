@@ -2,13 +2,14 @@
 
     python generate.py --model_filename out/checkpoint_00020000.bin
     python generate.py --model_filename out/checkpoint_00020000.bin --export weights.safetensors
+    python generate.py --model_filename out/checkpoint_00020000.bin --init_image cat.png --mask known.png
     python generate.py --import weights.safetensors
     python generate.py --import 64x64_diffusion.pt --preset adm64
 
 The first writes samples.png. A picture comes from its seed alone, so that batches and --num_images change
-none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The last two
-write weights.bin and 64x64_diffusion.bin, for `./train_unet --model_weights`; a state dict of
-guided-diffusion doesn't tell all that it is.
+none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The third
+keeps of cat.png what is white in known.png. The last two write weights.bin and 64x64_diffusion.bin, for
+`./train_unet --model_weights`; a state dict of guided-diffusion doesn't tell all that it is.
 """
 import argparse
 import dataclasses
@@ -24,8 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, load_model, pick_device, sample, sampler_steps,
-                        save_diffusers, save_weights, seed_noise)
+from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, load_model, pick_device, sample,
+                        sampler_path, save_diffusers, save_weights, seed_noise)
 from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -75,6 +76,78 @@ def parse_numbers(text):
             raise argparse.ArgumentTypeError(f"{text!r} are more than a million numbers")
         numbers += range(first, last + 1)
     return numbers
+
+
+def parse_classes(text, path):
+    """(the numbers of the classes that --class names, the names of all): '3,7-9,cat', the lines of a file.
+
+    Line n, from 0, is the name of class n. One with a comma can be told alone only. path "": no file.
+    """
+    names = []
+    if path:
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                names = [line.strip() for line in file]
+        except OSError as error:
+            raise UserError(f"{path} can't be read: {error.strerror}") from None
+    numbers = []
+    for part in [text] if text in names else text.split(",") if text else []:
+        try:
+            numbers += parse_numbers(part)
+        except argparse.ArgumentTypeError as error:
+            if part.strip() not in names:
+                raise UserError(f"--class: {error}" + f"; nor is it a name in {path}" * bool(path)) from None
+            numbers.append(names.index(part.strip()))
+    return numbers, names
+
+
+def load_guide(path, config):
+    """The model of --guide_weights, which must take the same pictures, noise and classes, or no classes."""
+    guide, _ = load_model(path)
+    for name in ("image_size", "in_channels", *DIFFUSION, *["num_classes"] * guide.config.class_cond):
+        has, wanted = getattr(guide.config, name), getattr(config, name)
+        wanted = 0 if name == "num_classes" and not config.class_cond else wanted
+        if has != wanted:
+            raise UserError(f"--guide_weights {path} has --{name} {has}, and the model that it is to guide"
+                            f" {wanted}")
+    return guide
+
+
+def read_image(path, image_size, channels):
+    """A picture as prepare_data.py makes it, or the first one of a .bin: float32 tensor (C, S, S) in [-1, 1].
+    """
+    if path.endswith(".bin"):
+        images = unet_io.read_images(path)
+    else:
+        from prepare_data import load_image
+        try:
+            with open(path, "rb") as file:
+                images = unet_io.Images(load_image(file.read(), image_size, channels)[None], path=path)
+        except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+            why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            raise UserError(f"{path} can't be read as a picture: {why}") from None
+    images.check_size(image_size, channels)
+    return torch.from_numpy(images.floats([0], image_size)[0])
+
+
+def read_edit(args, config):
+    """The Edit of --init_image, --strength, --mask and the jumps; None without one. Raises UserError."""
+    for name, needed in (("mask", "init_image"), ("strength", "init_image"), ("jump_length", "mask"),
+                         ("jump_n_sample", "mask")):
+        if getattr(args, name) is not None and not getattr(args, needed):
+            raise UserError(f"--{name} does nothing without --{needed}")
+        if name in unet_io.RANGES and getattr(args, name) is not None:
+            unet_io.check_range(name, getattr(args, name))
+    if not args.init_image:
+        return None
+    edit = Edit(read_image(args.init_image, config.image_size, config.in_channels))
+    edit.strength = args.strength or (1.0 if args.mask else 0.5)
+    if args.mask:
+        if args.sampler not in ("ddim", "ddpm"):
+            raise UserError(f"--mask needs --sampler ddim or ddpm, not {args.sampler}")
+        edit.mask = read_image(args.mask, config.image_size, 1) > 0
+        edit.jump_length, edit.jump_n_sample = args.jump_length or 10, args.jump_n_sample or 10
+    return edit
 
 
 def slerp(first, last, count, some=slice(None)):
@@ -332,12 +405,12 @@ def export_target(args):
     return args.export
 
 
-def check_memory(count, columns, shape):
+def check_memory(count, columns, shape, value=1):
     """Raise UserError where this machine can't hold what is drawn: count pictures, and rows of a strip.
 
-    shape: (C, H, W). The pictures are held twice, in the end in the grid, and a byte is a value.
+    shape: (C, H, W). The pictures are held twice, in the end in the grid. value: bytes of a value of theirs.
     """
-    needed = 2 * count * (1 + columns) * math.prod(shape)
+    needed = 2 * count * (value + columns) * math.prod(shape)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if needed > have:
         raise UserError(f"{counted(count, 'picture')} of {shape[1]}x{shape[2]} need {needed / 1e9:.0f} GB of"
@@ -353,12 +426,24 @@ def main():
     add("--seed", type=int, metavar="N", help="seed of the first picture, and of --quality (default: 0)")
     add("--seeds", type=parse_numbers, metavar="LIST",
         help="the pictures of these seeds, such as 0-63 or 3,7,10-12")
-    add("--class", dest="classes", type=parse_numbers, metavar="LIST",
+    add("--class", dest="classes", default="", metavar="LIST",
         help="pictures of these classes, such as 3 or 0-4,7, equally many of each (default: of all)")
+    add("--class_names", default="", metavar="FILE",
+        help="a name a line, of class 0, 1 ...: --class takes them too, such as cat,dog")
     add("--guidance_scale", type=float, default=1.0, metavar="X",
         help="draw what differs so many times as much from pictures without a class (default: 1)")
     add("--guidance_interval", type=parse_interval, default=(0.0, 1.0), metavar="LO,HI",
         help="guide in this part of the chain only, from no noise (0) to nothing but noise (1)")
+    add("--guide_weights", metavar="FILE",
+        help="guide away from this model's pictures, an earlier or smaller one's, not from those of no class")
+    add("--init_image", metavar="FILE", help="draw from this picture, the first of a .bin, with noise added")
+    add("--strength", type=float, metavar="X",
+        help="how much noise: near 0 it changes little, 1 is nearly all (default: 0.5, with --mask 1)")
+    add("--mask", metavar="FILE", help="keep of --init_image what is white here, with --sampler ddim or ddpm")
+    add("--jump_length", type=int, metavar="N",
+        help="with --mask, draw so many steps at a time --jump_n_sample times (default: 10)")
+    add("--jump_n_sample", type=int, metavar="N",
+        help="how often: more makes what is drawn fit better to what is kept (default: 10)")
     add("--interpolate", type=int, default=0, metavar="N",
         help="N pictures on the way from the first of two --seeds to the second")
     add("--sampler", choices=list(SAMPLERS), default="ddim", help="default: ddim")
@@ -372,7 +457,7 @@ def main():
     add("--use_ema", type=int, choices=range(5), default=1, metavar="N",
         help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
     add("--output_name", "--output_filename", default="samples.png", metavar="FILE",
-        help="all pictures in a grid (default: samples.png)")
+        help="all pictures in a grid (default: samples.png); .npy: as an array of floats, (N, C, H, W)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")
     add("--strip", type=int, default=0, metavar="N",
         help="also write OUTPUT_strip.png: a row a picture, N steps from noise to picture")
@@ -420,12 +505,16 @@ def main():
         if args.sampler == "ddpm" or args.eta > 0:
             raise UserError("--interpolate needs a sampler that adds no noise: another than ddpm, and no"
                             " --eta")
+        if args.mask:
+            raise UserError("--interpolate and --mask, which adds noise, don't go together")
 
     target = export_target(args)
     stem, ending = os.path.splitext(args.output_name)
+    as_array = ending == ".npy"
+    ending = ".png" if as_array else ending  # of --strip and --nearest
     if not target:
         unet_io.check_target(args.output_name)
-        unet_io.picture_format(args.output_name)
+        unet_io.picture_format(stem + ending)
         for kind in filter(vars(args).get, ("strip", "nearest")):
             unet_io.check_target(f"{stem}_{kind}{ending}")
         if args.output_dir:
@@ -453,21 +542,32 @@ def main():
     if held_out:
         quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
 
-    if args.classes and not config.class_cond:
+    if (args.classes or args.class_names) and not config.class_cond:
         raise UserError("--class needs a model that was trained with --class_cond 1")
-    if args.classes and max(args.classes) >= config.num_classes:
-        raise UserError(f"--class {max(args.classes)} is none of the model's {config.num_classes} classes,"
+    classes, class_names = parse_classes(args.classes, args.class_names)
+    if max(classes, default=0) >= max(config.num_classes, 1):
+        raise UserError(f"--class {max(classes)} is none of the model's {config.num_classes} classes,"
                         f" which are counted from 0")
+    if class_names and len(class_names) != config.num_classes:
+        raise UserError(f"{args.class_names} has {counted(len(class_names), 'line')} and the model"
+                        f" {counted(config.num_classes, 'class')}")
     unet_io.check_range("guidance_scale", args.guidance_scale)
-    if args.guidance_scale != 1 and not (config.class_cond and config.cond_drop_prob):
+    guided = args.guidance_scale != 1
+    if guided and not args.guide_weights and not (config.class_cond and config.cond_drop_prob):
         raise UserError(f"--guidance_scale {args.guidance_scale:g} needs a model that also learnt to draw"
-                        f" without a class, by --cond_drop_prob")
-    classes, columns = unet_io.spread_classes(config, args.classes or range(config.num_classes), count)
-    steps = sampler_steps(config, args.sampler, args.sample_steps)
+                        f" without a class, by --cond_drop_prob, or another one, --guide_weights")
+    if args.guide_weights and not guided:
+        raise UserError("--guide_weights does nothing without a --guidance_scale; 2 is usual")
+    guide = load_guide(args.guide_weights, config).to(device) if args.guide_weights else None
+    edit = read_edit(args, config)
+    classes = classes or range(config.num_classes)
+    rows = [class_names[number] for number in classes] if class_names else []
+    classes, columns = unet_io.spread_classes(config, classes, count)
+    steps = sum(i < j for i, j in sampler_path(config, args.sampler, args.sample_steps, edit)[1])
     if not 0 <= args.strip <= steps:
         raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)
-    check_memory(count, args.strip, shape)
+    check_memory(count, args.strip, shape, 4 if as_array else 1)
     names = args.seeds or range(args.seed, args.seed + count)
     if args.interpolate:  # the pictures are numbered
         names, ends = range(count), seed_noise(args.seeds, shape)
@@ -479,20 +579,25 @@ def main():
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
                    lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
                    slerp(*ends, count, some) if args.interpolate else None, args.strip,
-                   classes and classes[some], args.guidance_scale, args.guidance_interval)
+                   classes and classes[some], args.guidance_scale, args.guidance_interval, guide, edit)
         if args.strip:
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
         if not torch.isfinite(x).all():
             raise UserError(f"the pictures that {args.model_filename} draws are NaN or infinite, so none are"
                             f" written: its training had gone wrong; use an older one")
-        pictures.append(unet_io.to_uint8(x.numpy()))
+        pictures.append(x.numpy() if as_array else unet_io.to_uint8(x.numpy()))
     pictures = np.concatenate(pictures)
 
     if args.interpolate:
         columns = count if count <= 16 else None  # as ./train_unet lays them out
-    unet_io.save_grid(args.output_name, pictures, columns)
-    unet_io.say(f"wrote {args.output_name}")
+    if as_array:
+        with unet_io.replacing(args.output_name) as file:
+            np.save(file, pictures)
+        pictures, columns = unet_io.to_uint8(pictures), None
+    else:
+        unet_io.save_grid(args.output_name, pictures, columns)
+    unet_io.say(f"wrote {args.output_name}" + f" (rows: {', '.join(rows)})" * bool(columns and rows))
     if args.strip:
         unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), args.strip)
         unet_io.say(f"wrote {stem}_strip{ending}")

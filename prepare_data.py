@@ -1,7 +1,8 @@
-"""A folder or a zip of images, or an IDX file -> one .bin of small square pictures for train_unet.
+"""A folder or zip of images, a picture, an IDX file or an array -> one .bin of small squares to train on.
 
     python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
     python prepare_data.py --data_dir train-images-idx3-ubyte.gz --labels --output_name FILE.bin
+    python prepare_data.py --data_dir latents.npz --labels --data_std 1 --output_name FILE.bin
 
 Takes the formats in FORMATS, told by a file's content. Each picture (the first, where a file holds several)
 is turned as its EXIF data says, laid on white where it is transparent, cropped to its central square and
@@ -11,6 +12,12 @@ named, counted and skipped, and files whose ending is no picture's are counted. 
 is refused, because nobody knows what would be missing. Images are written as they come, so that of each only
 its path, its identity and a label stay in memory. The grey images of an IDX file, as MNIST has them, are not
 resized but set on black; their labels come from the file beside it.
+
+An array, (N, C, H, W) of C 1 to 4 and H = W, comes from a .npy file or from a .npz, where it is called
+`images` or stands alone beside the integers (N,) called `labels`. uint8 are pixels. Floats, such as latents
+that another program encoded, are stored as float32, as they are or with the standard deviation of --data_std,
+which should be about 1 for training. To draw with a model of such data use --threshold none, and
+generate.py --output_name FILE.npy; what is drawn there is to be divided by the factor printed here.
 """
 import collections
 import concurrent.futures
@@ -105,15 +112,16 @@ class Source:
 class Folder(Source):
     """The files below a folder, by their paths relative to it. Raises UserError if a folder can't be listed.
 
+    only: a file in it, which is taken alone.
     Links come after all that is no link, so that real paths win. All is sorted, so that the order in which
     the file system lists a folder changes nothing.
     """
     REPEATED = "led to a folder or file that is taken already, under another name"
 
-    def __init__(self, path):
+    def __init__(self, path, only=""):
         super().__init__(path)
         self.faults = {}  # name: why it is no file to open
-        folders, found, links = set(), collections.deque([""]), collections.deque()
+        folders, found, links = set(), collections.deque([only]), collections.deque()
         while found or links:
             name, is_link = (found.popleft(), False) if found else (links.popleft(), True)
             place = os.path.join(path, name)
@@ -283,21 +291,81 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
         numbers = read_idx(beside, 1)
         if len(numbers) != n:
             raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
-        names = [f"{number:0{len(str(numbers.max()))}}" for number in numbers]
-    held_out = _held_out(n, val_fraction)
-    outputs = _outputs(output_name, held_out)
+        names = _class_numbers(numbers)
     top, left = (size - height) // 2, (size - width) // 2
+
+    def padded(i):
+        pixels = np.zeros((channels, size, size), np.uint8)
+        pixels[:, top:top + height, left:left + width] = images[i]
+        if channels == 4:
+            pixels[3] = 255
+        return pixels
+    return _write_all(output_name, padded, names, val_fraction)
+
+
+def _class_numbers(numbers):
+    """The names of numbered classes, which sort as the numbers do."""
+    return [f"{number:0{len(str(numbers.max()))}}" for number in numbers]
+
+
+def _write_all(output_name, image, names, val_fraction):
+    """As prepare, of the images image(0), image(1) ... and as many names of classes."""
+    held_out = _held_out(len(names), val_fraction)
+    outputs = _outputs(output_name, held_out)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
-        for i in tqdm(range(n), "preparing", disable=None):
-            pixels = np.zeros((channels, size, size), np.uint8)
-            pixels[:, top:top + height, left:left + width] = images[i]
-            if channels == 4:
-                pixels[3] = 255
-            writers[i in held_out].add(pixels, names[i])
+        for i, name in enumerate(tqdm(names, "preparing", disable=None)):
+            writers[i in held_out].add(image(i), name)
         for writer in writers:
             writer.finish()
-    return n - len(held_out), len(held_out), 0
+    return len(names) - len(held_out), len(held_out), 0
+
+
+def read_array(path, labels):
+    """(images (N, C, H, W), labels (N,) or None) of a .npy or .npz file. Raises UserError."""
+    try:
+        arrays = np.load(path, mmap_mode="r")
+        arrays = arrays if isinstance(arrays, np.lib.npyio.NpzFile) else {"images": arrays}
+        rest = [name for name in arrays if name != "labels"]
+        name = rest[0] if len(rest) == 1 else "images"
+        images, numbers = arrays[name], arrays["labels"] if labels else None
+    except KeyError as error:
+        raise UserError(f"{path} has no array called {error.args[0].split()[0]}") from None
+    except Exception as error:  # NumPy raises nearly anything on damaged files
+        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise UserError(f"{path} can't be read as NumPy's arrays: {why}") from None
+    n, channels, height, width = images.shape if images.ndim == 4 else (0, 0, 0, 0)
+    if images.dtype.kind != "f" and images.dtype != np.uint8 or not n or not 1 <= channels <= 4 \
+            or height != width or not width:
+        raise UserError(f"{path} holds {images.dtype} of shape {images.shape}: floats or uint8 (N, C, H, W)"
+                        f" are needed, with 1 to 4 channels and H = W")
+    if labels and (numbers.shape != (n,) or numbers.dtype.kind not in "iu" or numbers.min() < 0):
+        raise UserError(f"{path} has labels of {numbers.dtype} and shape {numbers.shape}: {n} integers from"
+                        f" 0 on are needed")
+    return images, numbers
+
+
+def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.0):
+    """As prepare, of NumPy's arrays. data_std: what floats are scaled to; 0: they are not. Prints theirs."""
+    images, numbers = read_array(path, labels)
+    names = _class_numbers(numbers) if labels else [None] * len(images)
+    if images.dtype == np.uint8:
+        if data_std:
+            raise UserError(f"--data_std is for floats, and {path} holds bytes")
+        return _write_all(output_name, lambda i: images[i], names, val_fraction)
+
+    def mean_of(function):
+        with np.errstate(over="ignore", invalid="ignore"):  # of what is refused below
+            values = (function(image.astype(np.float32).astype(np.float64)).mean() for image in images)
+            return sum(values) / len(images)
+    mean = mean_of(lambda x: x)
+    std = math.sqrt(mean_of(lambda x: np.square(x - mean))) if math.isfinite(mean) else math.nan
+    if not 0 < std < math.inf:
+        raise UserError(f"{path} has the mean {mean:g} and the standard deviation {std:g}: nothing can be"
+                        f" learnt from it")
+    factor = np.float32(data_std / std if data_std else 1)
+    unet_io.say(f"mean {mean:.5g}, standard deviation {std:.5g}; stored times {factor:.8g}")
+    return _write_all(output_name, lambda i: images[i].astype(np.float32) * factor, names, val_fraction)
 
 
 def _outputs(output_name, held_out):
@@ -328,13 +396,15 @@ def in_order(pool, function, items, ahead):
 def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0, channels=3):
     """Write output_name (and NAME_val.bin); returns (images written, images held out, files skipped).
 
-    data_dir: a folder or a zip. image_size: height and width in pixels. labels: store the name of each
-    image's folder. val_fraction: how much to hold out, from 0 to below 1. channels: see load_image. Which
-    images are held out depends only on the sorted list of files, and the same files always give the same
-    bytes. The outputs appear once they are whole. Raises UserError.
+    data_dir: a folder, a zip or a picture. image_size: height and width in pixels. labels: store the name of
+    each image's folder. val_fraction: how much to hold out, from 0 to below 1. channels: see load_image.
+    Which images are held out depends only on the sorted list of files, and the same files always give the
+    same bytes. The outputs appear once they are whole. Raises UserError.
     """
     if os.path.isdir(data_dir):
         source = Folder(data_dir)
+    elif os.path.isfile(data_dir) and os.path.splitext(data_dir)[1].lower() in ENDINGS:
+        source = Folder(*os.path.split(data_dir))
     elif os.path.isfile(data_dir):
         source = Zip(data_dir)
     else:
@@ -419,7 +489,7 @@ def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
     add("--data_dir", required=True, metavar="PLACE",
-        help="a folder, searched to any depth, a zip, or an IDX file of images")
+        help="a folder, searched to any depth, a zip, a picture, an IDX file of images, .npy or .npz")
     add("--output_name", required=True, metavar="FILE.bin", help="the file to write")
     add("--output_dir", default="", metavar="FOLDER", help="where --output_name lies (default: here)")
     add("--image_size", type=int, metavar="N",
@@ -427,11 +497,19 @@ def main():
     add("--channels", type=int, choices=(1, 3, 4), metavar="N",
         help="1 grey, 3 RGB, 4 RGBA (default: 3, of an IDX file 1)")
     add("--labels", nargs="?", type=unet_io.parse_bool, const=True, default=False, metavar="X",
-        help="label each image with the name of the folder it lies in, of an IDX file with its number")
+        help="label each image with the name of its folder, of an IDX file or a .npz with its number")
     add("--val_fraction", type=float, default=0.0, metavar="F",
         help="hold out this part of the images, as FILE_val.bin (default: 0)")
+    add("--data_std", type=float, default=0.0, metavar="X",
+        help="scale an array of floats to this standard deviation (1 is usual; default: 0, not at all)")
     args = parser.parse_args()
     idx = is_idx(args.data_dir)
+    array = os.path.isfile(args.data_dir) and args.data_dir.lower().endswith((".npy", ".npz"))
+    if array and (args.image_size, args.channels) != (None, None):
+        raise UserError(f"{args.data_dir} is an array, which has its own size and channels: leave"
+                        f" --image_size and --channels out")
+    if not 0 <= args.data_std < math.inf or args.data_std and not array:
+        raise UserError(f"--data_std {args.data_std:g} must be 0 or more, and goes with a .npy or .npz only")
     if args.image_size is None:
         args.image_size = 0 if idx else 64
     elif not 1 <= args.image_size <= 4096:
@@ -446,9 +524,12 @@ def main():
     if not os.path.basename(output):
         raise UserError(f"--output_name {args.output_name!r} names no file")
     with clean_stop():
-        written, held_out, skipped = (prepare_idx if idx else prepare)(
-            args.data_dir, output, args.image_size, args.labels, args.val_fraction,
-            args.channels or (1 if idx else 3))
+        if array:
+            done = prepare_array(args.data_dir, output, args.labels, args.val_fraction, args.data_std)
+        else:
+            done = (prepare_idx if idx else prepare)(args.data_dir, output, args.image_size, args.labels,
+                                                     args.val_fraction, args.channels or (1 if idx else 3))
+    written, held_out, skipped = done
     size = unet_io.read_images(output).pixels.shape[-1]
     unet_io.say(f"wrote {output}: {counted(written, 'image')} of {size}x{size},"
                 f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")

@@ -846,6 +846,51 @@ def sampler_steps(config, sampler, sample_steps=None):
     return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
 
 
+@dataclasses.dataclass
+class Edit:
+    """A picture from which others are drawn, and what of it is kept.
+
+    image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken;
+    below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
+    (1, H, W), which pixels are kept (RePaint, Lugmayr et al. 2022); jump_length, jump_n_sample: see levels.
+    """
+    image: torch.Tensor
+    strength: float = 1.0
+    mask: torch.Tensor = None
+    jump_length: int = 10
+    jump_n_sample: int = 1
+
+
+def levels(steps, jump_length=10, jump_n_sample=1):
+    """The levels of noise that x has, one after the other, in a chain of so many steps; -1 is none: a list.
+
+    jump_n_sample - 1 times, x goes from every jump_length-th level back up by as many (Lugmayr et al. 2022,
+    "RePaint", algorithm 1 with the schedule of its authors' program).
+    """
+    jumps = {j: jump_n_sample - 1 for j in range(0, steps - jump_length, jump_length)}
+    t, passed = steps, []
+    while t >= 1:
+        t -= 1
+        passed.append(t)
+        if jumps.get(t, 0) > 0:
+            jumps[t] -= 1
+            passed += range(t + 1, t + jump_length + 1)
+            t += jump_length
+    return [*passed, -1]
+
+
+def sampler_path(config, sampler, sample_steps=None, edit=None):
+    """(timesteps, the first being the noisiest; steps (i, j) from the i-th of them to the j-th, in order).
+
+    The step to the place behind the last timestep ends without noise. Only with an edit's jumps is j < i.
+    """
+    edit, T = edit or Edit(None), config.diffusion_steps
+    times = unet_io.space_timesteps(T, sampler_steps(config, sampler, sample_steps))[::-1]
+    times = times[times < np.float32(edit.strength) * np.float32(T)]  # 0 always is
+    places = [len(times) - 1 - t for t in levels(len(times), edit.jump_length, edit.jump_n_sample)]
+    return times, list(zip(places, places[1:]))
+
+
 def limited(x0, threshold):
     """Predicted pictures (B, C, H, W) within [-1, 1]: clamped, or as Imagen does (Saharia et al. 2022)."""
     if threshold == "dynamic":
@@ -855,8 +900,13 @@ def limited(x0, threshold):
     return x0.clamp(-1, 1) if threshold == "clamp" else x0
 
 
+KNOWN_NOISE = 1 << 31
+
+
 def seed_noise(seeds, shape, call=0):
-    """Normals float32 (len(seeds), *shape): with call 0 a picture's start, later what its sampler adds."""
+    """Normals float32 (len(seeds), *shape): with call 0 a picture's start, later what its sampler adds.
+
+    KNOWN_NOISE + call: what the pixels that are kept of an Edit's image have."""
     rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
     return torch.from_numpy(np.stack(rows)).reshape(-1, *shape)
 
@@ -864,40 +914,46 @@ def seed_noise(seeds, shape, call=0):
 @torch.no_grad()
 def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
            eta=0.0, threshold="clamp", start=None, columns=0, classes=None, guidance_scale=1.0,
-           guidance_interval=(0.0, 1.0)):
+           guidance_interval=(0.0, 1.0), guide=None, edit=None):
     """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
     model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
     columns: if not 0, a second tensor (len(seeds), columns, C, H, W) is returned, of the predicted pictures
     after steps evenly spread from the first to the last. classes: with class_cond, one for each picture.
     guidance_scale: what is drawn differs so many times as much from a picture without a class (Ho and
-    Salimans 2022, equation 6), in this part of the chain.
+    Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide (Karras
+    et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is for
+    ddim and ddpm.
     Each sampler stands here as its paper has it, with abar for the paper's alpha-bar, alpha^2 or
     1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
     """
     config = model.config
-    if isinstance(model, nn.Module):
-        model.eval()
-    steps = sampler_steps(config, sampler, sample_steps)
-    times = unet_io.space_timesteps(config.diffusion_steps, steps)[::-1]
+    for network in (model, guide):
+        if isinstance(network, nn.Module):
+            network.eval()
+    times, path = sampler_path(config, sampler, sample_steps, edit)
+    steps = len(times)
     abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)[times]
     abar = np.append(abar, 1.0)
     C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
-    shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
+    down = [k for k, (i, j) in enumerate(path, 1) if i < j]
+    shown = [down[k * (len(down) - 1) // (columns - 1) if columns > 1 else -1] for k in range(columns)]
     strip, x0_before = [], None
 
     def answer(x, i):
         t = torch.full((len(x),), int(times[i]), device=device)
-        if not config.class_cond:
-            return model(x, t).float()
-        told = torch.as_tensor(classes, device=device)
+        y = [torch.as_tensor(classes, device=device)] if config.class_cond else []
         low, high = guidance_interval
-        if guidance_scale == 1 or not low <= times[i] / config.diffusion_steps <= high:
-            return model(x, t, told).float()
-        none = torch.full_like(told, config.num_classes)
-        told, free = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([told, none])).float().chunk(2)
-        told[:, :C] = free[:, :C] + guidance_scale * (told[:, :C] - free[:, :C])
-        return told
+        guided = guidance_scale != 1 and low <= times[i] / config.diffusion_steps <= high
+        if not guided or not (guide or y):
+            return model(x, t, *y).float()
+        if guide:
+            told, weak = model(x, t, *y), guide(x, t, *(y if guide.config.class_cond else []))
+        else:
+            none = torch.full_like(y[0], config.num_classes)
+            told, weak = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([*y, none])).chunk(2)
+        told, weak = told.float(), weak[:, :C].float()
+        return torch.cat([weak + guidance_scale * (told[:, :C] - weak), told[:, C:]], 1)
 
     def predict(x, i):
         """(the predicted picture, what the network says of the variance)"""
@@ -909,9 +965,27 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             out = math.sqrt(a) * x - math.sqrt(1 - a) * out
         return limited(out, threshold), v
 
+    def noise(k):
+        return seed_noise(seeds, shape, k).to(device)
+
+    def noised(a, z):
+        return math.sqrt(a) * edit.image.to(device) + math.sqrt(1 - a) * z
+
+    def with_known(x, i, k):
+        """x, at place i after k steps, with the image where the mask says so"""
+        if edit is None or edit.mask is None:
+            return x
+        return torch.where(edit.mask.to(device), noised(float(abar[i]), noise(KNOWN_NOISE + k)), x)
+
     x = (seed_noise(seeds, shape) if start is None else start).to(device)
-    for i in progress(range(steps)):
-        a, b = float(abar[i]), float(abar[i + 1])
+    if edit and (edit.mask is None or edit.strength < 1):
+        x = noised(float(abar[0]), x)
+    for k, (i, j) in enumerate(progress(path), 1):
+        x = with_known(x, i, k - 1)
+        a, b = float(abar[i]), float(abar[j])
+        if j < i:  # back to more noise
+            x = math.sqrt(b / a) * x + math.sqrt(1 - b / a) * noise(k)
+            continue
         x0, v = predict(x, i)
         eps = (x - math.sqrt(a) * x0) / math.sqrt(1 - a)
         if sampler == "ddpm":  # Ho et al. 2020, equations 6 and 7
@@ -921,12 +995,12 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
                 variance = (1 - b) / (1 - a) * beta
                 if config.learn_sigma:  # from there to beta (Nichol and Dhariwal 2021, equation 15)
                     variance *= (beta / variance) ** ((v + 1) / 2)
-                x = x + variance**0.5 * seed_noise(seeds, shape, i + 1).to(device)
+                x = x + variance**0.5 * noise(k)
         elif sampler == "ddim":  # Song et al. 2021, equations 12 and 16
             sigma = eta * math.sqrt((1 - b) / (1 - a)) * math.sqrt(1 - a / b)
             x = math.sqrt(b) * x0 + math.sqrt(max(1 - b - sigma**2, 0)) * eps
             if sigma > 0:
-                x = x + sigma * seed_noise(seeds, shape, i + 1).to(device)
+                x = x + sigma * noise(k)
         elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2; first order at the ends
             with np.errstate(divide="ignore"):  # lambda is infinite at both ends of the noise
                 lambdas = (np.log(np.sqrt(abar)) - np.log(np.sqrt(1 - abar))).tolist()
@@ -946,7 +1020,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             x = math.sqrt(b) * (y + (sigma_next - sigma) * (slope + slope_next) / 2)
         else:  # its Euler step, which for sigma = infinity can only be written so
             x = math.sqrt(b) * x0 + math.sqrt(1 - b) * eps
-        strip += [x0.cpu()] * shown.count(i)
+        strip += [x0.cpu()] * shown.count(k)
+    x = with_known(x, steps, len(path))
     return (x.cpu(), torch.stack(strip, 1)) if columns else x.cpu()
 
 

@@ -556,7 +556,8 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
           "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
           "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2),
-          "guidance_scale": (0, 1000)}
+          "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
+          "jump_n_sample": (1, 1000)}
 
 
 def check_range(name, value, least=None, flag=None):
@@ -814,11 +815,15 @@ def _write_header(file, header, crc, crc_field):
 
 # ----------------------------------------------------------------------------------------------------
 # 5. image files: [20240620, N, C, H, W, version, type, classes, bytes of class names, CRC-32, 0 ...]
-#    version 0 (old): float32 in [-1, 1]; version 1: uint8, then int32 labels and the class names if any
+#    version 0 (old): float32 in [-1, 1]; version 1: uint8 (type 1) or any float32 (type 2), such as latents,
+#    then int32 labels and the class names if any
+
+IMAGE_TYPES = {1: np.dtype(np.uint8), 2: np.dtype("<f4")}
+
 
 @dataclasses.dataclass
 class Images:
-    """A data set. pixels: (N, C, H, W), uint8 or float32 in [-1, 1], mapped and read on demand."""
+    """A data set. pixels: (N, C, H, W), uint8 or float32, mapped and read on demand."""
     pixels: np.ndarray
     labels: np.ndarray = None  # int32 (N,) or None
     class_names: tuple = ()
@@ -831,7 +836,7 @@ class Images:
         """Raise UserError unless floats() can give this size: the file's, or smaller by a whole factor."""
         _, have, height, width = self.pixels.shape
         if have != channels:
-            raise UserError(f"{self.path} has {have} channels, the model takes {channels}")
+            raise UserError(f"{self.path} has images of {have} channels, {channels} wanted")
         if height != width or height % image_size:
             raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make"
                             " a file with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
@@ -844,7 +849,7 @@ class Images:
                             f" {config.num_classes}: make it with prepare_data.py --labels")
 
     def floats(self, indices, image_size=None):
-        """Images in [-1, 1]: float32 (len(indices), C, image_size, image_size).
+        """Images, bytes as [-1, 1], floats as they are: float32 (len(indices), C, image_size, image_size).
 
         Box-filtered where the file's images are larger by a whole factor k: the sum of the k*k values, row by
         row in float32, divided once.
@@ -860,7 +865,7 @@ class Images:
 
 
 def read_images(path):
-    """Images from a .bin, old (float32) or new (uint8, checked against its checksum). Raises UserError."""
+    """Images from a .bin, old (float32) or new (checked against its checksum). Raises UserError."""
     header, data = _map_file(path)
     magic, n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[:9])
     if magic != IMAGES_MAGIC:
@@ -869,26 +874,28 @@ def read_images(path):
     if min(n, channels, height, width) < 1:
         raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be"
                         f" positive")
-    if version not in (0, 1) or version == 1 and kind != 1:
+    if version not in (0, 1) or version == 1 and kind not in IMAGE_TYPES:
         raise UserError(f"{path} has version {version} and element type {kind}, which this program doesn't"
                         f" know")
-    shape, count = (n, channels, height, width), n * channels * height * width
     if version == 0:
-        _need_size(path, data, HEADER_BYTES + 4 * count, f"{n} images of {channels}x{height}x{width} floats")
-        pixels = data[HEADER_BYTES:].view("<f4")
-        for start in range(0, count, 1 << 22):
-            some = pixels[start:start + (1 << 22)]
-            bad = some[~((some >= -1.001) & (some <= 1.001))]
-            if len(bad):
-                raise UserError(f"{path} is damaged: it holds a pixel of {bad[0]:g}, outside [-1, 1]")
-        return Images(pixels.reshape(shape), path=path)
+        kind, classes, name_bytes = 2, 0, 0
     if classes < 0 or name_bytes < 0 or (classes == 0) != (name_bytes == 0):
         raise UserError(f"{path} claims to have {classes} classes with names of {name_bytes} bytes")
-    end = HEADER_BYTES + count
+    shape, count, dtype = (n, channels, height, width), n * channels * height * width, IMAGE_TYPES[kind]
+    end = HEADER_BYTES + count * dtype.itemsize
     labels_end = end + (4 * n if classes else 0)
-    _need_size(path, data, labels_end + name_bytes, f"{n} images of {channels}x{height}x{width} bytes")
-    _check_crc(path, header, data, 9)
-    images = Images(data[HEADER_BYTES:end].reshape(shape), path=path)
+    _need_size(path, data, labels_end + name_bytes,
+               f"{n} images of {channels}x{height}x{width} {('bytes', 'floats')[kind - 1]}")
+    if version:
+        _check_crc(path, header, data, 9)
+    pixels, most = data[HEADER_BYTES:end].view(dtype), np.finfo("f4").max if version else 1.001
+    for start in range(0, count if kind == 2 else 0, 1 << 22):
+        some = pixels[start:start + (1 << 22)]
+        bad = some[~(np.abs(some) <= most)]
+        if len(bad):
+            raise UserError(f"{path} is damaged: it holds a pixel of {bad[0]:g}"
+                            + ", outside [-1, 1]" * (version == 0))
+    images = Images(pixels.reshape(shape), path=path)
     if classes:
         images.labels = np.frombuffer(data[end:labels_end].tobytes(), "<i4")
         names = data[labels_end:].tobytes().decode("utf-8", "replace")
@@ -904,13 +911,16 @@ class ImageWriter:
     """Takes the images of a new file one by one; only a label each stays in memory. See image_writer."""
     def __init__(self, file, path):
         self.file, self.path = file, path
-        self.n, self.shape, self.crc, self.labels, self.finished = 0, None, 0, [], False
+        self.n, self.like, self.crc, self.labels, self.finished = 0, None, 0, [], False
         file.write(bytes(HEADER_BYTES))
 
     def add(self, pixels, label=None):
-        """Append one image, uint8 (C, H, W), with the name of its class or, for every image, None."""
-        self.shape = self.shape or pixels.shape
-        assert pixels.dtype == np.uint8 and pixels.shape == self.shape
+        """Append one image, (C, H, W), with the name of its class or, for every image, None.
+
+        All are uint8, or all are float32.
+        """
+        self.like = self.like or (pixels.dtype, pixels.shape)
+        assert pixels.dtype in IMAGE_TYPES.values() and (pixels.dtype, pixels.shape) == self.like
         self._write(np.ascontiguousarray(pixels).data)
         self.labels.append(label)
         self.n += 1
@@ -931,7 +941,9 @@ class ImageWriter:
             self._write(np.array([number[label] for label in self.labels], "<i4").tobytes())
             self._write(block)
         header = np.zeros(256, "<i4")
-        header[:9] = [IMAGES_MAGIC, self.n, *self.shape, 1, 1, len(names), len(block)]
+        dtype, shape = self.like
+        kind = 1 if dtype == np.uint8 else 2
+        header[:9] = [IMAGES_MAGIC, self.n, *shape, 1, kind, len(names), len(block)]
         with _writing(self.path):
             _write_header(self.file, header, self.crc, 9)
             _flush(self.file)
@@ -953,7 +965,7 @@ def image_writer(path):
 
 
 def write_images(path, pixels, labels=None):
-    """Write a new image file from uint8 (N, C, H, W) and, if given, N class names."""
+    """Write a new image file from uint8 or float32 (N, C, H, W) and, if given, N class names."""
     with image_writer(path) as writer:
         for i, image in enumerate(pixels):
             writer.add(image, labels[i] if labels is not None else None)
