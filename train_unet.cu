@@ -77,6 +77,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <new>
 #include <numeric>
@@ -1842,11 +1843,8 @@ static std::vector<double> make_abar(const Config& c) {
 static std::vector<float> make_loss_weights(const std::vector<double>& abar, int predict, double gamma) {
     std::vector<float> weights;
     for (double a : abar) {
-        double snr = a / (1 - a), weight = 1;
-        if (gamma > 0 && predict == PREDICT_X0) weight = std::min(snr, gamma);
-        if (gamma > 0 && predict == PREDICT_V) weight = std::min(snr, gamma) / (snr + 1);
-        if (gamma > 0 && predict == PREDICT_EPS && snr > gamma) weight = gamma / snr;
-        weights.push_back((float)weight);
+        double snr = a / (1 - a), times = predict == PREDICT_EPS ? snr : predict == PREDICT_V ? snr + 1 : 1;
+        weights.push_back(gamma > 0 ? (float)(std::min(snr, gamma) / times) : 1.0f);
     }
     return weights;
 }
@@ -2509,8 +2507,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
     if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
-    for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
     if (plan.training) {
+        for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
         place(P, m->gradients, m->adam_m, m->adam_v);
         place(P / NORM_CHUNK + 1, m->norm_parts);
         place(P / DECAY_CHUNK + 1, m->decays);
@@ -2647,10 +2645,9 @@ static void initialise_weights(Model* m, uint32_t seed) {
         values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
         reordered.resize(t.size);
         float bound = (float)(1.0 / sqrt((double)t.fan_in));
-        for (size_t quad = 0; t.init == INIT_UNIFORM && quad < (t.count + 3) / 4; quad++) {
-            Philox p = philox(seed, STREAM_INIT, (uint32_t)quad, (uint32_t)index, 0);
-            for (size_t e = 4 * quad; e < std::min(4 * quad + 4, t.count); e++)
-                values[e] = (float)(2.0 * ((p.word[e % 4] >> 8) * 0x1p-24) - 1.0) * bound;
+        for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
+            uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
+            values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
         }
         for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
             random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
@@ -2787,22 +2784,11 @@ struct Dataset {
     std::vector<int> labels;  // (N), where there are classes
 };
 
-// The lowest validation loss of a run so far.
-struct Best {
-    double loss = INFINITY;
-    long step = -1, last = -1;  // last: the step of the newest one
-    void update(double new_loss, long new_step) {
-        if (new_loss < loss) loss = new_loss, step = new_step;
-        last = new_step;
-    }
-};
-
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
     std::string path, waiting;
-    std::string kept;    // of the file that is there
-    bool drops = false;  // and something is not
+    std::string kept;  // of the file that is there
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
@@ -2815,11 +2801,11 @@ struct Trainer {
     Model model = Model();
     Dataset images, validation;
     BatchSource source;
-    Memory pixels;             // the images where the device reads them, if that is a copy
-    Memory labels;             // int (N): the images', where the network is told
-    Memory order, host_order;  // int (slots, count): the device's and the host's, which is ahead of it
-    Memory results;            // StepState (RESULT_SLOTS), the host's
-    long epochs;               // whose orders were sent
+    Memory pixels;   // the images where the device reads them, if that is a copy
+    Memory labels;   // int (N): the images', where the network is told
+    Memory order;    // int (slots, count), the host's, which the device reads
+    Memory results;  // StepState (RESULT_SLOTS), the host's
+    long epochs;     // whose orders were sent
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
@@ -2830,7 +2816,7 @@ struct Trainer {
     float smoothed = 0;             // running mean of the loss, without those of skipped steps
     History history = History();
     Metrics metrics;
-    Best best;
+    std::map<long, double> validated;  // the validation losses of the whole run, by step
     // flags that --resume came with, such as --lr 0.001 (was 0.0001)
     std::vector<std::string> changes;
     // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
@@ -2867,11 +2853,9 @@ static void prepare_steps(Trainer* t) {
     pixels = t->pixels.as<char>();
 #endif
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
-    size_t order_bytes = (size_t)slots * data.count * sizeof(int);
-    t->order = Memory(order_bytes, false), t->host_order = Memory(order_bytes, true);
+    t->order = Memory((size_t)slots * data.count * sizeof(int), true);
     t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
-    if (!t->order.data || !t->host_order.data || !t->results.data)
-        fail("could not allocate memory for the order of the images");
+    if (!t->order.data || !t->results.data) fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
@@ -2933,9 +2917,8 @@ static void enqueue_step(Trainer* t) {
 static void send_orders(Trainer* t, long last_epoch) {
     int count = t->images.count;
     for (; t->epochs <= last_epoch; t->epochs++) {
-        size_t at = (size_t)(t->epochs % t->source.slots) * count;
-        random_permutation(t->host_order.as<int>() + at, count, t->source.seed, (uint32_t)t->epochs);
-        backend_copy(t->order.as<int>() + at, t->host_order.as<int>() + at, count * sizeof(int));
+        int* order = t->order.as<int>() + (size_t)(t->epochs % t->source.slots) * count;
+        random_permutation(order, count, t->source.seed, (uint32_t)t->epochs);
     }
 }
 
@@ -3213,9 +3196,12 @@ static void print_summary(const Trainer& t, long first, double seconds) {
                c.batch_size * 1e3 / ms);
     }
     printf("\n");
-    if (t.best.step >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.best.loss, t.best.step,
-               file_exists(checkpoint_path(c.out_dir, t.best.step)) ? "there" : "not kept");
+    long best = -1;
+    for (auto [step, loss] : t.validated)
+        if (std::isfinite(loss) && (best < 0 || loss < t.validated.at(best))) best = step;
+    if (best >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.validated.at(best), best,
+               file_exists(checkpoint_path(c.out_dir, best)) ? "there" : "not kept");
     say("checkpoint: %s", checkpoint.c_str());
     std::string samples = samples_path(c.out_dir, t.step);
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
@@ -3236,7 +3222,7 @@ static void validate(Trainer* t) {
     printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
     add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
-    t->best.update(loss, t->step);
+    t->validated[t->step] = loss;
 }
 
 // The step up to which the device can be kept busy: after it the host works with the weights.
@@ -3311,7 +3297,8 @@ static void train(Trainer* t) {
     auto due = [&](int every) { return every && t->step % every == 0; };
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
         bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
-        if (t->validation.count && (ended || due(c.val_every)) && t->best.last != t->step) validate(t);
+        if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
+            validate(t);
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
         fflush(stdout);
     }
@@ -4252,12 +4239,12 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 
 // ---- logs -------------------------------------------------------------------------------------------------
 
-// On resume, lines of steps that are about to be done again are dropped; the others tell the best validation
-// loss so far. Nothing is written before open_metrics.
-static void read_metrics(Metrics* m, const std::string& path, long resumed_step, Best* best) {
+// On resume, lines of steps that are about to be done again are dropped; the others tell the validation
+// losses so far. Nothing is written before open_metrics.
+static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
+                         std::map<long, double>* validated) {
     m->path = path;
-    std::string old = read_text(path);
-    for (const std::string& line : whole_lines(old)) {
+    for (const std::string& line : whole_lines(read_text(path))) {
         long step;
         double loss = NAN;  // of weights that are no numbers it says null
         if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
@@ -4265,13 +4252,12 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
         size_t at = line.find("\"val_loss\": ");
         if (at == std::string::npos) continue;
         sscanf(&line[at], "\"val_loss\": %lf", &loss);
-        best->update(loss, step);
+        (*validated)[step] = loss;
     }
-    m->drops = m->kept.size() < old.size();
 }
 
 static void open_metrics(Metrics* m) {
-    if (m->drops) write_text(m->path, m->kept);
+    write_text(m->path, m->kept);
     m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", m->path.c_str(), strerror(errno));
@@ -4780,9 +4766,7 @@ static void load_guide(Model* guide, const Config& c) {
             fail("--guide_weights %s has --%s %s, and the model that it is to guide %s", c.guide_weights,
                  name, flag_text(g, flag).c_str(), flag_text(c, flag).c_str());
     }
-    Config plain = g;
-    memset(plain.optimiser.ema_rate, 0, sizeof plain.optimiser.ema_rate);  // one set of weights is enough
-    *guide = plan_model(plain, c.batch_size, false);
+    *guide = plan_model(g, c.batch_size, false);
     allocate_model(guide);
     read_parameters(guide->master, file, ARRAY_SECTIONS[file.find("ema") ? 1 : 0], guide->plan);
     use_weights(guide, guide->master);
@@ -4793,9 +4777,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     Config config = drawing_config(given, &file);
     std::vector<Beginning> begins = wanted_pictures(config);
     int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config));
-    std::string weights = chosen_name(config);
-    memset(config.optimiser.ema_rate, 0, sizeof config.optimiser.ema_rate);  // one set of weights is enough
-    int calls = calls_twice(config) ? 2 : 1;                                 // of the network for a picture
+    int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
@@ -4810,7 +4792,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     read_parameters(m.master, file, ARRAY_SECTIONS[config.use_ema], m.plan);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
-        weights.c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
+        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
     load_known(m);
     Model guide;
@@ -4921,7 +4903,7 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
-    read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->best);
+    read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->validated);
     write_config(c, t->step, t->changes);
     open_metrics(&t->metrics);
 }
@@ -5439,22 +5421,20 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 
 // Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
-// image, for pixels [p0, p1) of x (B, H, W, C). In NHWC a row of three neighbours is 3C consecutive floats.
+// image, for pixels [p0, p1) of x (B, H, W, C).
 static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
     for (int p = p0; p < p1; p++) {
         int column = p % W, row = p / W % H;
-        for (int dy = 0; dy < 3; dy++) {
-            int first = std::max(j0, 3 * C * dy), last = std::min(j1, 3 * C * (dy + 1));
-            if (first >= last) continue;
-            // where the left neighbour lies outside, or the right one
-            int inside0 = std::clamp(column == 0 ? 3 * C * dy + C : first, first, last);
-            int inside1 = std::clamp(column == W - 1 ? 3 * C * dy + 2 * C : last, inside0, last);
-            if (row + dy < 1 || row + dy > H) inside0 = inside1 = last;
-            memset(columns, 0, (inside0 - first) * sizeof(float));
-            const float* source = x.data + ((ptrdiff_t)p + (dy - 1) * W - 1) * C + (inside0 - 3 * C * dy);
-            memcpy(columns + (inside0 - first), source, (inside1 - inside0) * sizeof(float));
-            memset(columns + (inside1 - first), 0, (last - inside1) * sizeof(float));
+        for (int tap = j0 / C; tap * C < j1; tap++) {
+            int first = std::max(j0, tap * C), last = std::min(j1, (tap + 1) * C);
+            int dy = tap / 3 - 1, dx = tap % 3 - 1;
+            bool inside = row + dy >= 0 && row + dy < H && column + dx >= 0 && column + dx < W;
+            const float* source = x.data + ((ptrdiff_t)p + dy * W + dx) * C + (first - tap * C);
+            if (inside)
+                memcpy(columns, source, (last - first) * sizeof(float));
+            else
+                memset(columns, 0, (last - first) * sizeof(float));
             columns += last - first;
         }
     }
