@@ -279,7 +279,8 @@ struct Config {
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
-    char guide_weights[MAX_PATH_LENGTH], init_image[MAX_PATH_LENGTH], mask[MAX_PATH_LENGTH];
+    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH], init_image[MAX_PATH_LENGTH],
+        mask[MAX_PATH_LENGTH];
     float strength;
     int jump_length, jump_n_sample;
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
@@ -2192,14 +2193,14 @@ struct Beginning {
 // Bad Version of Itself" (2024).
 template <typename T>
 struct Drawing {
-    TensorOf<T> input;        // x for the network
-    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
-    T* weak_input;            // x for the weaker answer; null: there is none
-    const T* weak_out;        // which is this
-    int channels;             // of a picture
-    float *x, *saved;         // (B, H, W, PIXEL)
-    const Beginning* begins;  // (B)
-    float* limits;            // (B): of dynamic thresholding
+    TensorOf<T> input;             // x for the network
+    const T* out;                  // (B, H, W, PIXEL): what it answers to the pictures with their classes
+    T* weak_input;                 // x for the weaker answer; null: there is none
+    const T* weak_out;             // which is this
+    int channels;                  // of a picture
+    float *x, *saved;              // (B, H, W, PIXEL)
+    const Beginning* begins;       // (B)
+    float* limits;                 // (B): of dynamic thresholding
     const float* known = nullptr;  // (C, H, W): the --init_image
     const float* mask = nullptr;   // (H, W): 1 where it is kept, otherwise 0; null: nowhere
 
@@ -3005,6 +3006,7 @@ static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
     return k > 1 && n % k == 0 ? (int)(n / k) : 0;
 }
+static std::string read_text(const std::string& path);  // of FILES
 // The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
 static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
     std::vector<uint32_t> numbers;
@@ -3028,7 +3030,18 @@ static std::vector<uint32_t> wanted_classes(const Config& c) {
     if (*c.classes && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
     if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    return parse_list("class", c.classes, c.num_classes - 1);
+    std::vector<std::string> names = split(*c.class_names ? read_text(c.class_names) : "", '\n');
+    if (names.back().empty()) names.pop_back();
+    if (*c.class_names && (int)names.size() != c.num_classes)
+        fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
+             c.num_classes);
+    std::string numbers;  // a class that is named is its line
+    for (const std::string& word : split(c.classes, ',')) {
+        auto line = std::ranges::find(names, word);
+        numbers +=
+            (numbers.empty() ? "" : ",") + (line == names.end() ? word : text("%td", line - names.begin()));
+    }
+    return parse_list("class", numbers, c.num_classes - 1);
 }
 
 static bool all_finite(const float* values, size_t n) {
@@ -3451,6 +3464,8 @@ static const Flag FLAGS[] = {
      "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
      "draw pictures of these classes, such as 3 or 0-4,7, equally many of each; without it, of all"},
+    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "a text whose lines are the names of the classes, from 0 on, for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
     {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
@@ -3813,7 +3828,13 @@ static void write_text(const std::string& path, const std::string& contents) {
 
 // ---- images -----------------------------------------------------------------------------------------------
 
-enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_UINT8 = 1, IMAGES_CHECKSUM_FIELD = 9 };
+enum {
+    IMAGES_MAGIC = 20240620,
+    IMAGES_VERSION = 1,
+    IMAGES_UINT8 = 1,
+    IMAGES_FLOAT = 2,
+    IMAGES_CHECKSUM_FIELD = 9
+};
 
 // The command that makes images of a size.
 static std::string prepare_command(const std::string& path, int image_size) {
@@ -3854,18 +3875,21 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file (prepare_data.py makes one)", name);
     int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
-            classes = version ? header[7] : 0, names = version ? header[8] : 0;  // new in version 1
-    if (version && (version != IMAGES_VERSION || header[6] != IMAGES_UINT8))
-        fail("%s has version %d and elements of type %d; this program reads versions 0 and %d, type %d", name,
-             version, header[6], IMAGES_VERSION, IMAGES_UINT8);
+            type = version ? header[6] : IMAGES_FLOAT,  // this and what follows are new in version 1
+        classes = version ? header[7] : 0, names = version ? header[8] : 0;
+    bool bytes = type == IMAGES_UINT8;
+    if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
+        fail(
+            "%s has version %d and elements of type %d; this program reads versions 0 and %d, types %d and "
+            "%d",
+            name, version, type, IMAGES_VERSION, IMAGES_UINT8, IMAGES_FLOAT);
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
     if (C != c.in_channels)
         fail("%s has images of %d channels and --in_channels is %d", name, C, c.in_channels);
     // 65536^2 pixels * 3 * 2^31 images fit 128 bits; a double is exact enough to refuse what no disk holds
-    double claimed =
-        (double)N * C * H * W * (version ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+    double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
         fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
     if (version && !checksum_matches(&in, header, IMAGES_CHECKSUM_FIELD))
@@ -3881,13 +3905,13 @@ static Dataset read_images(const std::string& path, const Config& c) {
     data.count = N, data.size = H, data.channels = C;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
-    data.bytes.resize(version ? count : 0);
+    data.bytes.resize(bytes ? count : 0);
     in.read(data.bytes.data(), data.bytes.size());
-    data.floats.resize(version ? 0 : count);
+    data.floats.resize(bytes ? 0 : count);
     in.read(data.floats.data(), data.floats.size() * sizeof(float));
     for (float value : data.floats)
-        if (!(value >= -1.001f && value <= 1.001f))
-            fail("%s is damaged: it holds a pixel of %g, outside [-1, 1]", name, value);
+        if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
+            fail("%s is damaged: it holds a pixel of %g", name, value);
     data.labels.resize(classes ? N : 0);
     in.read(data.labels.data(), data.labels.size() * sizeof(int));
     for (int label : data.labels)
