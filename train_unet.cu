@@ -7168,9 +7168,7 @@ struct WeightProduct {
     }
 };
 #else
-// 3x3: a thread owns 8 output channels, 2 input channels and all taps. Along eight pixels of a line a 3 x 3
-// window of x slides in registers, so that a pixel costs three new loads of x and two of dout for 144 FMAs.
-// 1x1: 8 output channels by 4 input channels.
+// A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
 template <class Tile>
 struct WeightProduct {
     static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
@@ -7181,35 +7179,17 @@ struct WeightProduct {
         return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
     }
     __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
-        if constexpr (Tile::TAPS > 1) {
-#pragma unroll 1
-            for (int k = 0; k < Tile::PIXELS; k += 8) {
-                int row = row_of_pixel[k];
-                Vector<float, NC> x[3][3];
-                UNROLLED_FOR (int t = 0; t < 9; t++)
-                    if (t % 3 < 2) x[t / 3][t % 3] = load_shared<NC>(at(x_tile, row + patch.tap(t), c0));
-                UNROLLED_FOR (int p = 0; p < 8; p++) {
-                    UNROLLED_FOR (int y = 0; y < 3; y++)
-                        x[y][(p + 2) % 3] = load_shared<NC>(at(x_tile, row + p + patch.tap(3 * y + 2), c0));
-                    add(d_tile, k + p, [&](int t) { return x[t / 3][(p + t) % 3]; });
-                }
-            }
-        } else {
 #pragma unroll 4
-            for (int k = 0; k < Tile::PIXELS; k++) {
-                auto x = load_shared<NC>(at(x_tile, k, c0));
-                add(d_tile, k, [&](int) { return x; });
+        for (int k = 0; k < Tile::PIXELS; k++) {
+            Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
+                                        load_shared<4>(at(d_tile, k, o0 + 4))};
+            int row = Tile::TAPS > 1 ? row_of_pixel[k] : k;
+            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++) {
+                auto x = load_shared<NC>(at(x_tile, row + (Tile::TAPS > 1 ? patch.tap(t) : 0), c0));
+                UNROLLED_FOR (int o = 0; o < 8; o++)
+                    UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
             }
         }
-    }
-    // c += dout of a pixel times x(tap).
-    template <class X>
-    __device__ void add(uint32_t d_tile, int pixel, X x) {
-        Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, pixel, o0)),
-                                    load_shared<4>(at(d_tile, pixel, o0 + 4))};
-        UNROLLED_FOR (int o = 0; o < 8; o++)
-            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
-                UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x(t).of[e];
     }
     template <class Put>
     __device__ void store(Put put) {
