@@ -73,6 +73,7 @@
 #include <cstring>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <chrono>
 #include <filesystem>
@@ -2687,10 +2688,8 @@ struct FinishStep {
                 state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
                 state->quartile_counts[q] = (int)sums[COUNT + q];
             conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
+            *result = *state;
         }
-        team_wait();
-        for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
-            ((int*)result)[i] = ((const int*)state)[i];
     }
 };
 
@@ -3413,13 +3412,16 @@ enum {
 struct Preset {
     const char *name, *flags;
 };
+// What guided-diffusion's models of ImageNet share.
+#define OF_IMAGENET                                                                                   \
+    "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
+    "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
 static const Preset PRESETS[] = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
-     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
-     "--save_every 1000 --sample_every 1000 --val_every 1000"},
+     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000"},
     {"small32",
      "--image_size 32 --channel_mult 1,2,2 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
      "--lr_schedule cosine --warmup_steps 500"},
@@ -3429,24 +3431,16 @@ static const Preset PRESETS[] = {
      "--batch_size 128 --lr 3e-4 --lr_schedule cosine --warmup_steps 500"},
     {"unet64", ""},
     {"large64",
-     "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --batch_size 64 "
-     "--lr 1e-4 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 --save_every 5000 "
-     "--sample_every 5000 --val_every 5000"},
-    // guided-diffusion's models of ImageNet, with classes
-    {"adm64",
-     "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --dropout 0.1 "
-     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 "
-     "--ema_rate 0.9999"},
-    {"adm128",
-     "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_res_blocks 2 "
-     "--attention_resolutions 32,16,8 --num_heads 4 --use_new_attention_order 0 --class_cond 1 "
-     "--num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 --ema_rate 0.9999"},
+     "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
+     "--noise_schedule cosine --batch_size 64 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 "
+     "--save_every 5000 --sample_every 5000 --val_every 5000"},
+    {"adm64", OF_IMAGENET
+     "--num_channels 192 --num_res_blocks 3 --num_head_channels 64 --noise_schedule cosine --dropout 0.1"},
+    {"adm128", OF_IMAGENET "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_heads 4 "
+                           "--use_new_attention_order 0"},
     {"adm256",
-     "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_res_blocks 2 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --use_new_attention_order 0 --class_cond 1 "
-     "--num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 --ema_rate 0.9999"},
+     OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
+                 "--use_new_attention_order 0"},
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
@@ -3880,14 +3874,11 @@ static void flags_to_fields(int32_t* header, const Config& config) {
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        bool ended = false;  // a list, by a 0, which stands first where it is empty
         for (int i = 0; flag.field && i < most_numbers(flag); i++) {
             *number_at(*config, flag, i) = as_stored(flag, header[field_of(flag, i)]);
             double number = number_of(*config, flag, i);
-            bool ends = i && number == 0;
-            if (!ends && (ended || !in_range(flag, number)))
+            if (!(i && number == 0) && !in_range(flag, number))  // a 0 ends a list
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-            ended |= number == 0;
         }
     }
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
@@ -4357,8 +4348,6 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        if (name == "log_file")  // of an earlier trainer, whose files this one reads
-            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
         const Flag& flag = known_flag(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume",
@@ -4424,14 +4413,12 @@ static void print_run(const Model& m) {
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--") || (!g->origin.empty() && g->value == g->flag->standard)) return;
-    int levels = list_length(c.channel_mult);
-    for (int size : c.attention_resolutions) {
-        bool found = !size;
-        for (int i = 0; i < levels; i++) found |= c.image_size >> i == size;
-        if (!found)
+    int smallest = c.image_size >> (list_length(c.channel_mult) - 1);
+    for (int size : c.attention_resolutions)
+        if (size &&
+            (size < smallest || c.image_size % size || !std::has_single_bit(c.image_size / size + 0u)))
             printf("note: no level has the size %d of --attention_resolutions; they halve from %d to %d\n",
-                   size, c.image_size, c.image_size >> (levels - 1));
-    }
+                   size, c.image_size, smallest);
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
@@ -5026,10 +5013,9 @@ struct Matrix {
 };
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
 
-// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS), the sum over K being formed apart, so
-// that long sums are added up block by block.
+// c (R, TILE_COLUMNS) = a (R, K) times panel (K, TILE_COLUMNS).
 template <int R>
-static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, bool accumulate) {
+static void matmul_tile(float* c, Matrix a, const float* panel, int K) {
     Vector sum0[R] = {}, sum1[R] = {};
     for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
@@ -5039,19 +5025,7 @@ static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, 
             sum1[r] += a.data[r * a.row] * b1;
         }
     }
-    for (int r = 0; r < R; r++) {
-        Vector *c0 = (Vector*)(c + (size_t)r * ldc), *c1 = c0 + 1;
-        *c0 = accumulate ? *c0 + sum0[r] : sum0[r];
-        *c1 = accumulate ? *c1 + sum1[r] : sum1[r];
-    }
-}
-
-static void matmul_rows(float* c, int ldc, Matrix a, const float* panel, int M, int K, bool accumulate) {
-    int m = 0;
-    for (; m + TILE_ROWS <= M; m += TILE_ROWS)
-        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
-    for (; m + 4 <= M; m += 4) matmul_tile<4>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
-    for (; m < M; m++) matmul_tile<1>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
+    for (int r = 0; r < R; r++, c += TILE_COLUMNS) *(Vector*)c = sum0[r], *(Vector*)(c + VECTOR) = sum1[r];
 }
 
 // b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
@@ -5075,33 +5049,32 @@ struct ProductSize {
 };
 
 // c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
-// their parallel loops. The order of a sum depends on K alone.
+// their parallel loops. The order of a sum depends on K alone; a long one is added up block by block.
 static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
-    float edge[ROW_BLOCK * TILE_COLUMNS];
+    float tile[TILE_ROWS * TILE_COLUMNS];
     for (int n0 = 0; n0 < N; n0 += NC)
         for (int k0 = 0; k0 < K; k0 += KC) {
             int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
             bool add = accumulate || k0;
             matmul_pack(panels, b.from(k0, n0), block_k, block_n);
             for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
-                for (int n = 0; n < block_n; n += TILE_COLUMNS) {
-                    int rows = std::min((int)ROW_BLOCK, M - m0),
-                        width = std::min((int)TILE_COLUMNS, block_n - n);
-                    const float* panel = panels + (size_t)n * block_k;
-                    float* c_block = c + (size_t)m0 * ldc + n0 + n;
-                    if (width == TILE_COLUMNS) {
-                        matmul_rows(c_block, ldc, a.from(m0, k0), panel, rows, block_k, add);
-                        continue;
+                for (int n = 0; n < block_n; n += TILE_COLUMNS)
+                    for (int m = m0, rows; m < std::min(m0 + ROW_BLOCK, M); m += rows) {
+                        const float* panel = panels + (size_t)n * block_k;
+                        Matrix a_rows = a.from(m, k0);
+                        rows = M - m >= TILE_ROWS ? TILE_ROWS : M - m >= 4 ? 4 : 1;
+                        if (rows == TILE_ROWS) matmul_tile<TILE_ROWS>(tile, a_rows, panel, block_k);
+                        if (rows == 4) matmul_tile<4>(tile, a_rows, panel, block_k);
+                        if (rows == 1) matmul_tile<1>(tile, a_rows, panel, block_k);
+                        for (int r = 0; r < rows; r++)
+                            for (int j = 0; j < std::min((int)TILE_COLUMNS, block_n - n); j++) {
+                                float *target = c + (size_t)(m + r) * ldc + n0 + n + j,
+                                      value = tile[r * TILE_COLUMNS + j];
+                                *target = add ? *target + value : value;
+                            }
                     }
-                    matmul_rows(edge, TILE_COLUMNS, a.from(m0, k0), panel, rows, block_k, false);
-                    for (int m = 0; m < rows; m++)
-                        for (int j = 0; j < width; j++) {
-                            float* target = c_block + (size_t)m * ldc + j;
-                            *target = (add ? *target : 0) + edge[m * TILE_COLUMNS + j];
-                        }
-                }
         }
 }
 
