@@ -223,6 +223,11 @@ static std::string shell_word(const std::string& path) {
     return quoted + "'";
 }
 
+namespace fs = std::filesystem;
+static std::error_code ignored;  // where an answer is enough
+
+static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
+
 static std::string human_bytes(double bytes) {
     return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
            : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
@@ -3044,7 +3049,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 // ---- the loop ---------------------------------------------------------------------------------------------
 
 // Of FILES and COMMAND LINE, what the loop calls.
-static bool file_exists(const std::string& path);
 static void add_metrics(Metrics* m, const std::string& lines);
 static std::vector<long> list_checkpoints(const std::string& folder);
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
@@ -3613,11 +3617,6 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
     }
     return crc32(header, HEADER_BYTES, crc) == stored;
 }
-
-namespace fs = std::filesystem;
-static std::error_code ignored;  // where an answer is enough
-
-static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
