@@ -238,8 +238,7 @@ static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
     if (s < 60) return text("%lds", s);
     if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
-    if (s < 48 * 3600) return text("%ldh %02ldm", s / 3600, s / 60 % 60);
-    return text("%ldd %02ldh", s / 86400, s / 3600 % 24);
+    return text("%ldh %02ldm", s / 3600, s / 60 % 60);
 }
 
 static double seconds_now() {
@@ -2713,7 +2712,8 @@ struct Dataset {
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
     std::string path, waiting;
-    std::string kept;  // of the file that is there
+    std::string kept;    // of the file that is there
+    bool drops = false;  // and something is not
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
@@ -3196,6 +3196,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
     if (!logs) {
         printf(" | ETA %s", to_go.c_str());
+        fflush(stdout);
         return;
     }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
@@ -3224,7 +3225,6 @@ static void train(Trainer* t) {
         if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
             validate(t);
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
-        fflush(stdout);
     }
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
@@ -3232,12 +3232,10 @@ static void train(Trainer* t) {
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
-        fflush(stdout);
         double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
         if (due(c.save_every)) save(t);
         if (due(c.sample_every)) save_samples(t);
-        fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
@@ -3550,8 +3548,7 @@ static std::string flag_text(const Config& config, const Flag& flag) {
 }
 
 static Config default_config() {
-    Config config;
-    memset(&config, 0, sizeof config);
+    Config config = Config();
     for (const Flag& flag : FLAGS) set_flag(&config, flag, flag.standard);
     return config;
 }
@@ -3584,24 +3581,22 @@ enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 
 // An open file for reading, closed when it leaves its scope; every read is checked.
 struct Reader {
-    FILE* file;
+    std::unique_ptr<FILE, int (*)(FILE*)> file;
     std::string path;
     size_t size = 0;
-    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name) {
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
         struct stat info;
         if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
-        bool regular = !fstat(fileno(file), &info) && S_ISREG(info.st_mode);
-        if (!regular) fclose(file), fail("%s is not a regular file", name.c_str());
+        if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
+            fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
     }
-    Reader(const Reader&) = delete;
-    ~Reader() { fclose(file); }
     void check(bool ok) {
-        if (!ok)
-            fail("could not read %s: %s", path.c_str(), ferror(file) ? strerror(errno) : "it is truncated");
+        const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
+        if (!ok) fail("could not read %s: %s", path.c_str(), why);
     }
-    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file) == bytes); }
-    void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
+    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
+    void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
 };
 
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
@@ -4146,7 +4141,8 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
-    for (const std::string& line : whole_lines(read_text(path))) {
+    std::string old = read_text(path);
+    for (const std::string& line : whole_lines(old)) {
         long step;
         double loss = NAN;  // of weights that are no numbers it says null
         if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
@@ -4156,10 +4152,11 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
         sscanf(&line[at], "\"val_loss\": %lf", &loss);
         (*validated)[step] = loss;
     }
+    m->drops = m->kept.size() < old.size();
 }
 
 static void open_metrics(Metrics* m) {
-    write_text(m->path, m->kept);
+    if (m->drops) write_text(m->path, m->kept);
     m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", m->path.c_str(), strerror(errno));
@@ -4444,13 +4441,11 @@ static double time_replays(Launches launches, double seconds = 10, int least = 3
     return median(ms);
 }
 
-// A new run of this configuration on random images.
+// A new run of this configuration on grey images.
 static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B, t->images.size = H, t->images.channels = config.in_channels;
-    t->images.bytes.resize((size_t)B * config.in_channels * H * H);
-    for (size_t i = 0; i < t->images.bytes.size(); i++)
-        t->images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
+    t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     build_model(&t->model, config, microbatch_of(config), true);
     upload_schedule(&t->model);
@@ -4476,7 +4471,7 @@ static void print_time(const Config& config, long steps_done) {
 #endif
     double ms = time_step(config, batch, 2, least) * config.batch_size / batch;
     std::string how = batch == config.batch_size
-                          ? "measured, on random images"
+                          ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
     double rate = 1e3 * config.batch_size / ms;
     printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, rate, how.c_str());
@@ -4543,9 +4538,7 @@ static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, i
 // Says that the disk may be too small for the checkpoints to come.
 static void note_disk(const Trainer& t) {
     const Config& c = t.model.config;
-    std::error_code error;
-    double unused = (double)fs::space(c.out_dir, error).available;
-    if (error) return;
+    double unused = (double)fs::space(c.out_dir, ignored).available;  // all there can be where it fails
     auto multiples = [&](int every) { return every ? c.steps / every - t.step / every : 0; };  // to come
     bool saves_last = !c.save_every || c.steps % c.save_every || !c.steps;
     long there = (long)list_checkpoints(c.out_dir).size(), saves = multiples(c.save_every) + saves_last,
@@ -4741,12 +4734,11 @@ static void lock_folder(Trainer* t) {
     const char* folder = t->model.config.out_dir;
     make_folder(folder);
     t->folder = open(folder, O_RDONLY | O_CLOEXEC);
-    bool locked = t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB);
-    if (!locked && t->folder >= 0 && errno == EWOULDBLOCK)
-        fail("another process is training in %s; name another folder with --out_dir", folder);
-    if (!locked)
-        note(
-            text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+    if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
+        if (errno == EWOULDBLOCK)
+            fail("another process is training in %s; name another folder with --out_dir", folder);
+        note(text("%s can't be locked (%s): see that no other run is started", folder, strerror(errno)));
+    }
     std::vector<long> there = list_checkpoints(folder);
     if (there != t->checkpoints)
         fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
@@ -4830,7 +4822,6 @@ static int run_training(const std::vector<GivenFlag>& given) {
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     note_disk(trainer);
-    fflush(stdout);
     train(&trainer);
     return 0;
 }
@@ -4869,6 +4860,7 @@ int main(int argc, char** argv) {
     int taken = 0;
     while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDWR);
     if (taken > 2) close(taken);
+    setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a log is read line by line
 #ifdef _OPENMP
     // Threads that spin while they wait are no faster here, and many times slower where something else runs
     // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
@@ -5286,10 +5278,13 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 
-// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
-// image, for pixels [p0, p1) of x (B, H, W, C).
-static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or with
+// nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
+template <int TAPS>
+static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
+    if (TAPS == 1) return {x.data + (size_t)p0 * C + j0, C};
+    float* columns = thread_floats();
     for (int p = p0; p < p1; p++) {
         int column = p % W, row = p / W % H;
         for (int tap = j0 / C; tap * C < j1; tap++) {
@@ -5304,14 +5299,6 @@ static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
             columns += last - first;
         }
     }
-}
-
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
-// their neighbourhoods, gathered in the thread's scratch.
-template <int TAPS>
-static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
-    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
-    im2col(thread_floats(), x, p0, p1, j0, j1);
     return {thread_floats(), j1 - j0};
 }
 // So many pixels at a time that they fit there.
