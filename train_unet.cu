@@ -73,6 +73,7 @@
 #include <cstring>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <chrono>
 #include <filesystem>
@@ -222,6 +223,11 @@ static std::string shell_word(const std::string& path) {
     return quoted + "'";
 }
 
+namespace fs = std::filesystem;
+static std::error_code ignored;  // where an answer is enough
+
+static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
+
 static std::string human_bytes(double bytes) {
     return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
            : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
@@ -232,8 +238,7 @@ static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
     if (s < 60) return text("%lds", s);
     if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
-    if (s < 48 * 3600) return text("%ldh %02ldm", s / 3600, s / 60 % 60);
-    return text("%ldd %02ldh", s / 86400, s / 3600 % 24);
+    return text("%ldh %02ldm", s / 3600, s / 60 % 60);
 }
 
 static double seconds_now() {
@@ -2767,10 +2772,8 @@ struct FinishStep {
                 state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
                 state->quartile_counts[q] = (int)sums[COUNT + q];
             conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
+            *result = *state;
         }
-        team_wait();
-        for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
-            ((int*)result)[i] = ((const int*)state)[i];
     }
 };
 
@@ -2789,7 +2792,8 @@ struct Dataset {
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
     std::string path, waiting;
-    std::string kept;  // of the file that is there
+    std::string kept;    // of the file that is there
+    bool drops = false;  // and something is not
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
@@ -3137,7 +3141,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 // ---- the loop ---------------------------------------------------------------------------------------------
 
 // Of FILES and COMMAND LINE, what the loop calls.
-static bool file_exists(const std::string& path);
 static void add_metrics(Metrics* m, const std::string& lines);
 static std::vector<long> list_checkpoints(const std::string& folder);
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
@@ -3285,6 +3288,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
     if (!logs) {
         printf(" | ETA %s", to_go.c_str());
+        fflush(stdout);
         return;
     }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
@@ -3313,7 +3317,6 @@ static void train(Trainer* t) {
         if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
             validate(t);
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
-        fflush(stdout);
     }
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
@@ -3321,12 +3324,10 @@ static void train(Trainer* t) {
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
-        fflush(stdout);
         double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
         if (due(c.save_every)) save(t);
         if (due(c.sample_every)) save_samples(t);
-        fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
@@ -3516,13 +3517,16 @@ enum {
 struct Preset {
     const char *name, *flags;
 };
+// What guided-diffusion's models of ImageNet share.
+#define OF_IMAGENET                                                                                   \
+    "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
+    "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
 static const Preset PRESETS[] = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
-     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
-     "--save_every 1000 --sample_every 1000 --val_every 1000"},
+     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000"},
     {"small32",
      "--image_size 32 --channel_mult 1,2,2 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
      "--lr_schedule cosine --warmup_steps 500"},
@@ -3532,24 +3536,16 @@ static const Preset PRESETS[] = {
      "--batch_size 128 --lr 3e-4 --lr_schedule cosine --warmup_steps 500"},
     {"unet64", ""},
     {"large64",
-     "--image_size 64 --num_channels 128 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --batch_size 64 "
-     "--lr 1e-4 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 --save_every 5000 "
-     "--sample_every 5000 --val_every 5000"},
-    // guided-diffusion's models of ImageNet, with classes
-    {"adm64",
-     "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --noise_schedule cosine --dropout 0.1 "
-     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 "
-     "--ema_rate 0.9999"},
-    {"adm128",
-     "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_res_blocks 2 "
-     "--attention_resolutions 32,16,8 --num_heads 4 --use_new_attention_order 0 --class_cond 1 "
-     "--num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 --ema_rate 0.9999"},
+     "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
+     "--noise_schedule cosine --batch_size 64 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 "
+     "--save_every 5000 --sample_every 5000 --val_every 5000"},
+    {"adm64", OF_IMAGENET
+     "--num_channels 192 --num_res_blocks 3 --num_head_channels 64 --noise_schedule cosine --dropout 0.1"},
+    {"adm128", OF_IMAGENET "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_heads 4 "
+                           "--use_new_attention_order 0"},
     {"adm256",
-     "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_res_blocks 2 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --use_new_attention_order 0 --class_cond 1 "
-     "--num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 --ema_rate 0.9999"},
+     OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
+                 "--use_new_attention_order 0"},
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
@@ -3655,8 +3651,7 @@ static std::string flag_text(const Config& config, const Flag& flag) {
 }
 
 static Config default_config() {
-    Config config;
-    memset(&config, 0, sizeof config);
+    Config config = Config();
     for (const Flag& flag : FLAGS) set_flag(&config, flag, flag.standard);
     return config;
 }
@@ -3689,24 +3684,22 @@ enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 
 // An open file for reading, closed when it leaves its scope; every read is checked.
 struct Reader {
-    FILE* file;
+    std::unique_ptr<FILE, int (*)(FILE*)> file;
     std::string path;
     size_t size = 0;
-    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb")), path(name) {
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
         struct stat info;
         if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
-        bool regular = !fstat(fileno(file), &info) && S_ISREG(info.st_mode);
-        if (!regular) fclose(file), fail("%s is not a regular file", name.c_str());
+        if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
+            fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
     }
-    Reader(const Reader&) = delete;
-    ~Reader() { fclose(file); }
     void check(bool ok) {
-        if (!ok)
-            fail("could not read %s: %s", path.c_str(), ferror(file) ? strerror(errno) : "it is truncated");
+        const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
+        if (!ok) fail("could not read %s: %s", path.c_str(), why);
     }
-    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file) == bytes); }
-    void seek(size_t offset) { check(!fseeko(file, (off_t)offset, SEEK_SET)); }
+    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
+    void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
 };
 
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
@@ -3722,11 +3715,6 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
     }
     return crc32(header, HEADER_BYTES, crc) == stored;
 }
-
-namespace fs = std::filesystem;
-static std::error_code ignored;  // where an answer is enough
-
-static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
@@ -3992,14 +3980,11 @@ static void flags_to_fields(int32_t* header, const Config& config) {
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        bool ended = false;  // a list, by a 0, which stands first where it is empty
         for (int i = 0; flag.field && i < most_numbers(flag); i++) {
             *number_at(*config, flag, i) = as_stored(flag, header[field_of(flag, i)]);
             double number = number_of(*config, flag, i);
-            bool ends = i && number == 0;
-            if (!ends && (ended || !in_range(flag, number)))
+            if (!(i && number == 0) && !in_range(flag, number))  // a 0 ends a list
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-            ended |= number == 0;
         }
     }
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
@@ -4268,7 +4253,8 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
-    for (const std::string& line : whole_lines(read_text(path))) {
+    std::string old = read_text(path);
+    for (const std::string& line : whole_lines(old)) {
         long step;
         double loss = NAN;  // of weights that are no numbers it says null
         if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
@@ -4278,10 +4264,11 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
         sscanf(&line[at], "\"val_loss\": %lf", &loss);
         (*validated)[step] = loss;
     }
+    m->drops = m->kept.size() < old.size();
 }
 
 static void open_metrics(Metrics* m) {
-    write_text(m->path, m->kept);
+    if (m->drops) write_text(m->path, m->kept);
     m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", m->path.c_str(), strerror(errno));
@@ -4469,8 +4456,6 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        if (name == "log_file")  // of an earlier trainer, whose files this one reads
-            fail_usage("there is no --log_file: a run's log is metrics.jsonl in its --out_dir");
         const Flag& flag = known_flag(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume",
@@ -4536,14 +4521,12 @@ static void print_run(const Model& m) {
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--") || (!g->origin.empty() && g->value == g->flag->standard)) return;
-    int levels = list_length(c.channel_mult);
-    for (int size : c.attention_resolutions) {
-        bool found = !size;
-        for (int i = 0; i < levels; i++) found |= c.image_size >> i == size;
-        if (!found)
+    int smallest = c.image_size >> (list_length(c.channel_mult) - 1);
+    for (int size : c.attention_resolutions)
+        if (size &&
+            (size < smallest || c.image_size % size || !std::has_single_bit(c.image_size / size + 0u)))
             printf("note: no level has the size %d of --attention_resolutions; they halve from %d to %d\n",
-                   size, c.image_size, c.image_size >> (levels - 1));
-    }
+                   size, c.image_size, smallest);
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
@@ -4570,13 +4553,11 @@ static double time_replays(Launches launches, double seconds = 10, int least = 3
     return median(ms);
 }
 
-// A new run of this configuration on random images.
+// A new run of this configuration on grey images.
 static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B, t->images.size = H, t->images.channels = config.in_channels;
-    t->images.bytes.resize((size_t)B * config.in_channels * H * H);
-    for (size_t i = 0; i < t->images.bytes.size(); i++)
-        t->images.bytes[i] = (uint8_t)random_word(config.seed, STREAM_PERTURB, (uint32_t)i, 0, 0);
+    t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     build_model(&t->model, config, microbatch_of(config), true);
     upload_schedule(&t->model);
@@ -4602,7 +4583,7 @@ static void print_time(const Config& config, long steps_done) {
 #endif
     double ms = time_step(config, batch, 2, least) * config.batch_size / batch;
     std::string how = batch == config.batch_size
-                          ? "measured, on random images"
+                          ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
     double rate = 1e3 * config.batch_size / ms;
     printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, rate, how.c_str());
@@ -4669,9 +4650,7 @@ static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, i
 // Says that the disk may be too small for the checkpoints to come.
 static void note_disk(const Trainer& t) {
     const Config& c = t.model.config;
-    std::error_code error;
-    double unused = (double)fs::space(c.out_dir, error).available;
-    if (error) return;
+    double unused = (double)fs::space(c.out_dir, ignored).available;  // all there can be where it fails
     auto multiples = [&](int every) { return every ? c.steps / every - t.step / every : 0; };  // to come
     bool saves_last = !c.save_every || c.steps % c.save_every || !c.steps;
     long there = (long)list_checkpoints(c.out_dir).size(), saves = multiples(c.save_every) + saves_last,
@@ -4885,12 +4864,11 @@ static void lock_folder(Trainer* t) {
     const char* folder = t->model.config.out_dir;
     make_folder(folder);
     t->folder = open(folder, O_RDONLY | O_CLOEXEC);
-    bool locked = t->folder >= 0 && !flock(t->folder, LOCK_EX | LOCK_NB);
-    if (!locked && t->folder >= 0 && errno == EWOULDBLOCK)
-        fail("another process is training in %s; name another folder with --out_dir", folder);
-    if (!locked)
-        note(
-            text("%s can't be locked (%s): see that no other run is started in it", folder, strerror(errno)));
+    if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
+        if (errno == EWOULDBLOCK)
+            fail("another process is training in %s; name another folder with --out_dir", folder);
+        note(text("%s can't be locked (%s): see that no other run is started", folder, strerror(errno)));
+    }
     std::vector<long> there = list_checkpoints(folder);
     if (there != t->checkpoints)
         fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
@@ -4974,7 +4952,6 @@ static int run_training(const std::vector<GivenFlag>& given) {
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     note_disk(trainer);
-    fflush(stdout);
     train(&trainer);
     return 0;
 }
@@ -5013,6 +4990,7 @@ int main(int argc, char** argv) {
     int taken = 0;
     while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDWR);
     if (taken > 2) close(taken);
+    setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a log is read line by line
 #ifdef _OPENMP
     // Threads that spin while they wait are no faster here, and many times slower where something else runs
     // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
@@ -5156,10 +5134,9 @@ struct Matrix {
 };
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
 
-// c (R, TILE_COLUMNS) = [c +] a (R, K) times panel (K, TILE_COLUMNS), the sum over K being formed apart, so
-// that long sums are added up block by block.
+// c (R, TILE_COLUMNS) = a (R, K) times panel (K, TILE_COLUMNS).
 template <int R>
-static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, bool accumulate) {
+static void matmul_tile(float* c, Matrix a, const float* panel, int K) {
     Vector sum0[R] = {}, sum1[R] = {};
     for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
@@ -5169,19 +5146,7 @@ static void matmul_tile(float* c, int ldc, Matrix a, const float* panel, int K, 
             sum1[r] += a.data[r * a.row] * b1;
         }
     }
-    for (int r = 0; r < R; r++) {
-        Vector *c0 = (Vector*)(c + (size_t)r * ldc), *c1 = c0 + 1;
-        *c0 = accumulate ? *c0 + sum0[r] : sum0[r];
-        *c1 = accumulate ? *c1 + sum1[r] : sum1[r];
-    }
-}
-
-static void matmul_rows(float* c, int ldc, Matrix a, const float* panel, int M, int K, bool accumulate) {
-    int m = 0;
-    for (; m + TILE_ROWS <= M; m += TILE_ROWS)
-        matmul_tile<TILE_ROWS>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
-    for (; m + 4 <= M; m += 4) matmul_tile<4>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
-    for (; m < M; m++) matmul_tile<1>(c + (size_t)m * ldc, ldc, a.from(m, 0), panel, K, accumulate);
+    for (int r = 0; r < R; r++, c += TILE_COLUMNS) *(Vector*)c = sum0[r], *(Vector*)(c + VECTOR) = sum1[r];
 }
 
 // b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
@@ -5205,33 +5170,32 @@ struct ProductSize {
 };
 
 // c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
-// their parallel loops. The order of a sum depends on K alone.
+// their parallel loops. The order of a sum depends on K alone; a long one is added up block by block.
 static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
-    float edge[ROW_BLOCK * TILE_COLUMNS];
+    float tile[TILE_ROWS * TILE_COLUMNS];
     for (int n0 = 0; n0 < N; n0 += NC)
         for (int k0 = 0; k0 < K; k0 += KC) {
             int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
             bool add = accumulate || k0;
             matmul_pack(panels, b.from(k0, n0), block_k, block_n);
             for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
-                for (int n = 0; n < block_n; n += TILE_COLUMNS) {
-                    int rows = std::min((int)ROW_BLOCK, M - m0),
-                        width = std::min((int)TILE_COLUMNS, block_n - n);
-                    const float* panel = panels + (size_t)n * block_k;
-                    float* c_block = c + (size_t)m0 * ldc + n0 + n;
-                    if (width == TILE_COLUMNS) {
-                        matmul_rows(c_block, ldc, a.from(m0, k0), panel, rows, block_k, add);
-                        continue;
+                for (int n = 0; n < block_n; n += TILE_COLUMNS)
+                    for (int m = m0, rows; m < std::min(m0 + ROW_BLOCK, M); m += rows) {
+                        const float* panel = panels + (size_t)n * block_k;
+                        Matrix a_rows = a.from(m, k0);
+                        rows = M - m >= TILE_ROWS ? TILE_ROWS : M - m >= 4 ? 4 : 1;
+                        if (rows == TILE_ROWS) matmul_tile<TILE_ROWS>(tile, a_rows, panel, block_k);
+                        if (rows == 4) matmul_tile<4>(tile, a_rows, panel, block_k);
+                        if (rows == 1) matmul_tile<1>(tile, a_rows, panel, block_k);
+                        for (int r = 0; r < rows; r++)
+                            for (int j = 0; j < std::min((int)TILE_COLUMNS, block_n - n); j++) {
+                                float *target = c + (size_t)(m + r) * ldc + n0 + n + j,
+                                      value = tile[r * TILE_COLUMNS + j];
+                                *target = add ? *target + value : value;
+                            }
                     }
-                    matmul_rows(edge, TILE_COLUMNS, a.from(m0, k0), panel, rows, block_k, false);
-                    for (int m = 0; m < rows; m++)
-                        for (int j = 0; j < width; j++) {
-                            float* target = c_block + (size_t)m * ldc + j;
-                            *target = (add ? *target : 0) + edge[m * TILE_COLUMNS + j];
-                        }
-                }
         }
 }
 
@@ -5444,10 +5408,13 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 
-// Columns [j0, j1) of the matrix whose row p is the 3x3 neighbourhood of pixel p, (9, C), zero outside the
-// image, for pixels [p0, p1) of x (B, H, W, C).
-static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or with
+// nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
+template <int TAPS>
+static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
+    if (TAPS == 1) return {x.data + (size_t)p0 * C + j0, C};
+    float* columns = thread_floats();
     for (int p = p0; p < p1; p++) {
         int column = p % W, row = p / W % H;
         for (int tap = j0 / C; tap * C < j1; tap++) {
@@ -5462,14 +5429,6 @@ static void im2col(float* columns, Tensor x, int p0, int p1, int j0, int j1) {
             columns += last - first;
         }
     }
-}
-
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x: their channels, or with nine taps
-// their neighbourhoods, gathered in the thread's scratch.
-template <int TAPS>
-static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
-    if (TAPS == 1) return {x.data + (size_t)p0 * x.C + j0, x.C};
-    im2col(thread_floats(), x, p0, p1, j0, j1);
     return {thread_floats(), j1 - j0};
 }
 // So many pixels at a time that they fit there.

@@ -203,7 +203,7 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
                peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
 }
 
-// Times a training step on random images and one call of the network as it is made to draw, then the parts of
+// Times a training step on grey images and one call of the network as it is made to draw, then the parts of
 // the step.
 static int run_program(int argc, char** argv) {
     Config config = given_config(parse_command_line(argc, argv));

@@ -120,7 +120,7 @@ def test_time_of_a_dry_run():
         units = dict(d=86400, h=3600, m=60, s=1)
         shown = sum(int(number) * units[unit] for number, unit in parts)
         assert abs(shown - all_steps) < 1.01 * units[parts[-1][1]] + 0.01 * all_steps
-    assert "(measured, on random images)" in text
+    assert "(measured, on grey images)" in text
     result = run(TRAIN, "--dry_run", "--batch_size", 65536, status=1)
     assert "middle_block.1" in result.stdout and "GB in all" in result.stdout
     sentence = r"error: this run needs \S+ GB of memory and \S+ GB are free; .*would fit.*\n"
