@@ -894,7 +894,8 @@ KNOWN_NOISE = 1 << 31
 def seed_noise(seeds, shape, call=0):
     """Normals float32 (len(seeds), *shape): with call 0 a picture's start, later what its sampler adds.
 
-    KNOWN_NOISE + call: what the pixels that are kept of an Edit's image have."""
+    KNOWN_NOISE + call: what is added to the pixels that are kept of an Edit's image.
+    """
     rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
     return torch.from_numpy(np.stack(rows)).reshape(-1, *shape)
 
