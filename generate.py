@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, load_model, pick_device, sample,
-                        sampler_path, save_diffusers, save_weights, seed_noise)
+                        sampler_steps, save_diffusers, save_weights, seed_noise)
 from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -140,6 +140,8 @@ def read_edit(args, config):
             unet_io.check_range(name, getattr(args, name))
     if not args.init_image:
         return None
+    if args.strip:
+        raise UserError("--strip shows the way from noise alone: leave it or --init_image out")
     edit = Edit(read_image(args.init_image, config.image_size, config.in_channels))
     edit.strength = args.strength or (1.0 if args.mask else 0.5)
     if args.mask:
@@ -563,7 +565,7 @@ def main():
     classes = classes or range(config.num_classes)
     rows = [class_names[number] for number in classes] if class_names else []
     classes, columns = unet_io.spread_classes(config, classes, count)
-    steps = sum(i < j for i, j in sampler_path(config, args.sampler, args.sample_steps, edit)[1])
+    steps = sampler_steps(config, args.sampler, args.sample_steps)
     if not 0 <= args.strip <= steps:
         raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)

@@ -879,18 +879,6 @@ def levels(steps, jump_length=10, jump_n_sample=1):
     return [*passed, -1]
 
 
-def sampler_path(config, sampler, sample_steps=None, edit=None):
-    """(timesteps, the first being the noisiest; steps (i, j) from the i-th of them to the j-th, in order).
-
-    The step to the place behind the last timestep ends without noise. Only with an edit's jumps is j < i.
-    """
-    edit, T = edit or Edit(None), config.diffusion_steps
-    times = unet_io.space_timesteps(T, sampler_steps(config, sampler, sample_steps))[::-1]
-    times = times[times < np.float32(edit.strength) * np.float32(T)]  # 0 always is
-    places = [len(times) - 1 - t for t in levels(len(times), edit.jump_length, edit.jump_n_sample)]
-    return times, list(zip(places, places[1:]))
-
-
 def limited(x0, threshold):
     """Predicted pictures (B, C, H, W) within [-1, 1]: clamped, or as Imagen does (Saharia et al. 2022)."""
     if threshold == "dynamic":
@@ -906,7 +894,8 @@ KNOWN_NOISE = 1 << 31
 def seed_noise(seeds, shape, call=0):
     """Normals float32 (len(seeds), *shape): with call 0 a picture's start, later what its sampler adds.
 
-    KNOWN_NOISE + call: what the pixels that are kept of an Edit's image have."""
+    KNOWN_NOISE + call: what is added to the pixels that are kept of an Edit's image.
+    """
     rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
     return torch.from_numpy(np.stack(rows)).reshape(-1, *shape)
 
@@ -919,11 +908,11 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
 
     model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
     columns: if not 0, a second tensor (len(seeds), columns, C, H, W) is returned, of the predicted pictures
-    after steps evenly spread from the first to the last. classes: with class_cond, one for each picture.
-    guidance_scale: what is drawn differs so many times as much from a picture without a class (Ho and
-    Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide (Karras
-    et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is for
-    ddim and ddpm.
+    after steps evenly spread from the first to the last (not with an edit). classes: with class_cond, one for
+    each picture. guidance_scale: what is drawn differs so many times as much from a picture without a class
+    (Ho and Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide
+    (Karras et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is
+    for ddim and ddpm.
     Each sampler stands here as its paper has it, with abar for the paper's alpha-bar, alpha^2 or
     1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
     """
@@ -931,13 +920,15 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     for network in (model, guide):
         if isinstance(network, nn.Module):
             network.eval()
-    times, path = sampler_path(config, sampler, sample_steps, edit)
+    T, strength = config.diffusion_steps, edit.strength if edit else 1
+    times = unet_io.space_timesteps(T, sampler_steps(config, sampler, sample_steps))[::-1]
+    times = times[times < np.float32(strength) * np.float32(T)]  # 0 always is
     steps = len(times)
+    places = [steps - 1 - t for t in levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
     abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)[times]
     abar = np.append(abar, 1.0)
     C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
-    down = [k for k, (i, j) in enumerate(path, 1) if i < j]
-    shown = [down[k * (len(down) - 1) // (columns - 1) if columns > 1 else -1] for k in range(columns)]
+    shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
     strip, x0_before = [], None
 
     def answer(x, i):
@@ -980,7 +971,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     x = (seed_noise(seeds, shape) if start is None else start).to(device)
     if edit and (edit.mask is None or edit.strength < 1):
         x = noised(float(abar[0]), x)
-    for k, (i, j) in enumerate(progress(path), 1):
+    for k, (i, j) in enumerate(progress(list(zip(places, places[1:]))), 1):
         x = with_known(x, i, k - 1)
         a, b = float(abar[i]), float(abar[j])
         if j < i:  # back to more noise
@@ -1020,8 +1011,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             x = math.sqrt(b) * (y + (sigma_next - sigma) * (slope + slope_next) / 2)
         else:  # its Euler step, which for sigma = infinity can only be written so
             x = math.sqrt(b) * x0 + math.sqrt(1 - b) * eps
-        strip += [x0.cpu()] * shown.count(k)
-    x = with_known(x, steps, len(path))
+        strip += [x0.cpu()] * shown.count(i)
+    x = with_known(x, steps, len(places) - 1)
     return (x.cpu(), torch.stack(strip, 1)) if columns else x.cpu()
 
 

@@ -1,0 +1,411 @@
+"""Drawing by another model's guidance, from a picture (SDEdit), around one (RePaint), by classes' names."""
+import collections
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import generate
+import prepare_data
+import train_unet
+import unet_io
+from harness import (
+    SMALL, TOY, TRAIN, call, error_of, perturbed_file, picture, refused, run, same_bits, write_toy_images)
+from train_unet import Edit, levels, sample
+from unet_io import Config, Stream
+
+SEEDS, V = [5, 4000000000], Config(**TOY | dict(predict="v", diffusion_steps=300))
+CLASSES = TOY | dict(predict="v", class_cond=True, num_classes=3)
+
+
+class Perfect:
+    """The best network for pixels that are N(0.3, 0.5^2) each, but that shift and class move its x0."""
+    def __init__(self, config, shift=0.0):
+        self.config, self.shift = config, shift
+        self.abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule)
+
+    def __call__(self, x, t, y=None):
+        a = self.abar[int(t[0])]
+        x0 = 0.3 + self.shift + 0.25 * np.sqrt(a) / (0.25 * a + 1 - a) * (x.double() - 0.3 * np.sqrt(a))
+        x0 = x0 if y is None else x0 + 0.1 * y[:, None, None, None]
+        v = np.sqrt(a) * (x - np.sqrt(a) * x0) / np.sqrt(1 - a) - np.sqrt(1 - a) * x0
+        return torch.cat([v, torch.sin(3 * x.double()) + self.shift], 1) if self.config.learn_sigma else v
+
+
+def image(seed=0, channels=3, size=8):
+    return torch.from_numpy(np.random.default_rng(seed).uniform(-1, 1, (channels, size, size)).astype("f4"))
+
+
+def half_mask(size=8):
+    return (torch.arange(size) < size // 2).expand(1, size, size)
+
+
+# ----------------------------------------------------------------------------------------------------
+# guidance by another model
+
+def test_guide():
+    """weak + w (told - weak); where both are one model nothing changes, and with w = 0 the guide draws."""
+    ours, guide = Perfect(V), Perfect(V, -0.2)
+    how = dict(sample_steps=9, eta=0.5, threshold="none")
+    plain, theirs = sample(ours, SEEDS, **how), sample(guide, SEEDS, **how)
+    assert same_bits(sample(ours, SEEDS, **how, guidance_scale=3.0, guide=Perfect(V)), plain)
+    assert same_bits(sample(ours, SEEDS, **how, guidance_scale=0.0, guide=guide), theirs)
+    told = sample(ours, SEEDS, **how, guidance_scale=2.5, guide=guide)
+    assert error_of(told, sample(Perfect(V, 1.5 * 0.2), SEEDS, **how)) < 1e-5
+    none = dict(guidance_scale=2.5, guidance_interval=(0.999, 1.0), guide=guide)
+    assert same_bits(sample(ours, SEEDS, **how, **none), plain)
+
+
+def test_guide_and_classes():
+    """Both are told the class, where they know classes; what is said of the variance is the model's."""
+    config = Config(**CLASSES | dict(learn_sigma=True, diffusion_steps=60))
+    plain = Config(**TOY | dict(predict="v", diffusion_steps=60))
+    how = dict(sampler="ddpm", classes=[2, 1], threshold="none")
+    ours = Perfect(config)
+    assert same_bits(sample(ours, SEEDS, **how, guidance_scale=4.0, guide=Perfect(config)),
+                     sample(ours, SEEDS, **how))
+    for guide, same in ((Perfect(config, 0.3), (-0.3, 0.0)), (Perfect(plain, 0.3), (-0.3, 0.1))):
+        class Expected(Perfect):  # 2 told - weak; a guide without classes lets them count twice
+            def __call__(self, x, t, y):
+                shifted = super().__call__(x, t, (1 + 10 * same[1]) * y)
+                return torch.cat([shifted[:, :3], torch.sin(3 * x.double())], 1)
+        told = sample(ours, SEEDS, **how, guidance_scale=2.0, guide=guide)
+        assert error_of(told, sample(Expected(config, same[0]), SEEDS, **how)) < 1e-5
+
+
+# ----------------------------------------------------------------------------------------------------
+# from a picture
+
+def test_strength():
+    """Whatever the strength: the exact flow from the noised picture on, at the sampler's order."""
+    config = Config(**TOY | dict(diffusion_steps=4000, predict="v", noise_schedule="cosine"))
+    network, x0 = Perfect(config), image()
+    z = train_unet.seed_noise(SEEDS, (3, 8, 8)).double()
+    for sampler, least, most in (("ddim", 1.9, 2.1), ("dpmpp", 3, 6), ("heun", 3.7, 7)):
+        errors = []
+        for steps in (100, 200):
+            kept = [t for t in unet_io.space_timesteps(4000, steps) if t < 0.6 * 4000]
+            a = network.abar[kept[-1]]
+            x = np.sqrt(a) * x0 + np.sqrt(1 - a) * z
+            exact = 0.3 + 0.5 * (x - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
+            drawn = sample(network, SEEDS, sampler, steps, threshold="none", edit=Edit(x0, 0.6))
+            errors.append(float((drawn - exact).abs().max()))
+        print(sampler, errors)
+        assert least < errors[0] / errors[1] < most and errors[1] < 0.03
+
+
+def test_strength_and_start():
+    """At 1 the whole chain from the noised picture; near 0 the picture; never without a timestep."""
+    network, x0 = Perfect(V), image()
+    a, z = network.abar[-1], train_unet.seed_noise(SEEDS, (3, 8, 8))
+    start = (np.sqrt(a) * x0 + np.sqrt(1 - a) * z).float()
+    for sampler in train_unet.SAMPLERS:
+        ours, plain = (sample(network, SEEDS, sampler, 12, **more) for more in (
+            dict(edit=Edit(x0, 1.0)), dict(start=start)))
+        assert error_of(ours, plain) < 1e-5
+        near = sample(network, SEEDS, sampler, 12, edit=Edit(x0, 1e-4))
+        assert (near - x0).abs().max() < 0.1
+    calls = []  # 0.3 * 1000 and 0.7 * 1000 in fp32 are 300 and 700, which then are left out
+
+    class Listening(Perfect):
+        def __call__(self, x, t):
+            calls.append(int(t[0]))
+            return super().__call__(x, t)
+    network = Listening(Config(**TOY | dict(predict="v")))
+    for strength, count in ((0.3, 300), (0.7, 700), (0.301, 301), (1e-4, 1)):
+        calls.clear()
+        sample(network, [1], "ddim", 1000, edit=Edit(x0, strength))
+        assert calls == list(range(count))[::-1]
+
+
+# ----------------------------------------------------------------------------------------------------
+# around a picture
+
+@pytest.mark.parametrize("n, length, times", [(50, 10, 10), (50, 7, 3), (10, 10, 5), (11, 10, 2), (1, 1, 9),
+                                              (250, 10, 10), (5, 1, 4), (9, 10**5, 7)])
+def test_levels(n, length, times):
+    """Every step down to the last place to jump from is made `times` times, and no other twice."""
+    passed = levels(n, length, times)
+    steps = list(zip(passed, passed[1:]))
+    assert passed[0] == n - 1 and passed[-1] == -1 and all(abs(i - j) == 1 for i, j in steps)
+    down, up = (collections.Counter(i for i, j in steps if (j < i) == way) for way in (True, False))
+    jumps = len(range(0, n - length, length))
+    assert down == {t: times if 1 <= t <= jumps * length else 1 for t in range(n)}
+    assert up == {t: times - 1 for t in range(jumps * length)}
+    ups = "".join("u" if j > i else "d" for i, j in steps).replace("d", " ").split()
+    assert all(len(run) % length == 0 for run in ups)  # jumps of one place may follow each other at once
+    assert levels(n, length, 1) == list(range(n - 1, -2, -1))
+
+
+@pytest.mark.parametrize("sampler, eta, more", [("ddpm", 0, {}), ("ddim", 0, {}), ("ddim", 0.6, {}),
+                                                ("ddpm", 0, dict(strength=0.5)),
+                                                ("ddpm", 0, dict(jump_length=3, jump_n_sample=4))])
+def test_masks(sampler, eta, more):
+    """Algorithm 1 of RePaint, written once more; what is kept ends exactly as it was."""
+    network, x0, mask = Perfect(V), image(), half_mask()
+    edit = Edit(x0, mask=mask, **dict(jump_length=2, jump_n_sample=3) | more)
+    drawn = sample(network, SEEDS, sampler, 10, eta=eta, edit=edit, threshold="none")
+    assert same_bits(torch.where(mask, drawn, 0), torch.where(mask, x0, 0).expand(2, -1, -1, -1))
+    kept = [t for t in unet_io.space_timesteps(300, 10) if t < edit.strength * 300]
+    bar = [*network.abar[kept], 1.0]  # bar[-1] is that of level -1
+
+    def normals(step):
+        rows = [unet_io.normals(seed, Stream.SAMPLER, 192, 0, step) for seed in SEEDS]
+        return torch.from_numpy(np.stack(rows)).double().reshape(2, 3, 8, 8)
+
+    def with_known(x, u, k):
+        known = np.sqrt(bar[u]) * x0 + np.sqrt(1 - bar[u]) * normals(2**31 + k)
+        return mask * known + ~mask * x
+    passed = levels(len(kept), edit.jump_length, edit.jump_n_sample)
+    x, top = normals(0), len(kept) - 1
+    if edit.strength < 1:
+        x = np.sqrt(bar[top]) * x0 + np.sqrt(1 - bar[top]) * x
+    x = with_known(x, top, 0)
+    for k, (t, u) in enumerate(zip(passed, passed[1:]), 1):
+        if u > t:
+            r = bar[u] / bar[t]
+            x = np.sqrt(r) * x + np.sqrt(1 - r) * normals(k)
+        else:
+            part = 1 if sampler == "ddpm" else eta
+            v = network(x, torch.full((2,), kept[t]))
+            predicted = np.sqrt(bar[t]) * x - np.sqrt(1 - bar[t]) * v
+            eps = (x - np.sqrt(bar[t]) * predicted) / np.sqrt(1 - bar[t])
+            variance = part**2 * (1 - bar[u]) / (1 - bar[t]) * (1 - bar[t] / bar[u])
+            x = np.sqrt(bar[u]) * predicted + np.sqrt(1 - bar[u] - variance) * eps
+            x = x + np.sqrt(variance) * normals(k)
+        x = with_known(x, u, k)
+    assert error_of(drawn, x) < 1e-5
+
+
+@pytest.mark.parametrize("sampler, eta", [("ddpm", 0.0), ("ddim", 0.0), ("ddim", 0.5)])
+def test_masks_of_one_colour(sampler, eta):
+    """All white: the picture. All black and no jumps: as without a picture, to the bit."""
+    network, x0, how = Perfect(V), image(), dict(sample_steps=8, eta=eta)
+    white, black = torch.ones(1, 8, 8, dtype=bool), torch.zeros(1, 8, 8, dtype=bool)
+    for jumps in (1, 3):
+        drawn = sample(network, SEEDS, sampler, **how, edit=Edit(x0, 1.0, white, 2, jumps))
+        assert same_bits(drawn, x0.expand(2, -1, -1, -1))
+    plain = sample(network, SEEDS, sampler, **how)
+    assert same_bits(sample(network, SEEDS, sampler, **how, edit=Edit(x0, 1.0, black)), plain)
+    assert not same_bits(sample(network, SEEDS, sampler, **how, edit=Edit(x0, 1.0, black, 2, 3)), plain)
+    assert same_bits(sample(network, SEEDS, sampler, **how, edit=Edit(x0, 0.7, black)),
+                     sample(network, SEEDS, sampler, **how, edit=Edit(x0, 0.7)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate.py
+
+@pytest.fixture
+def draw(tmp_path):
+    """draw(name, flags ...) runs generate.py for two pictures of tmp_path/name.bin; the sentence or the grid.
+    """
+    def run(name, *words, grid="grid.png"):
+        sentence = call(generate, "--model_filename", tmp_path / f"{name}.bin", "--num_images", 2, "--device",
+                        "cpu", "--sample_steps", 6, "--output_name", tmp_path / grid, *words)
+        return sentence or picture(tmp_path / grid)
+    return run
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_files_of_pictures(tmp_path, draw, channels):
+    """A picture file and the .bin that prepare_data.py makes of it are the same, as image and as mask."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v", in_channels=channels)))
+    pixels = np.random.default_rng(1).integers(0, 256, (16, 24, channels), np.uint8)
+    Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(tmp_path / "a.png")
+    mask = np.zeros((8, 8), np.uint8)
+    mask[:, :3], mask[:, 3], mask[:, 4] = 255, 127, 128
+    Image.fromarray(mask).save(tmp_path / "m.png")
+    for name, count in (("a", channels), ("m", 1)):
+        assert call(prepare_data, "--data_dir", tmp_path / f"{name}.png", "--image_size", 8, "--channels",
+                    count, "--output_name", tmp_path / f"{name}.bin") == ""
+    grids = []
+    for end in ("png", "bin"):
+        words = ["--init_image", tmp_path / f"a.{end}"]
+        grids.append([draw("w", *words), draw("w", *words, "--strength", 0.9, "--sampler", "dpmpp"),
+                      draw("w", *words, "--mask", tmp_path / f"m.{end}", "--jump_length", 2),
+                      draw("w", *words, "--mask", tmp_path / f"m.{end}", "--jump_n_sample", 1)])
+    assert all(same_bits(one, other) for one, other in zip(*grids))
+    assert len({grid.tobytes() for grid in grids[0]}) == 4
+    made = np.moveaxis(unet_io.read_images(str(tmp_path / "a.bin")).pixels[0], 0, -1).squeeze()
+    kept = [grids[0][2][2:10, x:x + 8] == made for x in (2, 12)]  # of the two pictures
+    for one in kept:
+        assert one[:, :3].all() and one[:, 4].all() and not one[:, 3].all() and not one[:, 5:].all()
+
+
+def test_refused_edits(tmp_path, draw):
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
+        unet_io.write_images(str(tmp_path / f"{name}.bin"), np.zeros((1, n, size, size), np.uint8))
+    (tmp_path / "text.png").write_text("x")
+    image, mask = ["--init_image", tmp_path / "i.bin"], ["--mask", tmp_path / "m.bin"]
+    for words, says in ((mask, "--mask does nothing without --init_image"),
+                        (["--strength", 0.5], "--strength does nothing without --init_image"),
+                        ([*image, "--jump_length", 3], "--jump_length does nothing without --mask"),
+                        ([*image, "--jump_n_sample", 3], "--jump_n_sample does nothing without --mask"),
+                        ([*image, "--strength", 1.5], "--strength must be from 0 to 1"),
+                        ([*image, "--strength", -0.5], "--strength must"),
+                        ([*image, "--strength", "nan"], "--strength must"),
+                        ([*image, *mask, "--jump_length", 0], "--jump_length must be from 1"),
+                        ([*image, *mask, "--jump_n_sample", 0], "--jump_n_sample must be from 1"),
+                        ([*image, *mask, "--sampler", "heun"], "--mask needs --sampler ddim or ddpm"),
+                        ([*image, *mask, "--sampler", "dpmpp"], "--mask needs --sampler ddim or ddpm"),
+                        ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate and --mask"),
+                        (["--init_image", tmp_path / "none.png"], "none.png can't be read"),
+                        (["--init_image", tmp_path / "text.png"], "text.png can't be read"),
+                        (["--init_image", tmp_path / "none.bin"], "none.bin can't be read"),
+                        (["--init_image", tmp_path / "m.bin"], "m.bin has images of 1 channels, 3 wanted"),
+                        (["--init_image", tmp_path / "big.bin"], "6x6 images, not 4x4"),
+                        ([*image, "--mask", tmp_path / "i.bin"], "i.bin has images of 3 channels, 1 wanted"),
+                        ([*image, "--strip", 4], "leave it or --init_image out")):
+        sentence = draw("w", *words)
+        assert says in sentence and len(sentence.splitlines()) == 1 and not (tmp_path / "grid.png").exists()
+
+
+def test_guide_files(tmp_path, draw):
+    """Another file as the guide: its averaged weights, if it has any; one that doesn't fit is refused."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
+    perturbed_file(tmp_path / "classes.bin", Config(**CLASSES))
+    perturbed_file(tmp_path / "more.bin", Config(**CLASSES | dict(num_classes=4)))
+    perturbed_file(tmp_path / "smaller.bin", Config(**TOY | dict(predict="v", channel_mult=(1, 1), seed=2)))
+    other = unet_io.read_checkpoint(str(tmp_path / "smaller.bin"))
+    other.sections |= dict(ema=other.sections["weights"], weights=0 * other.sections["weights"])
+    unet_io.write_checkpoint(str(tmp_path / "averaged.bin"), other)
+    guide = {name: ["--guide_weights", tmp_path / f"{name}.bin"] for name in (
+        "w", "smaller", "averaged", "classes", "more")}
+    plain, weak = draw("w"), draw("smaller")
+    assert same_bits(draw("w", *guide["w"], "--guidance_scale", 3), plain)
+    assert same_bits(draw("w", *guide["smaller"], "--guidance_scale", 0), weak)
+    both = draw("w", *guide["smaller"], "--guidance_scale", 2)
+    assert same_bits(draw("w", *guide["averaged"], "--guidance_scale", 2), both)
+    assert not same_bits(both, plain) and not same_bits(both, weak)
+    assert same_bits(draw("w", *guide["smaller"], "--guidance_scale", 2, "--guidance_interval", "0.9999,1"),
+                     plain)
+    known = draw("classes", *guide["smaller"], "--guidance_scale", 2)  # without a row for no class
+    assert known.shape == plain.shape and not same_bits(known, draw("classes"))
+    two = ["--guidance_scale", 2]
+    assert "without a --guidance_scale" in draw("w", *guide["smaller"])
+    assert "or another one, --guide_weights" in draw("w", *two)
+    assert "--num_classes 4, and the model that it is to guide 3" in draw("classes", *guide["more"], *two)
+    assert "--num_classes 3, and the model that it is to guide 0" in draw("w", *guide["classes"], *two)
+    for name, value in dict(image_size=16, in_channels=1, diffusion_steps=500, noise_schedule="cosine",
+                            predict="x0", zero_terminal_snr=True).items():
+        perturbed_file(tmp_path / "odd.bin", Config(**TOY | dict(predict="v") | {name: value}))
+        assert f"--{name} {value}" in draw("w", "--guide_weights", tmp_path / "odd.bin", *two)
+
+
+def test_class_names(tmp_path, draw, capsys):
+    """Names are another way to say --class; where rows are classes, they are told."""
+    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
+    perturbed_file(tmp_path / "plain.bin", Config(**SMALL))
+    (tmp_path / "names").write_text("cat\nfox, the red\r\ndøg\n", encoding="utf-8")
+    (tmp_path / "few").write_text("cat\n")
+    named = ["--class_names", tmp_path / "names"]
+    grids = []
+    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "0,døg"]):
+        grids.append(draw("w", *words))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1].endswith("grid.png (rows: cat, døg)" if words[0] == "--class_names" else "grid.png")
+    assert same_bits(grids[0], grids[1]) and same_bits(grids[0], grids[2])
+    assert same_bits(draw("w", *named, "--class", "fox, the red"), draw("w", "--class", "1"))
+    assert "rows" not in capsys.readouterr().out
+    for name, words, says in (("w", [*named, "--class", "cow"], "'cow'"), ("w", ["--class", "cat"], "'cat'"),
+                              ("w", [*named, "--class", "3"], "--class 3 is none of the model's 3 classes"),
+                              ("w", ["--class_names", tmp_path / "few"], "1 line and the model 3 class"),
+                              ("w", ["--class_names", tmp_path / "none"], "none can't be read"),
+                              ("plain", named, "class_cond"), ("plain", ["--class", 0], "class_cond")):
+        assert says in draw(name, *words), says
+
+
+# ----------------------------------------------------------------------------------------------------
+# ./train_unet
+
+EDITS = {  # name: (configuration, flags, largest difference in pixel values of 255)
+    "from a picture": ({}, ["--init_image", "i"], 2),
+    "nearly anew, dpmpp": (dict(noise_schedule="cosine"), [
+        "--init_image", "i", "--strength", 0.95, "--sampler", "dpmpp", "--sample_steps", 20], 2),
+    "all of the chain, heun": (dict(zero_terminal_snr=True), [
+        "--init_image", "i", "--strength", 1, "--sampler", "heun"], 2),
+    "a few timesteps": ({}, ["--init_image", "i", "--strength", 0.03, "--sampler", "ddpm"], 2),
+    "mask": ({}, ["--init_image", "i", "--mask", "m", "--sample_steps", 30, "--jump_n_sample", 3], 2),
+    "mask, ddpm, from the middle": (
+        dict(predict="x0", in_channels=4, diffusion_steps=100),
+        ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
+         "--jump_length", 7], 2),
+    "mask, no jumps, eta": (dict(in_channels=1, zero_terminal_snr=True), [
+        "--init_image", "i", "--mask", "m", "--jump_n_sample", 1, "--eta", 0.7], 2),
+    "mask, learned variance, classes": (
+        dict(learn_sigma=True, diffusion_steps=50, class_cond=True, num_classes=2, cond_drop_prob=0.1),
+        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4],
+        2),
+    "guide": ({}, ["--guide_weights", "g", "--guidance_scale", 2.5, "--guidance_interval", "0.1,0.7"], 2),
+    "guide, classes, learned variance": (
+        dict(class_cond=True, num_classes=3, learn_sigma=True, diffusion_steps=60),
+        ["--guide_weights", "g", "--guidance_scale", 2, "--class", 1, "--sampler", "ddpm"], 2),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_both_programs(tmp_path, name):
+    """The same picture from the same seed, weights and files."""
+    more, words, most = EDITS[name]
+    config = Config(**TOY | dict(predict="v") | more)
+    perturbed_file(tmp_path / "w.bin", config)
+    perturbed_file(tmp_path / "g.bin", Config(**vars(config) | dict(channel_mult=(1, 1), seed=9)))
+    write_toy_images(tmp_path / "i.bin", n=2, size=16, channels=config.in_channels)
+    write_toy_images(tmp_path / "m.bin", n=2, seed=4, channels=1)
+    words = [tmp_path / f"{word}.bin" if word in ("i", "m", "g") else word for word in words]
+    common = ["--seeds", "40-42", *words]
+    for batch in (2, 3):
+        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--batch_size", batch, "--output_name",
+            tmp_path / f"{batch}.png", *common)
+    assert call(generate, "--model_filename", tmp_path / "w.bin", "--batch_size", 2, "--device", "cpu",
+                "--output_name", tmp_path / "b.png", *common) == ""
+    ours, again, theirs = (picture(tmp_path / f"{name}.png") for name in ("2", "3", "b"))
+    print(f"largest difference {np.abs(ours - theirs).max()}")
+    assert np.abs(ours - theirs).max() <= most and (ours != theirs).mean() < 0.02
+    assert np.abs(ours - again).max() <= 1 and len({ours[2:10, x:x + 8].tobytes() for x in (2, 12)}) == 2
+
+
+def test_what_the_program_refuses(tmp_path):
+    """What generate.py refuses of pictures, masks and guides, ./train_unet refuses."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    perturbed_file(tmp_path / "g.bin", Config(**SMALL | dict(predict="x0")))
+    for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
+        unet_io.write_images(str(tmp_path / f"{name}.bin"), np.zeros((1, n, size, size), np.uint8))
+    image, mask = ["--init_image", tmp_path / "i.bin"], ["--mask", tmp_path / "m.bin"]
+    guide = ["--guide_weights", tmp_path / "g.bin"]
+    for words, says in ((mask, "--init_image"), (["--strength", 0.5], "--init_image"),
+                        ([*image, *mask, "--sampler", "heun"], ["--mask", "ddim and ddpm"]),
+                        ([*image, "--strip", 4], "--strip"), (guide, "--guidance_scale"),
+                        ([*guide, "--guidance_scale", 2], "--predict x0"),
+                        (["--init_image", tmp_path / "none.bin"], "none.bin"),
+                        (["--init_image", tmp_path / "m.bin"], "m.bin"),
+                        (["--init_image", tmp_path / "big.bin"], "big.bin"),
+                        ([*image, "--mask", tmp_path / "i.bin"], "i.bin"),
+                        ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate")):
+        count = [] if "--seeds" in words else ["--generate", 1]
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", *count, *words, "--output_name",
+                tmp_path / "x.png", says=says)
+    for words, says in (([*image, "--strength", 1.5], "--strength"), ([*image, *mask, "--jump_length", 0],
+                                                                      "--jump_length")):
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says, status=2)
+
+
+def test_class_names_in_the_program(tmp_path):
+    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
+    (tmp_path / "names").write_text("cat\nfox, the red\ndøg\n", encoding="utf-8")
+    (tmp_path / "few").write_text("cat\n")
+    named, grids = ["--class_names", tmp_path / "names"], []
+    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "0,døg"]):
+        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--sample_steps", 6, *words,
+                   "--output_name", tmp_path / "x.png").stdout
+        assert ("rows: cat, døg" in text) == (words[0] == "--class_names")
+        grids.append(picture(tmp_path / "x.png"))
+    assert same_bits(grids[0], grids[1]) and same_bits(grids[0], grids[2])
+    for words, says in (([*named, "--class", "cow"], "cow"), (["--class_names", tmp_path / "few"], "few"),
+                        (["--class_names", tmp_path / "none"], "none")):
+        command = [TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words]
+        result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        assert result.returncode in (1, 2) and says in result.stderr and result.stderr.count("\n") == 1
