@@ -1,5 +1,6 @@
 """Drawing by another model's guidance, from a picture (SDEdit), around one (RePaint), by classes' names."""
 import collections
+import subprocess
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import generate
 import prepare_data
 import train_unet
 import unet_io
-from harness import SMALL, TOY, call, error_of, perturbed_file, picture, same_bits
+from harness import (
+    SMALL, TOY, TRAIN, call, error_of, perturbed_file, picture, refused, run, same_bits, write_toy_images)
 from train_unet import Edit, levels, sample
 from unet_io import Config, Stream
 
@@ -314,3 +316,96 @@ def test_class_names(tmp_path, draw, capsys):
                               ("w", ["--class_names", tmp_path / "none"], "none can't be read"),
                               ("plain", named, "class_cond"), ("plain", ["--class", 0], "class_cond")):
         assert says in draw(name, *words), says
+
+
+# ----------------------------------------------------------------------------------------------------
+# ./train_unet
+
+EDITS = {  # name: (configuration, flags, largest difference in pixel values of 255)
+    "from a picture": ({}, ["--init_image", "i"], 2),
+    "nearly anew, dpmpp": (dict(noise_schedule="cosine"), [
+        "--init_image", "i", "--strength", 0.95, "--sampler", "dpmpp", "--sample_steps", 20], 2),
+    "all of the chain, heun": (dict(zero_terminal_snr=True), [
+        "--init_image", "i", "--strength", 1, "--sampler", "heun"], 2),
+    "a few timesteps": ({}, ["--init_image", "i", "--strength", 0.03, "--sampler", "ddpm"], 2),
+    "mask": ({}, ["--init_image", "i", "--mask", "m", "--sample_steps", 30, "--jump_n_sample", 3], 2),
+    "mask, ddpm, from the middle": (
+        dict(predict="x0", in_channels=4, diffusion_steps=100),
+        ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
+         "--jump_length", 7, "--jump_n_sample", 4], 2),
+    "mask, no jumps, eta": (dict(in_channels=1, zero_terminal_snr=True), [
+        "--init_image", "i", "--mask", "m", "--jump_n_sample", 1, "--eta", 0.7], 2),
+    "mask, learned variance, classes": (
+        dict(learn_sigma=True, diffusion_steps=50, class_cond=True, num_classes=2, cond_drop_prob=0.1),
+        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4,
+         "--jump_n_sample", 3], 2),
+    "guide": ({}, ["--guide_weights", "g", "--guidance_scale", 2.5, "--guidance_interval", "0.1,0.7"], 2),
+    "guide, classes, learned variance": (
+        dict(class_cond=True, num_classes=3, learn_sigma=True, diffusion_steps=60),
+        ["--guide_weights", "g", "--guidance_scale", 2, "--class", 1, "--sampler", "ddpm"], 2),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_both_programs(tmp_path, name):
+    """The same picture from the same seed, weights and files."""
+    more, words, most = EDITS[name]
+    config = Config(**TOY | dict(predict="v") | more)
+    perturbed_file(tmp_path / "w.bin", config)
+    perturbed_file(tmp_path / "g.bin", Config(**vars(config) | dict(channel_mult=(1, 1), seed=9)))
+    write_toy_images(tmp_path / "i.bin", n=2, size=16, channels=config.in_channels)
+    write_toy_images(tmp_path / "m.bin", n=2, seed=4, channels=1)
+    words = [tmp_path / f"{word}.bin" if word in ("i", "m", "g") else word for word in words]
+    common = ["--seeds", "40-42", *words]
+    for batch in (2, 3):
+        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--batch_size", batch, "--output_name",
+            tmp_path / f"{batch}.png", *common)
+    assert call(generate, "--model_filename", tmp_path / "w.bin", "--batch_size", 2, "--device", "cpu",
+                "--output_name", tmp_path / "b.png", *common) == ""
+    ours, again, theirs = (picture(tmp_path / f"{name}.png") for name in ("2", "3", "b"))
+    print(f"largest difference {np.abs(ours - theirs).max()}")
+    assert np.abs(ours - theirs).max() <= most and (ours != theirs).mean() < 0.02
+    assert np.abs(ours - again).max() <= 1 and len({ours[2:10, x:x + 8].tobytes() for x in (2, 12)}) == 2
+
+
+def test_what_the_program_refuses(tmp_path):
+    """What generate.py refuses of pictures, masks and guides, ./train_unet refuses."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    perturbed_file(tmp_path / "g.bin", Config(**SMALL | dict(predict="x0")))
+    for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
+        unet_io.write_images(str(tmp_path / f"{name}.bin"), np.zeros((1, n, size, size), np.uint8))
+    image, mask = ["--init_image", tmp_path / "i.bin"], ["--mask", tmp_path / "m.bin"]
+    guide = ["--guide_weights", tmp_path / "g.bin"]
+    for words, says in ((mask, "--init_image"), (["--strength", 0.5], "--init_image"),
+                        ([*image, *mask, "--sampler", "heun"], ["--mask", "ddim and ddpm"]),
+                        ([*image, "--strip", 4], "--strip"), (guide, "--guidance_scale"),
+                        ([*guide, "--guidance_scale", 2], "--predict x0"),
+                        (["--init_image", tmp_path / "none.bin"], "none.bin"),
+                        (["--init_image", tmp_path / "m.bin"], "m.bin"),
+                        (["--init_image", tmp_path / "big.bin"], "big.bin"),
+                        ([*image, "--mask", tmp_path / "i.bin"], "i.bin"),
+                        ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate")):
+        count = [] if "--seeds" in words else ["--generate", 1]
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", *count, *words, "--output_name",
+                tmp_path / "x.png", says=says)
+    for words, says in (([*image, "--strength", 1.5], "--strength"), ([*image, *mask, "--jump_length", 0],
+                                                                      "--jump_length")):
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says, status=2)
+
+
+def test_class_names_in_the_program(tmp_path):
+    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
+    (tmp_path / "names").write_text("cat\nfox, the red\ndøg\n", encoding="utf-8")
+    (tmp_path / "few").write_text("cat\n")
+    named, grids = ["--class_names", tmp_path / "names"], []
+    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "0,døg"]):
+        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--sample_steps", 6, *words,
+                   "--output_name", tmp_path / "x.png").stdout
+        assert ("rows: cat, døg" in text) == (words[0] == "--class_names")
+        grids.append(picture(tmp_path / "x.png"))
+    assert same_bits(grids[0], grids[1]) and same_bits(grids[0], grids[2])
+    for words, says in (([*named, "--class", "cow"], "cow"), (["--class_names", tmp_path / "few"], "few"),
+                        (["--class_names", tmp_path / "none"], "none")):
+        command = [TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words]
+        result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        assert result.returncode in (1, 2) and says in result.stderr and result.stderr.count("\n") == 1

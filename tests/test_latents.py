@@ -6,7 +6,8 @@ import generate
 import prepare_data
 import train_unet
 import unet_io
-from harness import SMALL, TOY, call, checkpoint_in, perturbed_file, same_bits
+from harness import (
+    SMALL, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, refused, run, same_bits, start_flags)
 from unet_io import Config, UserError
 
 LATENTS = Config(**TOY | dict(in_channels=4, class_cond=True, num_classes=3, predict="v"))
@@ -128,3 +129,28 @@ def test_training_and_drawing(tmp_path, monkeypatch):
     for name, says in (("none/y.npy", "does not exist"), ("run", "a folder")):
         words = ["--model_filename", tmp_path / "w.bin", "--output_name", tmp_path / name]
         assert says in call(generate, *words)
+
+
+# ----------------------------------------------------------------------------------------------------
+# ./train_unet
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_training_in_both_programs(tmp_path, size):
+    """The same losses from float images, in their size or averaged; damaged ones are refused."""
+    x = np.random.default_rng(4).standard_normal((12, 4, size, size)).astype("f4") * 2
+    prepare(tmp_path, None, "--labels", name="x.npz", images=x, labels=np.arange(12) % 3)
+    words = start_flags(LATENTS, tmp_path / "x.bin", tmp_path / "run", 3, log_every=1)
+    run(TRAIN, *words, "--val_file", tmp_path / "x.bin")
+    model = train_unet.init_weights(train_unet.UNet(LATENTS), LATENTS.seed)
+    trainer = train_unet.Trainer(model, unet_io.read_images(str(tmp_path / "x.bin")), LATENTS)
+    losses = losses_in(tmp_path / "run")
+    for step in (1, 2, 3):
+        assert abs(losses[step] / trainer.step() - 1) < 1e-5
+    good = (tmp_path / "x.bin").read_bytes()
+    x[2, 1, 0, 0] = np.nan
+    unet_io.write_images(str(tmp_path / "nan.bin"), x)
+    (tmp_path / "cut.bin").write_bytes(good[:-8])
+    (tmp_path / "odd.bin").write_bytes(good[:3000] + b"\1" + good[3001:])
+    for name in ("nan", "cut", "odd"):
+        refused(TRAIN, *start_flags(LATENTS, tmp_path / f"{name}.bin", tmp_path / name, 1),
+                says=[f"{name}.bin", "damaged"])
