@@ -332,13 +332,13 @@ EDITS = {  # name: (configuration, flags, largest difference in pixel values of 
     "mask, ddpm, from the middle": (
         dict(predict="x0", in_channels=4, diffusion_steps=100),
         ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
-         "--jump_length", 7], 2),
+         "--jump_length", 7, "--jump_n_sample", 4], 2),
     "mask, no jumps, eta": (dict(in_channels=1, zero_terminal_snr=True), [
         "--init_image", "i", "--mask", "m", "--jump_n_sample", 1, "--eta", 0.7], 2),
     "mask, learned variance, classes": (
         dict(learn_sigma=True, diffusion_steps=50, class_cond=True, num_classes=2, cond_drop_prob=0.1),
-        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4],
-        2),
+        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4,
+         "--jump_n_sample", 3], 2),
     "guide": ({}, ["--guide_weights", "g", "--guidance_scale", 2.5, "--guidance_interval", "0.1,0.7"], 2),
     "guide, classes, learned variance": (
         dict(class_cond=True, num_classes=3, learn_sigma=True, diffusion_steps=60),
