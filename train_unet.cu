@@ -316,11 +316,11 @@ static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate)
 static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
 
 // In which part of the chain, from 0, the least noise, to 1, pictures are guided.
-static std::pair<float, float> guidance_interval(const Config& c) {
-    std::pair<float, float> part = {0, 1};
+static std::pair<double, double> guidance_interval(const Config& c) {
+    std::pair<double, double> part = {0, 1};
     char more;
     if (!*c.guidance_interval) return part;
-    int numbers = sscanf(c.guidance_interval, "%f,%f%c", &part.first, &part.second, &more);
+    int numbers = sscanf(c.guidance_interval, "%lf,%lf%c", &part.first, &part.second, &more);
     if (numbers != 2 || !(part.first >= 0 && part.first <= part.second && part.second <= 1))
         fail("--guidance_interval '%s' is not two numbers from 0 to 1 such as 0.2,0.8", c.guidance_interval);
     return part;
@@ -379,6 +379,7 @@ static void check_config(const Config& c) {
     if (*c.mask && c.sampler != SAMPLER_DDIM && c.sampler != SAMPLER_DDPM)
         fail("--mask takes the samplers ddim and ddpm");
     if (*c.init_image && c.strip) fail("--strip does not go with --init_image");
+    if (*c.mask && c.interpolate) fail("--interpolate does not go with --mask");
     guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
@@ -3029,21 +3030,28 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The classes that pictures are drawn of; none where the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c) {
-    if (*c.classes && !c.class_cond)
-        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    std::vector<std::string> names = split(*c.class_names ? read_text(c.class_names) : "", '\n');
+// The lines of --class_names, one a class.
+static std::vector<std::string> class_names(const Config& c) {
+    if (!*c.class_names) return {};
+    std::vector<std::string> names = split(read_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
-    if (*c.class_names && (int)names.size() != c.num_classes)
+    if ((int)names.size() != c.num_classes)
         fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
              c.num_classes);
+    return names;
+}
+// The classes that pictures are drawn of; none where the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c) {
+    if ((*c.classes || *c.class_names) && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
+    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
+    if (std::ranges::count(names, c.classes)) words = {c.classes};
     std::string numbers;  // a class that is named is its line
-    for (const std::string& word : split(c.classes, ',')) {
+    for (const std::string& word : words) {
         auto line = std::ranges::find(names, word);
-        numbers +=
-            (numbers.empty() ? "" : ",") + (line == names.end() ? word : text("%td", line - names.begin()));
+        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
+        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
     }
     return parse_list("class", numbers, c.num_classes - 1);
 }
@@ -4726,7 +4734,11 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     // the way from one seed to another in a row, if it is not too long
     if (c.interpolate) columns = c.interpolate <= 16 ? c.interpolate : 0;
     write_grid(grid, pictures, count, c, columns);
-    say("%s: %s in %s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str());
+    std::string rows;
+    for (size_t number : *c.class_names&& columns ? wanted_classes(c) : std::vector<uint32_t>())
+        rows += (rows.empty() ? " (rows: " : ", ") + class_names(c)[number];
+    say("%s: %s in %s%s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str(),
+        (rows + (rows.empty() ? "" : ")")).c_str());
     if (c.strip) {
         grid.insert(grid.size() - strlen(".png"), "_strip");
         write_grid(grid, strip, count * c.strip, c, c.strip);
@@ -4765,7 +4777,9 @@ static void load_guide(Model* guide, const Config& c) {
     for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
                              "zero_terminal_snr", "num_classes"}) {
         const Flag& flag = *find_flag(name);
-        if (flag_text(g, flag) != flag_text(c, flag) && (g.class_cond || !is_named(flag, "num_classes")))
+        bool classes = is_named(flag, "num_classes");
+        if (classes ? g.class_cond && g.num_classes != (c.class_cond ? c.num_classes : 0)
+                    : flag_text(g, flag) != flag_text(c, flag))
             fail("--guide_weights %s has --%s %s, and the model that it is to guide %s", c.guide_weights,
                  name, flag_text(g, flag).c_str(), flag_text(c, flag).c_str());
     }
