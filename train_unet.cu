@@ -3296,7 +3296,6 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
     if (!logs) {
         printf(" | ETA %s", to_go.c_str());
-        fflush(stdout);
         return;
     }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
@@ -3325,6 +3324,7 @@ static void train(Trainer* t) {
         if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
             validate(t);
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        fflush(stdout);
     }
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
@@ -3332,10 +3332,12 @@ static void train(Trainer* t) {
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
+        fflush(stdout);
         double paused = seconds_now();
         if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
         if (due(c.save_every)) save(t);
         if (due(c.sample_every)) save_samples(t);
+        fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
@@ -4966,6 +4968,7 @@ static int run_training(const std::vector<GivenFlag>& given) {
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     note_disk(trainer);
+    fflush(stdout);
     train(&trainer);
     return 0;
 }
@@ -5004,7 +5007,6 @@ int main(int argc, char** argv) {
     int taken = 0;
     while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDWR);
     if (taken > 2) close(taken);
-    setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a log is read line by line
 #ifdef _OPENMP
     // Threads that spin while they wait are no faster here, and many times slower where something else runs
     // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
