@@ -699,7 +699,7 @@ struct NormOf {
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated. `modulated` false: known not to be.
+    // The factor of channel c in image b; and its weight and bias, modulated; not so without `modulated`.
     HOST_DEVICE float gain(int b, int c, bool modulated = true) const {
         if (!modulated || !modulation.data) return 1;
         return 1 + (float)modulation.data[(size_t)b * modulation.pitch + c];
@@ -1049,8 +1049,8 @@ struct Dropout {
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
-// other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if they
-// were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the smaller tensor's pixel.
+// other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if
+// they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the smaller tensor's pixel.
 template <typename T>
 struct Resample {
     TensorOf<T> out, x;  // one of them twice as high and wide as the other
@@ -1443,8 +1443,8 @@ static void attention_block_backward(Model* m, const Block& block, int B) {
 // ---- up- and down-sampling --------------------------------------------------------------------------------
 
 // With --conv_resample a 3x3 convolution follows: F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"),
-// w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is every
-// other pixel of every other row of the convolution without a stride.
+// w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is
+// every other pixel of every other row of the convolution without a stride.
 static void resample_forward(Model* m, const Block& block, int B) {
     Tensor out = output_of(m, block, B), x = input_of(m, block, B).first;
     bool up = out.H > x.H;
@@ -1604,7 +1604,7 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for what the resampling blocks without weights read and the embedding's output where it is only added.
+// forward read, but for what resampling without weights reads and the embedding's output that is only added.
 // The network's own output stays for the caller. take() stops the program where scratch is counted too small.
 static void size_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
@@ -1847,17 +1847,17 @@ static std::vector<float> make_loss_weights(const std::vector<double>& abar, int
 }
 
 // What --learn_sigma knows of a timestep: the logarithm of the variance of the posterior q(x_t-1 | x_t, x0),
-// equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how much larger that of beta_t is; and
-// the mean's error where the prediction's is 1.
+// equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how much larger that of beta_t is;
+// and the mean's error where the prediction's is 1.
 struct Variance {
     float log_least, log_range, mean_error;
 };
 static std::vector<Variance> make_variances(const std::vector<double>& abar, int predict) {
     std::vector<Variance> variances;
     for (size_t t = 0; t < abar.size(); t++) {
-        double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before, least = beta;
-        if (t) least = beta * (1 - before) / (1 - a);
-        if (!t) least = (1 - abar[1] / a) * (1 - a) / (1 - abar[1]);
+        double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before;
+        size_t u = std::max(t, (size_t)1);
+        double least = (1 - abar[u] / abar[u - 1]) * (1 - abar[u - 1]) / (1 - abar[u]);
         double x0_error = predict == PREDICT_EPS ? -sqrt((1 - a) / a)
                           : predict == PREDICT_V ? -sqrt(1 - a)
                                                  : 1;
@@ -2133,8 +2133,8 @@ struct Beginning {
     int label;
 };
 
-// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a second, weaker
-// answer, and answer = weak + guidance (told - weak): without the class, Ho and Salimans, "Classifier-Free
+// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a weaker
+// answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans, "Classifier-Free
 // Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a Diffusion Model with a
 // Bad Version of Itself" (2024).
 template <typename T>
@@ -3008,7 +3008,7 @@ struct Progress {
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
 // picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
 // asked; stops early, and returns false, on Ctrl-C. The network's call is recorded for each size of batch.
-// While nothing is trained target and images are free for x and what the sampler saves. guide: --guide_weights.
+// While nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
     const Config& c = m->config;
@@ -3297,48 +3297,39 @@ struct Flag {
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static const Flag FLAGS[] = {
-    {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0,
-     "a named set of defaults, listed below, such as tiny (for a CPU)"},
+    {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
     {FIELD(data_file), PATH, FILES, FREE, 0, "data/emoji.bin", 0, 0, "training images, from prepare_data.py"},
-    {FIELD(val_file), PATH, FILES, FREE, 0, "", 0, 0,
-     "validation images: their loss, with fixed noise, every --val_every steps"},
-    {FIELD(model_weights), PATH, FILES, FIXED, 0, "", 0, 0,
-     "start from (or generate with) the weights of this .bin; its configuration comes with it"},
+    {FIELD(val_file), PATH, FILES, FREE, 0, "", 0, 0, "validation images, for a loss every --val_every"},
+    {FIELD(model_weights), PATH, FILES, FIXED, 0, "", 0, 0, "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
-    {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0,
-     "continue the newest whole checkpoint of this folder (or of --out_dir where none is named)"},
+    {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
     {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
-     "folder into which --generate also writes each picture, as SEED.png"},
+     "--generate writes each picture here too, as SEED.png"},
 
     {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
     {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
-    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024,
-     "width of the first level, a multiple of 32"},
+    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024, "of the first level, a multiple of 32"},
     {FIELD(channel_mult), INT, MODEL, FIXED, 24, "1,2,3,4", 1, 64,
      "width of each level as a multiple of num_channels; each level halves the image"},
     {FIELD(num_res_blocks), INT, MODEL, FIXED, 19, "2", 1, 16, "residual blocks a level"},
     {FIELD(attention_resolutions), INT, MODEL, FIXED, 32, "16,8", 0, 1024,
      "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
     {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
-    {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024,
-     "groups of a group norm; every level needs two channels a group or more"},
+    {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024, "of a norm, each of two channels or more"},
     {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
 
-    {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024,
-     "heads of every attention, instead of --num_head_channels; 0: by that"},
+    {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
     {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
-     "timestep and class scale and shift what is normed, instead of being added"},
+     "timestep and class modulate the norms"},
     {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
     {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
-    {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1,
-     "change the image's size within residual blocks instead of between them"},
-    {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1,
-     "change it by convolutions, not by means and repetition alone; without --resblock_updown"},
+    {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1, "up- and down-sample in residual blocks"},
+    {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1, "learn the resampling, by convolutions"},
     {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
     {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, 117, "1", 0, 1,
-     "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
+     "how --export orders q, k, v in a .pt"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
     {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
@@ -3347,16 +3338,14 @@ static const Flag FLAGS[] = {
     {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000, "timesteps of the noising chain"},
     {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, 41, "linear", 0, 0, "how fast the chain adds noise",
      "linear|cosine"},
-    {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0,
-     "what the network predicts: the noise, the velocity v, or the image", "eps|v|x0"},
+    {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0, "what the network predicts", "eps|v|x0"},
     {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, 90, "0", 0, 1,
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
     {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
     {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
-    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999,
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
+    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999, "in all; 0 saves the initial weights"},
     {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
      "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
@@ -3378,36 +3367,30 @@ static const Flag FLAGS[] = {
     {FIELD(flip), BOOL, TRAINING, FIXED, 50, "0", 0, 1, "mirror half of the images left to right"},
     {FIELD(offset_noise), FLOAT, TRAINING, FIXED, 91, "0", 0, 10,
      "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0,
-     "decides weights, order, noise; with --generate the first picture's seed"},
+    {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0, "of weights, order, noise, first picture"},
     {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
     {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9, "steps between checkpoints; 0: at the end"},
     {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
-    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
+    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9, "also keep multiples of this step; 0: none"},
     {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9, "steps between grids; 0: at the end"},
     {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
 
     {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
-     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
-    {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "draw the pictures of these seeds, such as 0-63 or 3,7,10-12, and exit"},
+     "draw so many pictures with the newest checkpoint"},
+    {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0, "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
      "draw pictures of these classes, such as 3 or 0-4,7, equally many of each; without it, of all"},
-    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "a text whose lines are the names of the classes, from 0 on, for --class"},
+    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0, "a text, a line a class: names for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
     {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
-    {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
-     "draw this many pictures on the way from the first of two --seeds to the second"},
+    {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
     {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
      "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
-    {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6,
-     "pictures of a sample grid while training; 0: no grids"},
+    {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6, "of a grid while training; 0: no grids"},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
@@ -3415,15 +3398,12 @@ static const Flag FLAGS[] = {
     {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
      "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
-    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
-     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
+    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4, "the running mean to draw with; 0: the raw weights"},
 
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
-    {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1,
-     "print every flag's value as a file for --config, and exit"},
-    {FIELD(dry_run), BOOL, OTHER, FREE, 0, "0", 0, 1,
-     "print the plan, the memory it needs and the time a step takes here, and exit; needs no data"},
+    {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
+    {FIELD(dry_run), BOOL, OTHER, FREE, 0, "0", 0, 1, "print plan, memory, a step's time; needs no data"},
     {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
 };
 enum {
@@ -3479,10 +3459,13 @@ static const Flag* find_flag(const std::string& name) {
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
 
-// Its i-th number. No flag takes one below 0.
+// Where its i-th number is, and what. No flag takes one below 0.
+static int32_t* number_at(const Config& config, const Flag& flag, int i) {
+    return (int32_t*)((char*)&config + flag.offset) + i;
+}
 static double number_of(const Config& config, const Flag& flag, int i) {
-    const char* at = (const char*)&config + flag.offset + i * sizeof(int32_t);
-    return flag.kind == FLOAT ? (double)*(const float*)at : (double)*(const uint32_t*)at;
+    const int32_t* at = number_at(config, flag, i);
+    return flag.kind == FLOAT ? (double)*(const float*)at : (double)(uint32_t)*at;
 }
 
 // Without the blanks around it.
@@ -3883,13 +3866,10 @@ static int field_of(const Flag& flag, int i) {
     return flag.kind == FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
-// Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it is
-// off: a file from before there was such a flag says 0.
+// Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it
+// is off: a file from before there was such a flag says 0.
 static int32_t as_stored(const Flag& flag, int32_t bits) {
     return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
-}
-static int32_t* number_at(const Config& config, const Flag& flag, int i) {
-    return (int32_t*)((char*)&config + flag.offset) + i;
 }
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
@@ -4567,21 +4547,6 @@ static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, i
     return begins;
 }
 
-// Says that the disk may be too small for the checkpoints to come.
-static void note_disk(const Trainer& t) {
-    const Config& c = t.model.config;
-    double unused = (double)fs::space(c.out_dir, ignored).available;  // all there can be where it fails
-    auto multiples = [&](int every) { return every ? c.steps / every - t.step / every : 0; };  // to come
-    bool saves_last = !c.save_every || c.steps % c.save_every || !c.steps;
-    long there = (long)list_checkpoints(c.out_dir).size(), saves = multiples(c.save_every) + saves_last,
-         more = std::min(saves, std::max(1L, c.keep + 1L - there) + multiples(c.keep_every));
-    if (t.step >= c.steps && there) return;
-    double bytes = (3.0 + ema_count(c)) * sizeof(float) * (double)t.model.plan.num_parameters;
-    if ((double)more * bytes > unused)
-        say("note: the disk of %s has %s free and this run needs room for %s of %s more", c.out_dir,
-            human_bytes(unused).c_str(), counted(more, "checkpoint").c_str(), human_bytes(bytes).c_str());
-}
-
 // Which pictures --generate, --seed, --seeds and --interpolate ask for.
 static std::vector<Beginning> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds =
@@ -4859,7 +4824,6 @@ static int run_training(const std::vector<GivenFlag>& given) {
     }
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
-    note_disk(trainer);
     fflush(stdout);
     train(&trainer);
     return 0;
@@ -5316,8 +5280,8 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or with
-// nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
+// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or
+// with nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
 template <int TAPS>
 static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
@@ -5745,16 +5709,6 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
                    Arguments... arguments) {
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
-// launcher<conditions...>(), each condition a constant: for kernels that have them as template arguments.
-template <bool... CONSTANTS, typename Launcher>
-static void with_constants(Launcher launcher) {
-    launcher.template operator()<CONSTANTS...>();
-}
-template <bool... CONSTANTS, typename Launcher, typename... More>
-static void with_constants(Launcher launcher, bool condition, More... more) {
-    condition ? with_constants<CONSTANTS..., true>(launcher, more...)
-              : with_constants<CONSTANTS..., false>(launcher, more...);
-}
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
 
@@ -6012,11 +5966,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 }
 static void launch_norm(Tensor out, const Norm& norm) {
     NormGrid s(norm.x, 0);
-    auto launch_it = [&]<bool MODULATED>() {
-        launch(groupnorm_forward_kernel<MODULATED>, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data,
-               norm, s);
-    };
-    with_constants(launch_it, !!norm.modulation.data);
+    auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
+    launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
@@ -6070,11 +6021,9 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
     const Tensor& x = norm.x.first;
     dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
-    auto launch_it = [&]<bool MODULATED>() {
-        launch(groupnorm_backward_sums_kernel<MODULATED>, grid, NORM_PART_THREADS, 0, dy.data, dout.data,
-               norm);
-    };
-    with_constants(launch_it, !!norm.modulation.data);
+    auto kernel =
+        norm.modulation.data ? groupnorm_backward_sums_kernel<true> : groupnorm_backward_sums_kernel<false>;
+    launch(kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
 // dbias, dw (C) += sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
@@ -6161,11 +6110,14 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
     PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
     NormGrid s(norm.x, weight_blocks);
-    auto launch_it = [&]<bool... KNOWN>() {
-        launch(groupnorm_backward_kernel<KNOWN...>, weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
-               dx, dy.data, options.residual.data, norm, s, weight_blocks);
-    };
-    with_constants(launch_it, residual, options.accumulate, !!norm.modulation.data);
+    static decltype(&groupnorm_backward_kernel<false, false, false>) const passes[2][2][2] = {
+        {{groupnorm_backward_kernel<false, false, false>, groupnorm_backward_kernel<false, false, true>},
+         {groupnorm_backward_kernel<false, true, false>, groupnorm_backward_kernel<false, true, true>}},
+        {{groupnorm_backward_kernel<true, false, false>, groupnorm_backward_kernel<true, false, true>},
+         {groupnorm_backward_kernel<true, true, false>, groupnorm_backward_kernel<true, true, true>}}};
+    launch(passes[residual][options.accumulate][!!norm.modulation.data],
+           weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0, dx, dy.data, options.residual.data,
+           norm, s, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------

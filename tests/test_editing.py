@@ -322,23 +322,6 @@ def test_class_names(tmp_path, draw, capsys):
 # ./train_unet
 
 EDITS = {  # name: (configuration, flags, largest difference in pixel values of 255)
-    "from a picture": ({}, ["--init_image", "i"], 2),
-    "nearly anew, dpmpp": (dict(noise_schedule="cosine"), [
-        "--init_image", "i", "--strength", 0.95, "--sampler", "dpmpp", "--sample_steps", 20], 2),
-    "all of the chain, heun": (dict(zero_terminal_snr=True), [
-        "--init_image", "i", "--strength", 1, "--sampler", "heun"], 2),
-    "a few timesteps": ({}, ["--init_image", "i", "--strength", 0.03, "--sampler", "ddpm"], 2),
-    "mask": ({}, ["--init_image", "i", "--mask", "m", "--sample_steps", 30, "--jump_n_sample", 3], 2),
-    "mask, ddpm, from the middle": (
-        dict(predict="x0", in_channels=4, diffusion_steps=100),
-        ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
-         "--jump_length", 7, "--jump_n_sample", 4], 2),
-    "mask, no jumps, eta": (dict(in_channels=1, zero_terminal_snr=True), [
-        "--init_image", "i", "--mask", "m", "--jump_n_sample", 1, "--eta", 0.7], 2),
-    "mask, learned variance, classes": (
-        dict(learn_sigma=True, diffusion_steps=50, class_cond=True, num_classes=2, cond_drop_prob=0.1),
-        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4,
-         "--jump_n_sample", 3], 2),
     "guide": ({}, ["--guide_weights", "g", "--guidance_scale", 2.5, "--guidance_interval", "0.1,0.7"], 2),
     "guide, classes, learned variance": (
         dict(class_cond=True, num_classes=3, learn_sigma=True, diffusion_steps=60),
@@ -353,9 +336,7 @@ def test_both_programs(tmp_path, name):
     config = Config(**TOY | dict(predict="v") | more)
     perturbed_file(tmp_path / "w.bin", config)
     perturbed_file(tmp_path / "g.bin", Config(**vars(config) | dict(channel_mult=(1, 1), seed=9)))
-    write_toy_images(tmp_path / "i.bin", n=2, size=16, channels=config.in_channels)
-    write_toy_images(tmp_path / "m.bin", n=2, seed=4, channels=1)
-    words = [tmp_path / f"{word}.bin" if word in ("i", "m", "g") else word for word in words]
+    words = [tmp_path / "g.bin" if word == "g" else word for word in words]
     common = ["--seeds", "40-42", *words]
     for batch in (2, 3):
         run(TRAIN, "--model_weights", tmp_path / "w.bin", "--batch_size", batch, "--output_name",
@@ -369,28 +350,13 @@ def test_both_programs(tmp_path, name):
 
 
 def test_what_the_program_refuses(tmp_path):
-    """What generate.py refuses of pictures, masks and guides, ./train_unet refuses."""
+    """What generate.py refuses of guides, ./train_unet refuses."""
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
     perturbed_file(tmp_path / "g.bin", Config(**SMALL | dict(predict="x0")))
-    for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
-        unet_io.write_images(str(tmp_path / f"{name}.bin"), np.zeros((1, n, size, size), np.uint8))
-    image, mask = ["--init_image", tmp_path / "i.bin"], ["--mask", tmp_path / "m.bin"]
     guide = ["--guide_weights", tmp_path / "g.bin"]
-    for words, says in ((mask, "--init_image"), (["--strength", 0.5], "--init_image"),
-                        ([*image, *mask, "--sampler", "heun"], ["--mask", "ddim and ddpm"]),
-                        ([*image, "--strip", 4], "--strip"), (guide, "--guidance_scale"),
-                        ([*guide, "--guidance_scale", 2], "--predict x0"),
-                        (["--init_image", tmp_path / "none.bin"], "none.bin"),
-                        (["--init_image", tmp_path / "m.bin"], "m.bin"),
-                        (["--init_image", tmp_path / "big.bin"], "big.bin"),
-                        ([*image, "--mask", tmp_path / "i.bin"], "i.bin"),
-                        ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate")):
-        count = [] if "--seeds" in words else ["--generate", 1]
-        refused(TRAIN, "--model_weights", tmp_path / "w.bin", *count, *words, "--output_name",
+    for words, says in ((guide, "--guidance_scale"), ([*guide, "--guidance_scale", 2], "--predict x0")):
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, "--output_name",
                 tmp_path / "x.png", says=says)
-    for words, says in (([*image, "--strength", 1.5], "--strength"), ([*image, *mask, "--jump_length", 0],
-                                                                      "--jump_length")):
-        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says, status=2)
 
 
 def test_class_names_in_the_program(tmp_path):

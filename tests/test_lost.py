@@ -433,25 +433,6 @@ def test_file_size_limit(tmp_path, short):
     assert not list(folder.glob("*.tmp")) and sorted(step for step, _ in records_in(folder)) == [1, 2]
 
 
-def test_disk_that_will_be_too_small(tmp_path, short, faults):
-    """A note at the start counts the checkpoints that will lie there at a time beside those that do."""
-    flags, base = short
-    folder, size = tmp_path / "run", checkpoint_in(base / "calm", 5).stat().st_size
-
-    def noted(room, *words):
-        out = run(TRAIN, *words, env=faults(folder, room=int(room * size))).stdout
-        return re.findall(r"^note: the disk of .*/run has .* free.* room for (\d+ checkpoints?) ", out, re.M)
-    assert noted(2.9, *flags, "--out_dir", folder, "--steps", 4) == []  # of steps 2 and 4
-    assert noted(0.5, "--resume", folder, "--steps", 4) == []  # nothing is left to save
-    assert noted(0.5, "--resume", folder, "--steps", 5) == ["1 checkpoint"]
-    shutil.rmtree(folder)
-    assert noted(2.9, *flags, "--out_dir", folder) == ["3 checkpoints"]  # of steps 2, 4 and 5, then 2 goes
-    shutil.rmtree(folder)
-    assert noted(3.1, *flags, "--out_dir", folder, "--steps", 9) == []  # never more than 3 at a time
-    shutil.rmtree(folder)
-    assert noted(3.1, *flags, "--out_dir", folder, "--steps", 9, "--keep_every", 2) == ["5 checkpoints"]
-
-
 # ----------------------------------------------------------------------------------------------------
 # grids, folders, names
 
