@@ -2134,9 +2134,9 @@ struct Beginning {
 };
 
 // Pictures that are being drawn at the same time, and the network's answers. Guided, there is a weaker
-// answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans, "Classifier-Free
-// Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a Diffusion Model with a
-// Bad Version of Itself" (2024).
+// answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans,
+// "Classifier-Free Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a
+// Diffusion Model with a Bad Version of Itself" (2024).
 template <typename T>
 struct Drawing {
     TensorOf<T> input;        // x for the network
