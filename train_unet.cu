@@ -2692,8 +2692,10 @@ struct FinishStep {
                 state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
                 state->quartile_counts[q] = (int)sums[COUNT + q];
             conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
-            *result = *state;
         }
+        team_wait();
+        for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
+            ((int*)result)[i] = ((const int*)state)[i];
     }
 };
 
@@ -3343,8 +3345,7 @@ static const Flag FLAGS[] = {
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
     {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
-    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
-     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
+    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536, "images at a time, in less memory; 0: all"},
     {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999, "in all; 0 saves the initial weights"},
     {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
@@ -3383,8 +3384,7 @@ static const Flag FLAGS[] = {
     {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0, "a text, a line a class: names for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0, "guide in this part of the chain: 0.2,0.8"},
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
     {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
