@@ -3421,20 +3421,18 @@ struct Preset {
 #define OF_IMAGENET                                                                                   \
     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
     "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
+#define IN_MINUTES "--predict v --noise_schedule cosine --lr 3e-4 --lr_schedule cosine --warmup_steps 500 "
 static const Preset PRESETS[] = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
      "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000"},
-    {"small32",
-     "--image_size 32 --channel_mult 1,2,2 --predict v --noise_schedule cosine --batch_size 64 --lr 3e-4 "
-     "--lr_schedule cosine --warmup_steps 500"},
-    {"fashion32",
-     "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
-     "--cond_drop_prob 0.1 --guidance_scale 2 --predict v --noise_schedule cosine --flip 1 "
-     "--batch_size 128 --lr 3e-4 --lr_schedule cosine --warmup_steps 500"},
-    {"unet64", ""},
+    {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
+    {"fashion32", IN_MINUTES "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 "
+                             "--num_classes 10 --cond_drop_prob 0.1 --guidance_scale 2 --flip 1 "
+                             "--batch_size 128"},
+    {"unet64", IN_MINUTES "--batch_size 64 --steps 16000"},
     {"large64",
      "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
      "--noise_schedule cosine --batch_size 64 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 "

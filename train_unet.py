@@ -1266,8 +1266,8 @@ def parse_flags(argv=None):
 def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
     values = {name: default for name, (default, _) in RUN_FLAGS.items()}
-    values |= dict(resume=None, preset="unet64", init="philox", compile=None, precision="fp32", device="")
-    values |= unet_io.PRESETS[given.get("preset", "unet64")] | given
+    values |= dict(resume=None, preset=None, init="philox", compile=None, precision="fp32", device="")
+    values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
     config = Config(**{name: value for name, value in values.items() if name in fields})
     config.lr_steps = values["steps"]
@@ -1309,7 +1309,7 @@ def start_model(config, run, given):
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
     if run.model_weights:
-        told = {name: value for name, value in (unet_io.PRESETS[run.preset] | given).items()
+        told = {name: value for name, value in (unet_io.PRESETS.get(run.preset, {}) | given).items()
                 if name in ARCHITECTURE + DIFFUSION and run.model_weights.endswith((".pt", ".pth"))}
         model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told)
         adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION)
