@@ -539,9 +539,8 @@ class Config:
                             f" {MAX_ATTENTION_SIZE}x{MAX_ATTENTION_SIZE} is the largest: use more levels or"
                             f" other sizes (the middle, at the last level, always has attention)")
         if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
-            T = self.diffusion_steps
-            raise UserError(f"{prefix}diffusion_steps {T} is too few for a linear schedule: its last beta is"
-                            f" {20 / T:.3g}; use {LEAST_LINEAR_STEPS} or more, or cosine")
+            raise UserError(f"{prefix}diffusion_steps {self.diffusion_steps} is too few for a linear schedule;"
+                            f" use {LEAST_LINEAR_STEPS} or more, or cosine")
         if self.zero_terminal_snr and self.predict == "eps":
             raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
