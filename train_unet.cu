@@ -1115,13 +1115,11 @@ struct Block {
     bool accumulate = false;    // the input feeds two consumers: its gradient is added to, not overwritten
     int param = 0;              // its first tensor; the others follow
     int num_params = 0;
-    Buffer out = {};  // (B, out_H, out_H, O)
-    Buffer hidden =
-        {};             // residual (B, out_H, out_H, O), attention's qkv (B, T, 3C), embedding's three (B, E)
-    Buffer inner = {};  // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
-    Buffer moments = {};  // float2 (B, parts, O): of out, for the norms that read it
-    Buffer stats =
-        {};  // float: mean and rstd (B, G) of each norm in turn; then attention's lse (B, heads, T)
+    Buffer out = {};       // (B, out_H, out_H, O)
+    Buffer hidden = {};    // residual: h (B, out_H, out_H, O); attention: qkv; embedding: three of (B, E)
+    Buffer inner = {};     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    Buffer moments = {};   // float2 (B, parts, O): of out, for the norms that read it
+    Buffer stats = {};     // float: mean and rstd (B, G) of each norm; then attention's lse (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
 };
