@@ -1979,7 +1979,8 @@ HOST_DEVICE static inline BoundTerm cumulative(float z) {
 // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
 // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
-    bool black = x0<-0.999f, white = x0> 0.999f;
+    bool black = x0 < -0.999f;
+    bool white = x0 > 0.999f;
     float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
     BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
