@@ -530,7 +530,7 @@ def main():
             done = (prepare_idx if idx else prepare)(args.data_dir, output, args.image_size, args.labels,
                                                      args.val_fraction, args.channels or (1 if idx else 3))
     written, held_out, skipped = done
-    size = unet_io.read_images(output).pixels.shape[-1]
+    size = np.fromfile(output, "<i4", 5)[4]  # the header's width
     unet_io.say(f"wrote {output}: {counted(written, 'image')} of {size}x{size},"
                 f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")
 

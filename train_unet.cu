@@ -301,9 +301,9 @@ static int list_length(const T (&list)[N]) {
     return (int)(std::find(list, list + N, 0) - list);
 }
 
-// Whether pictures are drawn once more without their class; how many at a time, of `batch` of the network.
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice, unless the second answer is another model's.
+// Guided, the network has each picture twice, unless the second answer is another model's. How many pictures
+// are drawn at a time, of `batch` of the network.
 static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
 static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
 
@@ -1036,7 +1036,8 @@ struct Dropout {
 
     size_t items() const { return x.count() / 4; }
     HOST_DEVICE void operator()(size_t item) const {
-        uint32_t quads = x.T() * x.C / 4, b = (uint32_t)(item / quads), key = STREAM_DROPOUT | by.block << 8;
+        uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
+                 key = STREAM_DROPOUT | by.block << 8;
         Philox words = philox(by.seed, key, (uint32_t)(item % quads), by.first + b, (uint32_t)*by.step);
         Vector<T, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
@@ -2700,7 +2701,7 @@ struct FinishStep {
 
 // ---- a training step --------------------------------------------------------------------------------------
 
-// The images of a .bin in memory, planar (N, C, H, W): bytes as they are, or floats in [-1, 1].
+// The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
 struct Dataset {
     int count = 0, size = 0, channels = 0;  // images; height and width
     std::vector<uint8_t> bytes;
@@ -3306,7 +3307,7 @@ static const Flag FLAGS[] = {
     {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
     {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
-     "--generate writes each picture here too, as SEED.png"},
+     "folder into which --generate also writes each picture, as SEED.png"},
 
     {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
     {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
@@ -3323,14 +3324,14 @@ static const Flag FLAGS[] = {
     {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
     {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
-     "timestep and class modulate the norms"},
+     "timestep and class scale and shift what is normed, instead of being added"},
     {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
     {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
     {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1, "up- and down-sample in residual blocks"},
     {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1, "learn the resampling, by convolutions"},
     {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
     {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, 117, "1", 0, 1,
-     "how --export orders q, k, v in a .pt"},
+     "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
     {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
@@ -3344,8 +3345,10 @@ static const Flag FLAGS[] = {
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
     {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
-    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536, "images at a time, in less memory; 0: all"},
-    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999, "in all; 0 saves the initial weights"},
+    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
+     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
+    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999,
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
     {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
      "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
@@ -3371,19 +3374,21 @@ static const Flag FLAGS[] = {
     {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
     {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9, "steps between checkpoints; 0: at the end"},
     {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
-    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9, "also keep multiples of this step; 0: none"},
+    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
     {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9, "steps between grids; 0: at the end"},
     {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
 
     {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
-     "draw so many pictures with the newest checkpoint"},
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
     {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0, "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
      "draw pictures of these classes, such as 3 or 0-4,7, equally many of each; without it, of all"},
     {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0, "a text, a line a class: names for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0, "guide in this part of the chain: 0.2,0.8"},
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
     {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
@@ -3397,7 +3402,8 @@ static const Flag FLAGS[] = {
     {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
      "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
-    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4, "the running mean to draw with; 0: the raw weights"},
+    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
+     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
@@ -3716,13 +3722,8 @@ static void write_text(const std::string& path, const std::string& contents) {
 
 // ---- images -----------------------------------------------------------------------------------------------
 
-enum {
-    IMAGES_MAGIC = 20240620,
-    IMAGES_VERSION = 1,
-    IMAGES_UINT8 = 1,
-    IMAGES_FLOAT = 2,
-    IMAGES_CHECKSUM_FIELD = 9
-};
+enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
+enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
 // The command that makes images of a size.
 static std::string prepare_command(const std::string& path, int image_size) {
@@ -4608,8 +4609,9 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     if (c.interpolate) columns = c.interpolate <= 16 ? c.interpolate : 0;
     write_grid(grid, pictures, count, c, columns);
     std::string rows;
-    for (size_t number : *c.class_names&& columns ? wanted_classes(c) : std::vector<uint32_t>())
-        rows += (rows.empty() ? " (rows: " : ", ") + class_names(c)[number];
+    std::vector<std::string> names = class_names(c);
+    if (columns && !names.empty())
+        for (uint32_t number : wanted_classes(c)) rows += (rows.empty() ? " (rows: " : ", ") + names[number];
     say("%s: %s in %s%s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str(),
         (rows + (rows.empty() ? "" : ")")).c_str());
     if (c.strip) {
