@@ -284,7 +284,10 @@ struct Config {
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
-    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH];
+    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH], init_image[MAX_PATH_LENGTH],
+        mask[MAX_PATH_LENGTH];
+    float strength;
+    int jump_length, jump_n_sample;
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
     float eta, guidance_scale;
     // what to do
@@ -371,6 +374,12 @@ static void check_config(const Config& c) {
              c.guidance_scale);
     if (*c.guide_weights && !is_guided(c))
         fail("--guide_weights does nothing without a --guidance_scale; 2 is usual");
+    if (!*c.init_image && (*c.mask || c.strength > 0))
+        fail("--%s goes with an --init_image", *c.mask ? "mask" : "strength");
+    if (*c.mask && c.sampler != SAMPLER_DDIM && c.sampler != SAMPLER_DDPM)
+        fail("--mask takes the samplers ddim and ddpm");
+    if (*c.init_image && c.strip) fail("--strip does not go with --init_image");
+    if (*c.mask && c.interpolate) fail("--interpolate does not go with --mask");
     guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
@@ -1169,13 +1178,14 @@ struct Model : OptimiserMemory {
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
     StepState* state;  // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;     // (batch_size, loss_parts)
-    float* variance_losses = nullptr;  // likewise, with --learn_sigma
-    Variance* variances = nullptr;     // (diffusion_steps)
-    float* norm_parts;                 // one a NORM_CHUNK of the parameters
-    float *signal, *noise;             // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
-    Beginning* begins;                 // (B): of the pictures being drawn
-    float* limits;                     // (B): theirs, for dynamic thresholding
-    float* loss_weights;               // (diffusion_steps): what the loss of a timestep counts for
+    float* variance_losses = nullptr;         // likewise, with --learn_sigma
+    Variance* variances = nullptr;            // (diffusion_steps)
+    float* norm_parts;                        // one a NORM_CHUNK of the parameters
+    float *signal, *noise;                    // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    Beginning* begins;                        // (B): of the pictures being drawn
+    float* limits;                            // (B): theirs, for dynamic thresholding
+    float *known = nullptr, *mask = nullptr;  // (C, H, W), (H, W): --init_image, --mask
+    float* loss_weights;                      // (diffusion_steps): what the loss of a timestep counts for
     Memory memory;
     size_t bytes;
 };
@@ -2048,16 +2058,17 @@ struct PredictionLoss {
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large.
+// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. What --mask keeps
+// of a picture is put over x then, noised: known_signal picture + known_noise noise.
 struct SamplerStep {
     uint32_t number;  // of the call, counted from 1
-    int timestep;     // what the network is told
+    int timestep;     // what the network is told; -1: it is not called
     int threshold;
     float from_x, from_out;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
     float guidance = 1;             // see Drawing
-    float widest = 0;
+    float widest = 0, known_signal = 0, known_noise = 0;
 };
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
@@ -2066,6 +2077,46 @@ static int sampler_steps(const Config& c) {
     if (c.sample_steps) return c.sample_steps;
     int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
     return std::min(usual, c.diffusion_steps);
+}
+
+// Of the shortened chain, those that pictures go through, rising. From an --init_image they begin in the middle:
+// Meng et al., "SDEdit" (2022).
+static float strength_of(const Config& c) {
+    if (!*c.init_image || c.strength > 0) return *c.init_image ? c.strength : 1;
+    return *c.mask ? 1 : 0.5f;
+}
+static std::vector<int> drawn_timesteps(const Config& c) {
+    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
+    std::erase_if(timesteps, [&](int t) { return t >= strength_of(c) * c.diffusion_steps; });
+    return timesteps;
+}
+
+// The steps of --mask, from those of a chain: now and then --jump_length steps of noising lead back, so that
+// what is drawn and what is kept come to fit. Lugmayr et al., "RePaint" (2022), algorithm 1, appendix's schedule.
+static std::vector<SamplerStep> with_jumps(const Config& c, const std::vector<double>& abar,
+                                           const std::vector<SamplerStep>& chain) {
+    std::vector<int> timesteps = drawn_timesteps(c);
+    int n = (int)timesteps.size();
+    std::vector<int> jumps(n);  // still to come, from each of them
+    for (int i = 0; i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
+    std::vector<SamplerStep> steps;
+    auto add = [&](SamplerStep s, double a) {
+        s.number = (uint32_t)steps.size() + 1;
+        s.known_signal = (float)sqrt(a), s.known_noise = (float)sqrt(1 - a);
+        steps.push_back(s);
+    };
+    for (int i = n - 1; i >= 0; i--) {
+        bool leads_back = jumps[i]-- > 0;
+        for (int k = 0; k < c.jump_length && leads_back; k++, i++) {
+            double a = abar[timesteps[i + 1]], ratio = a / abar[timesteps[i]];
+            SamplerStep back = {
+                .number = 0, .timestep = -1, .threshold = THRESHOLD_NONE, .from_x = 0, .from_out = 0};
+            back.to_x = (float)sqrt(ratio), back.sigma = (float)sqrt(1 - ratio);
+            add(back, a);
+        }
+        add(chain[n - 1 - i], i ? abar[timesteps[i - 1]] : 1);
+    }
+    return steps;
 }
 
 // The calls from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
@@ -2084,7 +2135,7 @@ static int sampler_steps(const Config& c) {
 static const double HEUN_MOST_NOISE = 1000;
 static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
-    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
+    std::vector<int> timesteps = drawn_timesteps(c);
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
     std::vector<SamplerStep> calls;
     auto guided = guidance_interval(c);
@@ -2122,7 +2173,16 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         }
         calls.push_back(s);
     }
-    return calls;
+    return *c.mask ? with_jumps(c, abar, calls) : calls;
+}
+// How they begin: to_x0 of the --init_image, to_x of noise.
+static SamplerStep first_step(const Config& c) {
+    double a = make_abar(c)[drawn_timesteps(c).back()];
+    SamplerStep s = {.number = 0, .timestep = -1, .threshold = THRESHOLD_NONE, .from_x = 0, .from_out = 0};
+    s.known_signal = (float)sqrt(a), s.known_noise = (float)sqrt(1 - a);
+    bool in_noise = !*c.init_image || (*c.mask && strength_of(c) == 1);
+    s.to_x0 = in_noise ? 0 : s.known_signal, s.to_x = in_noise ? 1 : s.known_noise;
+    return s;
 }
 
 // What a picture comes from: its class, and its noise, weight z(seed) + other_weight z(other), z(s) being
@@ -2139,18 +2199,32 @@ struct Beginning {
 // Diffusion Model with a Bad Version of Itself" (2024).
 template <typename T>
 struct Drawing {
-    TensorOf<T> input;        // x for the network
-    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
-    T* weak_input;            // x for the weaker answer; null: there is none
-    const T* weak_out;        // which is this
-    int channels;             // of a picture
-    float *x, *saved;         // (B, H, W, PIXEL)
-    const Beginning* begins;  // (B)
-    float* limits;            // (B): of dynamic thresholding
+    TensorOf<T> input;             // x for the network
+    const T* out;                  // (B, H, W, PIXEL): what it answers to the pictures with their classes
+    T* weak_input;                 // x for the weaker answer; null: there is none
+    const T* weak_out;             // which is this
+    int channels;                  // of a picture
+    float *x, *saved;              // (B, H, W, PIXEL)
+    const Beginning* begins;       // (B)
+    float* limits;                 // (B): of dynamic thresholding
+    const float* known = nullptr;  // (C, H, W): the --init_image
+    const float* mask = nullptr;   // (H, W): 1 where it is kept, otherwise 0; null: nowhere
 
     HOST_DEVICE void set(size_t at, float value) const {
         x[at] = value, input.data[at] = (T)value;
         if (weak_input) weak_input[at] = (T)value;
+    }
+    // x of channel c after step s: the values, or what the mask keeps.
+    HOST_DEVICE void set_four(const SamplerStep& s, const FourPixels& four, int c, float (&value)[4]) const {
+        float normal[4] = {};
+        if (mask)
+            random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                              s.number + (1u << 31));
+        UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
+            if (mask && mask[four.first + i] > 0)
+                value[i] = s.known_signal * known[four.element(c) + i] + s.known_noise * normal[i];
+            set(four.at(i, c), value[i]);
+        }
     }
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
@@ -2206,6 +2280,7 @@ struct ThresholdLimits {
 template <typename T>
 struct StartPictures {
     Drawing<T> drawing;
+    SamplerStep step;  // see first_step
 
     size_t items() const { return FourPixels::count(drawing.input); }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2216,8 +2291,11 @@ struct StartPictures {
             random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
             if (from.other_weight != 0)
                 random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
-            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++)
-                drawing.set(four.at(i, c), from.weight * normal[i] + from.other_weight * other[i]);
+            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
+                normal[i] = step.to_x * (from.weight * normal[i] + from.other_weight * other[i]);
+                if (step.to_x0 > 0) normal[i] += step.to_x0 * drawing.known[four.element(c) + i];
+            }
+            drawing.set_four(step, four, c, normal);
         }
     }
 };
@@ -2242,9 +2320,10 @@ struct UpdatePictures {
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                drawing.set(at, step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i]);
+                normal[i] = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i];
                 drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
+            drawing.set_four(step, four, c, normal);
         }
     }
 };
@@ -2454,6 +2533,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     }
     place(B, m->begins);
     place(B, m->limits);
+    if (*c.init_image) place(c.in_channels * pixels, m->known);
+    if (*c.mask) place(pixels, m->mask);
     return arena.used;
 }
 
@@ -3036,9 +3117,9 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             weak_input = guide->input, weak_out = unet_output(guide);
         else if (is_guided(c))
             weak_input = m->input + input.count(), weak_out = out + input.count();
-        Drawing<floatX> drawing = {input, out,   weak_input, weak_out, c.in_channels,
-                                   x,     saved, m->begins,  m->limits};
-        run(StartPictures<floatX>{drawing});
+        Drawing<floatX> drawing = {input, out,       weak_input, weak_out, c.in_channels, x,
+                                   saved, m->begins, m->limits,  m->known, m->mask};
+        run(StartPictures<floatX>{drawing, first_step(c)});
         backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
         for (const SamplerStep& s : calls) {
             if (stop_requested) break;
@@ -3048,7 +3129,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                                 c.num_classes});
                 backend_replay(recording, [&] { unet_forward(model, rows); });
             };
-            call(m, twice ? &guided_network : &network, twice ? 2 * B : B);
+            if (s.timestep >= 0) call(m, twice ? &guided_network : &network, twice ? 2 * B : B);
             if (guided && guide) call(guide, &guide_network, B);
             if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, s});
             run(UpdatePictures<floatX>{drawing, s});
@@ -3391,6 +3472,15 @@ static const Flag FLAGS[] = {
      "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
+    {FIELD(init_image), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "begin with this picture (the first of an image file), noised, instead of noise alone"},
+    {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "0", 0, 1,
+     "how much of the noising it undergoes; 0: 0.5, with --mask 1"},
+    {FIELD(mask), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "keep what is white in this image file's first picture, of one channel, and draw the rest anew"},
+    {FIELD(jump_length), INT, SAMPLING, FREE, 0, "10", 1, 1e5, "steps that --mask goes back at a time"},
+    {FIELD(jump_n_sample), INT, SAMPLING, FREE, 0, "10", 1, 1e3,
+     "how often it draws them; 1: it never goes back"},
     {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
     {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
      "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
@@ -4565,10 +4655,11 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
 
 static std::string sampler_text(const Config& c) {
     std::string line = SAMPLER_NAMES[c.sampler];
-    size_t calls = make_sampler(c).size();
+    auto steps = make_sampler(c);
+    auto calls = std::count_if(steps.begin(), steps.end(), [](auto& s) { return s.timestep >= 0; });
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
-    if ((int)calls != sampler_steps(c)) line += text(" (%zu network calls)", calls);
+    if (calls != sampler_steps(c)) line += text(" (%ld network calls)", (long)calls);
     if (c.threshold != THRESHOLD_CLAMP)
         line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
     return line;
@@ -4629,6 +4720,22 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     say("%s: each picture on its own", c.output_dir);
 }
 
+// The pictures of --init_image and --mask.
+static void load_known(const Model& m) {
+    Config c = m.config;
+    std::vector<float> values((size_t)c.in_channels * c.image_size * c.image_size);
+    for (float* to : {m.known, m.mask}) {
+        if (!to) continue;
+        if (to == m.mask) c.in_channels = 1, values.resize((size_t)c.image_size * c.image_size);
+        Dataset image = read_images(to == m.mask ? c.mask : c.init_image, c);
+        for (size_t e = 0; e < values.size(); e++) {
+            values[e] = image.value(e);
+            if (to == m.mask) values[e] = values[e] > 0;
+        }
+        backend_upload(to, values.data(), values.size() * sizeof(float));
+    }
+}
+
 // The model of --guide_weights, its running mean where there is one, for the same pictures.
 static void load_guide(Model* guide, const Config& c) {
     WeightsFile file = open_weights(c.guide_weights);
@@ -4670,6 +4777,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
+    load_known(m);
     Model guide;
     if (*config.guide_weights) load_guide(&guide, config);
     std::vector<float> pictures, strip;
@@ -4837,8 +4945,8 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const char* name :
-         {"generate", "strip", "output_dir", "guide_weights"}) {  // that was typed, and would do nothing
+    for (const char* name : {"generate", "strip", "output_dir", "guide_weights",
+                             "init_image"}) {  // that was typed, and would do nothing
         const GivenFlag* g = was_given(given, name);
         if (!draws && g && g->origin.empty())
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
