@@ -284,12 +284,10 @@ struct Config {
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
-    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH], init_image[MAX_PATH_LENGTH],
-        mask[MAX_PATH_LENGTH];
-    float strength;
-    int jump_length, jump_n_sample;
-    int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip;
-    float eta, guidance_scale;
+    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH];
+    char init_image[MAX_PATH_LENGTH], mask[MAX_PATH_LENGTH];
+    int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip, jump_length, jump_n_sample;
+    float eta, guidance_scale, strength;
     // what to do
     int resume_given, print_config, dry_run, help;
 };
@@ -311,6 +309,12 @@ static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weig
 static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
+
+static int sampler_steps(const Config& c) {
+    if (c.sample_steps) return c.sample_steps;
+    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
+    return std::min(usual, c.diffusion_steps);
+}
 
 // Rows of the label embedding: a class each, and what stands for no class where labels are dropped; 0: none.
 static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
@@ -374,12 +378,14 @@ static void check_config(const Config& c) {
              c.guidance_scale);
     if (*c.guide_weights && !is_guided(c))
         fail("--guide_weights does nothing without a --guidance_scale; 2 is usual");
-    if (!*c.init_image && (*c.mask || c.strength > 0))
-        fail("--%s goes with an --init_image", *c.mask ? "mask" : "strength");
     if (*c.mask && c.sampler != SAMPLER_DDIM && c.sampler != SAMPLER_DDPM)
-        fail("--mask takes the samplers ddim and ddpm");
-    if (*c.init_image && c.strip) fail("--strip does not go with --init_image");
-    if (*c.mask && c.interpolate) fail("--interpolate does not go with --mask");
+        fail("--mask needs --sampler ddim or ddpm");
+    if (*c.mask && (double)sampler_steps(c) * c.jump_n_sample > 1e6)
+        fail("--jump_n_sample %d times %d steps are more than a million; use a smaller one", c.jump_n_sample,
+             sampler_steps(c));
+    if (*c.init_image && c.strip)
+        fail("--strip shows the way from noise alone: leave out it or --init_image");
+    if (*c.mask && c.interpolate) fail("--interpolate and --mask, which adds noise, don't go together");
     guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
@@ -2058,13 +2064,13 @@ struct PredictionLoss {
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. What --mask keeps
-// of a picture is put over x then, noised: known_signal picture + known_noise noise.
+// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. Over that goes
+// what --mask keeps of the --init_image, noised: known_signal image + known_noise noise.
 struct SamplerStep {
-    uint32_t number;  // of the call, counted from 1
-    int timestep;     // what the network is told; -1: it is not called
-    int threshold;
-    float from_x, from_out;
+    uint32_t number = 0;  // counted from 1
+    int timestep = -1;    // what the network is told; -1: it is not called
+    int threshold = THRESHOLD_NONE;
+    float from_x = 0, from_out = 0;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
     float guidance = 1;             // see Drawing
@@ -2073,53 +2079,37 @@ struct SamplerStep {
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
 
-static int sampler_steps(const Config& c) {
-    if (c.sample_steps) return c.sample_steps;
-    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
-    return std::min(usual, c.diffusion_steps);
+// The part of the chain that pictures go through, of which an --init_image leaves out the beginning: Meng et
+// al., "SDEdit" (2022).
+static float strength_of(const Config& c) {
+    if (!*c.init_image) return 1;
+    return c.strength > 0 ? c.strength : *c.mask ? 1 : 0.5f;
 }
 
-// Of the shortened chain, those that pictures go through, rising. From an --init_image they begin in the middle:
-// Meng et al., "SDEdit" (2022).
-static float strength_of(const Config& c) {
-    if (!*c.init_image || c.strength > 0) return *c.init_image ? c.strength : 1;
-    return *c.mask ? 1 : 0.5f;
-}
+// The timesteps of that part, rising: 0 is always one.
 static std::vector<int> drawn_timesteps(const Config& c) {
     std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
     std::erase_if(timesteps, [&](int t) { return t >= strength_of(c) * c.diffusion_steps; });
     return timesteps;
 }
 
-// The steps of --mask, from those of a chain: now and then --jump_length steps of noising lead back, so that
-// what is drawn and what is kept come to fit. Lugmayr et al., "RePaint" (2022), algorithm 1, appendix's schedule.
-static std::vector<SamplerStep> with_jumps(const Config& c, const std::vector<double>& abar,
-                                           const std::vector<SamplerStep>& chain) {
-    std::vector<int> timesteps = drawn_timesteps(c);
-    int n = (int)timesteps.size();
-    std::vector<int> jumps(n);  // still to come, from each of them
-    for (int i = 0; i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
-    std::vector<SamplerStep> steps;
-    auto add = [&](SamplerStep s, double a) {
-        s.number = (uint32_t)steps.size() + 1;
-        s.known_signal = (float)sqrt(a), s.known_noise = (float)sqrt(1 - a);
-        steps.push_back(s);
-    };
+// The places among n timesteps that x comes to, one after the other, at last -1, where no noise is left. With
+// a --mask it goes back up from every jump_length-th, jump_n_sample - 1 times, so that what is drawn and what
+// is kept come to fit: Lugmayr et al., "RePaint" (2022), algorithm 1 and the schedule of its authors' program.
+static std::vector<int> places_of(const Config& c, int n) {
+    std::vector<int> places, jumps(n);  // jumps: still to come, from each
+    for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
     for (int i = n - 1; i >= 0; i--) {
-        bool leads_back = jumps[i]-- > 0;
-        for (int k = 0; k < c.jump_length && leads_back; k++, i++) {
-            double a = abar[timesteps[i + 1]], ratio = a / abar[timesteps[i]];
-            SamplerStep back = {
-                .number = 0, .timestep = -1, .threshold = THRESHOLD_NONE, .from_x = 0, .from_out = 0};
-            back.to_x = (float)sqrt(ratio), back.sigma = (float)sqrt(1 - ratio);
-            add(back, a);
-        }
-        add(chain[n - 1 - i], i ? abar[timesteps[i - 1]] : 1);
+        places.push_back(i);
+        if (!jumps[i]) continue;
+        jumps[i]--;
+        for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
     }
-    return steps;
+    places.push_back(-1);
+    return places;
 }
 
-// The calls from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
+// The steps from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
 // timestep to timestep of the shortened chain and at last to abar = 1, which is x0 itself:
 //   DDIM   equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
 //          (equation 16). With eta = 1 it is DDPM's, equation 7 of Ho et al. with the posterior variance.
@@ -2143,15 +2133,26 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
         if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
         if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
-        uint32_t number = (uint32_t)calls.size() + 1;
-        SamplerStep s = {number, timestep, c.threshold, (float)from_x, (float)from_out};
+        SamplerStep s = {0, timestep, c.threshold, (float)from_x, (float)from_out};
         double part = (double)timestep / c.diffusion_steps;
         if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
         return s;
     };
+    auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
+        s.number = (uint32_t)calls.size() + 1;
+        s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
+        calls.push_back(s);
+    };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
-    for (int count = (int)timesteps.size(), i = count - 1; i >= 0; i--) {
-        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
+    int count = (int)timesteps.size();
+    std::vector<int> places = places_of(c, count);
+    for (size_t k = 0; k + 1 < places.size(); k++) {
+        int i = places[k], to = places[k + 1];
+        double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
+        if (to > i) {  // back into the noise, as the chain itself goes
+            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
+            continue;
+        }
         double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
         double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
         double to_x0 = sqrt(next) - keep * sqrt(a);
@@ -2166,23 +2167,25 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         }
         if (c.sampler == SAMPLER_HEUN && i > 0 && sqrt(1 - a) <= HEUN_MOST_NOISE * sqrt(a)) {
             s.save_x0 = (float)(to_x0 / 2), s.save_x = (float)((sqrt(next / a) + keep) / 2);
-            calls.push_back(s);
+            add(s, next);
             s = call_at(timesteps[i - 1]);
             double half = (1 - sqrt((1 / a - 1) / (1 / next - 1))) / 2;
             s.to_x0 = (float)(-half * sqrt(next)), s.to_x = (float)half, s.to_saved = 1;
         }
-        calls.push_back(s);
+        add(s, next);
     }
-    return *c.mask ? with_jumps(c, abar, calls) : calls;
+    return calls;
 }
-// How they begin: to_x0 of the --init_image, to_x of noise.
+// What pictures begin as, before the first: to_x0 times the --init_image and to_x times their noise.
 static SamplerStep first_step(const Config& c) {
     double a = make_abar(c)[drawn_timesteps(c).back()];
-    SamplerStep s = {.number = 0, .timestep = -1, .threshold = THRESHOLD_NONE, .from_x = 0, .from_out = 0};
-    s.known_signal = (float)sqrt(a), s.known_noise = (float)sqrt(1 - a);
-    bool in_noise = !*c.init_image || (*c.mask && strength_of(c) == 1);
-    s.to_x0 = in_noise ? 0 : s.known_signal, s.to_x = in_noise ? 1 : s.known_noise;
+    bool noise_alone = !*c.init_image || (*c.mask && strength_of(c) == 1);
+    SamplerStep s = {.known_signal = (float)sqrt(a), .known_noise = (float)sqrt(1 - a)};
+    s.to_x0 = noise_alone ? 0 : s.known_signal, s.to_x = noise_alone ? 1 : s.known_noise;
     return s;
+}
+static long network_calls(const std::vector<SamplerStep>& steps) {
+    return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
 }
 
 // What a picture comes from: its class, and its noise, weight z(seed) + other_weight z(other), z(s) being
@@ -2208,22 +2211,22 @@ struct Drawing {
     const Beginning* begins;       // (B)
     float* limits;                 // (B): of dynamic thresholding
     const float* known = nullptr;  // (C, H, W): the --init_image
-    const float* mask = nullptr;   // (H, W): 1 where it is kept, otherwise 0; null: nowhere
+    const float* mask = nullptr;   // (H, W): above 0 where it is kept; null: it is kept nowhere
 
     HOST_DEVICE void set(size_t at, float value) const {
         x[at] = value, input.data[at] = (T)value;
         if (weak_input) weak_input[at] = (T)value;
     }
-    // x of channel c after step s: the values, or what the mask keeps.
-    HOST_DEVICE void set_four(const SamplerStep& s, const FourPixels& four, int c, float (&value)[4]) const {
+    // Channel c after step s: the values, or what the mask keeps.
+    HOST_DEVICE void set_four(const SamplerStep& s, const FourPixels& four, int c, const float* value) const {
         float normal[4] = {};
         if (mask)
             random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
                               s.number + (1u << 31));
         UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-            if (mask && mask[four.first + i] > 0)
-                value[i] = s.known_signal * known[four.element(c) + i] + s.known_noise * normal[i];
-            set(four.at(i, c), value[i]);
+            bool kept = mask && mask[four.first + i] > 0;
+            float image = kept ? known[four.element(c) + i] : 0;
+            set(four.at(i, c), kept ? s.known_signal * image + s.known_noise * normal[i] : value[i]);
         }
     }
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
@@ -2276,7 +2279,8 @@ struct ThresholdLimits {
     }
 };
 
-// x begins as noise. A picture depends on its Beginning alone, whatever the batch it is drawn in.
+// x begins as noise, or as the noised --init_image. A picture depends on its Beginning alone, whatever the
+// batch it is drawn in.
 template <typename T>
 struct StartPictures {
     Drawing<T> drawing;
@@ -3103,7 +3107,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
     int most = pictures_at_a_time(c, m->plan.batch);
-    Progress progress = {show_progress, (long)calls.size() * ceil_div(count, most)};
+    Progress progress = {show_progress, network_calls(calls) * ceil_div(count, most)};
     Recording network, guided_network, guide_network;
     for (int first = 0; first < count && !stop_requested; first += most) {
         int B = std::min(most, count - first), step = 0;
@@ -3129,11 +3133,13 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                                 c.num_classes});
                 backend_replay(recording, [&] { unet_forward(model, rows); });
             };
-            if (s.timestep >= 0) call(m, twice ? &guided_network : &network, twice ? 2 * B : B);
-            if (guided && guide) call(guide, &guide_network, B);
+            if (s.timestep >= 0) {
+                call(m, twice ? &guided_network : &network, twice ? 2 * B : B);
+                if (guided && guide) call(guide, &guide_network, B);
+                progress.count();
+            }
             if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, s});
             run(UpdatePictures<floatX>{drawing, s});
-            progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
             int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
@@ -3865,8 +3871,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
-    if (C != c.in_channels)
-        fail("%s has images of %d channels and --in_channels is %d", name, C, c.in_channels);
+    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
     // 65536^2 pixels * 3 * 2^31 images fit 128 bits; a double is exact enough to refuse what no disk holds
     double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
@@ -4347,6 +4352,9 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
     return last;
 }
 
+// Whether it was given by more than a file that lists its default.
+static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
+
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
     auto preset = std::ranges::find(PRESETS, name, &Preset::name);
@@ -4508,7 +4516,7 @@ static void print_run(const Model& m) {
 // defaults, which config.txt lists too, and a preset's are meant for any --image_size.
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
-    if (!g || g->origin.starts_with("--") || (!g->origin.empty() && g->value == g->flag->standard)) return;
+    if (!is_asked(g) || g->origin.starts_with("--")) return;
     int smallest = c.image_size >> (list_length(c.channel_mult) - 1);
     for (int size : c.attention_resolutions)
         if (size &&
@@ -4655,11 +4663,10 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
 
 static std::string sampler_text(const Config& c) {
     std::string line = SAMPLER_NAMES[c.sampler];
-    auto steps = make_sampler(c);
-    auto calls = std::count_if(steps.begin(), steps.end(), [](auto& s) { return s.timestep >= 0; });
+    long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
-    if (calls != sampler_steps(c)) line += text(" (%ld network calls)", (long)calls);
+    if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
     if (c.threshold != THRESHOLD_CLAMP)
         line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
     return line;
@@ -4679,6 +4686,13 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                   : newest_checkpoint(run_folder(config), otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
+    static const char* const NEEDED[][2] = {{"mask", "init_image"},
+                                            {"strength", "init_image"},
+                                            {"jump_length", "mask"},
+                                            {"jump_n_sample", "mask"}};
+    for (auto [name, needed] : NEEDED)
+        if (is_asked(was_given(given, name)) && flag_text(config, *find_flag(needed)).empty())
+            fail("--%s does nothing without --%s", name, needed);
     check_config(config);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
@@ -4720,20 +4734,13 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     say("%s: each picture on its own", c.output_dir);
 }
 
-// The pictures of --init_image and --mask.
-static void load_known(const Model& m) {
-    Config c = m.config;
-    std::vector<float> values((size_t)c.in_channels * c.image_size * c.image_size);
-    for (float* to : {m.known, m.mask}) {
-        if (!to) continue;
-        if (to == m.mask) c.in_channels = 1, values.resize((size_t)c.image_size * c.image_size);
-        Dataset image = read_images(to == m.mask ? c.mask : c.init_image, c);
-        for (size_t e = 0; e < values.size(); e++) {
-            values[e] = image.value(e);
-            if (to == m.mask) values[e] = values[e] > 0;
-        }
-        backend_upload(to, values.data(), values.size() * sizeof(float));
-    }
+// The first picture of an image file, (channels, H, W), for --init_image and --mask.
+static std::vector<float> first_picture(const char* path, Config c, int channels) {
+    c.in_channels = channels, c.class_cond = 0;  // it needs no label
+    Dataset images = read_images(path, c);
+    std::vector<float> values((size_t)channels * c.image_size * c.image_size);
+    for (size_t e = 0; e < values.size(); e++) values[e] = images.value(e);
+    return values;
 }
 
 // The model of --guide_weights, its running mean where there is one, for the same pictures.
@@ -4768,6 +4775,9 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         print_run(m);
         return 0;
     }
+    std::vector<float> known, mask;
+    if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
+    if (*config.mask) mask = first_picture(config.mask, config, 1);
     // what can't be written is better said before the pictures are drawn
     { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
@@ -4777,7 +4787,8 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
-    load_known(m);
+    if (m.known) backend_upload(m.known, known.data(), known.size() * sizeof(float));
+    if (m.mask) backend_upload(m.mask, mask.data(), mask.size() * sizeof(float));
     Model guide;
     if (*config.guide_weights) load_guide(&guide, config);
     std::vector<float> pictures, strip;
@@ -4832,6 +4843,7 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         take_model(&config, given, file);
     }
     if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
+    *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);

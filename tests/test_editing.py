@@ -12,7 +12,8 @@ import prepare_data
 import train_unet
 import unet_io
 from harness import (
-    SMALL, TOY, TRAIN, call, error_of, perturbed_file, picture, refused, run, same_bits, write_toy_images)
+    SMALL, TOY, TRAIN, call, error_of, perturbed_file, picture, refused, run, same_bits, start_flags,
+    write_toy_images)
 from train_unet import Edit, levels, sample
 from unet_io import Config, Stream
 
@@ -249,6 +250,7 @@ def test_refused_edits(tmp_path, draw):
                         ([*image, "--strength", "nan"], "--strength must"),
                         ([*image, *mask, "--jump_length", 0], "--jump_length must be from 1"),
                         ([*image, *mask, "--jump_n_sample", 0], "--jump_n_sample must be from 1"),
+                        ([*image, *mask, "--sample_steps", 2000, "--jump_n_sample", 501], "than a million"),
                         ([*image, *mask, "--sampler", "heun"], "--mask needs --sampler ddim or ddpm"),
                         ([*image, *mask, "--sampler", "dpmpp"], "--mask needs --sampler ddim or ddpm"),
                         ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate and --mask"),
@@ -322,6 +324,33 @@ def test_class_names(tmp_path, draw, capsys):
 # ./train_unet
 
 EDITS = {  # name: (configuration, flags, largest difference in pixel values of 255)
+    "from a picture": ({}, ["--init_image", "i"], 2),
+    "nearly anew, dpmpp": (dict(noise_schedule="cosine"), [
+        "--init_image", "i", "--strength", 0.95, "--sampler", "dpmpp", "--sample_steps", 20], 2),
+    "all of the chain, heun": (dict(zero_terminal_snr=True), [
+        "--init_image", "i", "--strength", 1, "--sampler", "heun"], 2),
+    "a few timesteps": ({}, ["--init_image", "i", "--strength", 0.03, "--sampler", "ddpm"], 2),
+    "mask": ({}, ["--init_image", "i", "--mask", "m", "--sample_steps", 30, "--jump_n_sample", 3], 2),
+    "mask, ddpm, from the middle": (
+        dict(predict="x0", in_channels=4, diffusion_steps=100),
+        ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
+         "--jump_length", 7, "--jump_n_sample", 4], 2),
+    "mask, jumps of one, far back": (dict(zero_terminal_snr=True, diffusion_steps=30), [
+        "--init_image", "i", "--mask", "m", "--sample_steps", 3, "--jump_length", 1, "--jump_n_sample", 40], 2),
+    "mask, jumps longer than the chain": ({}, [
+        "--init_image", "i", "--mask", "m", "--sample_steps", 6, "--jump_length", 100000,
+        "--jump_n_sample", 1000], 2),
+    "mask, guide": ({}, [
+        "--init_image", "i", "--mask", "m", "--sample_steps", 9, "--jump_length", 2, "--jump_n_sample", 3,
+        "--guide_weights", "g", "--guidance_scale", 2, "--guidance_interval", "0.2,0.9"], 2),
+    "one timestep": ({}, ["--init_image", "i", "--strength", 1e-30, "--sample_steps", 9], 2),
+    "mask, one timestep": ({}, ["--init_image", "i", "--mask", "m", "--strength", 1e-30], 2),
+    "mask, no jumps, eta": (dict(in_channels=1, zero_terminal_snr=True), [
+        "--init_image", "i", "--mask", "m", "--jump_n_sample", 1, "--eta", 0.7], 2),
+    "mask, learned variance, classes": (
+        dict(learn_sigma=True, diffusion_steps=50, class_cond=True, num_classes=2, cond_drop_prob=0.1),
+        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4,
+         "--jump_n_sample", 3], 2),
     "guide": ({}, ["--guide_weights", "g", "--guidance_scale", 2.5, "--guidance_interval", "0.1,0.7"], 2),
     "guide, classes, learned variance": (
         dict(class_cond=True, num_classes=3, learn_sigma=True, diffusion_steps=60),
@@ -336,7 +365,9 @@ def test_both_programs(tmp_path, name):
     config = Config(**TOY | dict(predict="v") | more)
     perturbed_file(tmp_path / "w.bin", config)
     perturbed_file(tmp_path / "g.bin", Config(**vars(config) | dict(channel_mult=(1, 1), seed=9)))
-    words = [tmp_path / "g.bin" if word == "g" else word for word in words]
+    write_toy_images(tmp_path / "i.bin", n=3, size=16, channels=config.in_channels)  # of other classes
+    write_toy_images(tmp_path / "m.bin", n=2, seed=4, channels=1)
+    words = [tmp_path / f"{word}.bin" if word in ("i", "m", "g") else word for word in words]
     common = ["--seeds", "40-42", *words]
     for batch in (2, 3):
         run(TRAIN, "--model_weights", tmp_path / "w.bin", "--batch_size", batch, "--output_name",
@@ -350,13 +381,51 @@ def test_both_programs(tmp_path, name):
 
 
 def test_what_the_program_refuses(tmp_path):
-    """What generate.py refuses of guides, ./train_unet refuses."""
-    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
-    perturbed_file(tmp_path / "g.bin", Config(**SMALL | dict(predict="x0")))
+    """What generate.py refuses of pictures, masks and guides, ./train_unet refuses."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL | dict(diffusion_steps=2000)))
+    perturbed_file(tmp_path / "g.bin", Config(**SMALL | dict(diffusion_steps=2000, predict="x0")))
+    for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
+        unet_io.write_images(str(tmp_path / f"{name}.bin"), np.zeros((1, n, size, size), np.uint8))
+    image, mask = ["--init_image", tmp_path / "i.bin"], ["--mask", tmp_path / "m.bin"]
     guide = ["--guide_weights", tmp_path / "g.bin"]
-    for words, says in ((guide, "--guidance_scale"), ([*guide, "--guidance_scale", 2], "--predict x0")):
-        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, "--output_name",
+    for words, says in ((mask, "--init_image"), (["--strength", 0.5], "--init_image"),
+                        ([*image, "--jump_length", 10], "--jump_length does nothing without --mask"),
+                        ([*image, "--jump_n_sample", 3], "--jump_n_sample does nothing without --mask"),
+                        ([*image, *mask, "--sampler", "heun"], ["--mask", "ddim or ddpm"]),
+                        ([*image, "--strip", 4], "--strip"), (guide, "--guidance_scale"),
+                        ([*guide, "--guidance_scale", 2], "--predict x0"),
+                        (["--init_image", tmp_path / "none.bin"], "none.bin"),
+                        (["--init_image", tmp_path / "m.bin"], "m.bin"),
+                        (["--init_image", tmp_path / "big.bin"], "big.bin"),
+                        ([*image, "--mask", tmp_path / "i.bin"], "i.bin has images of 3 channels, and 1 are"),
+                        ([*image, *mask, "--sample_steps", 2000, "--jump_n_sample", 501], "than a million"),
+                        ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate")):
+        count = [] if "--seeds" in words else ["--generate", 1]
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", *count, *words, "--output_name",
                 tmp_path / "x.png", says=says)
+    for words, says in (([*image, "--strength", 1.5], "--strength"), ([*image, *mask, "--jump_length", 0],
+                                                                      "--jump_length")):
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says, status=2)
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_files_in_a_configuration(tmp_path):
+    """Those of a --config file are for --generate: a run that trains draws its grids without them."""
+    data = write_toy_images(tmp_path / "d.bin", size=4)
+    config = Config(**SMALL | dict(class_cond=True, num_classes=3, cond_drop_prob=0.5))
+    perturbed_file(tmp_path / "w.bin", config)
+    write_toy_images(tmp_path / "m.bin", size=4, channels=1)
+    (tmp_path / "edit.txt").write_text(f"init_image = {data}\nstrength = 0.3\nmask = {tmp_path}/m.bin\n"
+                                       f"jump_n_sample = 3\nguide_weights = {tmp_path}/w.bin\n")
+    common = ["--guidance_scale", 2, "--sample_steps", 7]
+    for name, words in (("plain", []), ("edited", ["--config", tmp_path / "edit.txt"])):
+        run(TRAIN, *words, *start_flags(config, data, tmp_path / name, 2), *common, "--num_samples", 2)
+        run(TRAIN, *words, *common, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--output_name",
+            tmp_path / f"{name}.png")
+    ours, plain = (picture(tmp_path / name / "samples_00000002.png") for name in ("plain", "edited"))
+    assert same_bits(ours, plain)
+    ours, plain = (picture(tmp_path / f"{name}.png") for name in ("plain", "edited"))
+    assert not same_bits(ours, plain)
 
 
 def test_class_names_in_the_program(tmp_path):

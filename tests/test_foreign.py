@@ -330,8 +330,8 @@ def test_both_programs_take_the_same_ranges():
     for name, field in Config.__dataclass_fields__.items():
         if field.metadata["help"] and field.metadata["high"] is not None:
             config[name] = (field.metadata["low"], field.metadata["high"])
-    choices = ("sampler", "threshold", "strength", "jump_length", "jump_n_sample")  # or of generate.py alone
-    ranges = config | {name: pair for name, pair in unet_io.RANGES.items() if name not in choices}
+    ranges = config | {name: pair for name, pair in unet_io.RANGES.items()
+                       if name not in ("sampler", "threshold")}  # which are choices
     assert not set(config) & (set(unet_io.RANGES) - {"batch_size"})
     assert {name: tuple(map(float, pair)) for name, pair in ranges.items()} == program
     assert config["batch_size"] == unet_io.RANGES["batch_size"]
