@@ -1146,7 +1146,8 @@ struct Plan {
     std::vector<Block> blocks;
     std::vector<Parameter> tensors;
     size_t num_parameters;
-    size_t num_floats;  // that they take in memory
+    size_t num_floats;   // that they take in memory
+    size_t num_decayed;  // of them the first: weight decay is for matrices
     size_t arena_bytes;
     int batch;
     bool training;
@@ -1171,7 +1172,6 @@ struct Model : OptimiserMemory {
     Plan plan;
     floatX* weights;  // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
     const float* fp32_params;  // what `weights` were rounded from: master, or an EMA
-    uint8_t* decays;           // one a DECAY_CHUNK: weight decay is for it, a part of a matrix
     char* arena;               // activations, their gradients, scratch: where the plan says
     Arena scratch;             // the part of it that the block under way may take from
     floatX* input;             // (B, H, W, PIXEL): the noised images
@@ -1283,7 +1283,7 @@ struct EmbedBlock {
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer_of(m, block, EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at(m, 0, size_t(E) * block.O);
+    Linear projections = layer_at(m, 0, m->plan.num_decayed);
 
     Tensor part(int n) const {  // (B, E)
         return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
@@ -1595,22 +1595,26 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     plan->blocks.push_back(block);
 }
 
-// Makes the residual blocks' embedding layers one layer: block 0 has all their outputs, and their weights lie
-// before the other parameters, one behind the other, then their biases. Files keep PyTorch's order.
+// Makes the residual blocks' embedding layers one layer, of which block 0 has all outputs: of the matrices,
+// which come first, and of the other parameters, theirs are the first. Files keep PyTorch's order.
 static void join_projections(Plan* plan) {
     Block& embedding = plan->blocks[0];
-    std::vector<Parameter*> order;
+    std::set<const Parameter*> joined;
     embedding.O = 0;
     for (Block& b : plan->blocks) {
         if (b.kind != BLOCK_RES) continue;
-        order.push_back(&plan->tensors[b.param + 2 * RES_EMB]);
-        b.emb = embedding.O, embedding.O += order.back()->shape[0];
+        const Parameter* weight = &plan->tensors[b.param + 2 * RES_EMB];
+        joined.insert({weight, weight + 1});
+        b.emb = embedding.O, embedding.O += weight->shape[0];
     }
-    for (size_t i = 0, n = order.size(); i < n; i++) order.push_back(order[i] + 1);
-    for (Parameter& t : plan->tensors)
-        if (std::find(order.begin(), order.end(), &t) == order.end()) order.push_back(&t);
     size_t offset = 0;
-    for (Parameter* t : order) t->offset = offset, offset += t->size;
+    for (bool matrices : {true, false}) {
+        for (bool projections : {true, false})
+            for (Parameter& t : plan->tensors)
+                if ((t.ndim > 1) == matrices && joined.contains(&t) == projections)
+                    t.offset = offset, offset += t.size;
+        if (matrices) plan->num_decayed = offset;
+    }
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -2095,7 +2099,7 @@ static std::vector<int> drawn_timesteps(const Config& c) {
 
 // The places among n timesteps that x comes to, one after the other, at last -1, where no noise is left. With
 // a --mask it goes back up from every jump_length-th, jump_n_sample - 1 times, so that what is drawn and what
-// is kept come to fit: Lugmayr et al., "RePaint" (2022), algorithm 1 and the schedule of its authors' program.
+// is kept come to fit: Lugmayr et al., "RePaint" (2022), algorithm 1 and its authors' schedule.
 static std::vector<int> places_of(const Config& c, int n) {
     std::vector<int> places, jumps(n);  // jumps: still to come, from each
     for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
@@ -2378,7 +2382,6 @@ struct StepState {
     int quartile_counts[4] = {};
     History history;
 };
-enum { DECAY_CHUNK = 32 };    // parameters that are decayed or not together; it divides every offset
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
 
@@ -2409,9 +2412,8 @@ struct SquaredNorm {
 template <typename T>
 struct UpdateWeights {
     OptimiserMemory memory;
-    T* working;             // the weights as the layers read them; null where they read master
-    const uint8_t* decays;  // (n / DECAY_CHUNK rounded up)
-    size_t n;
+    T* working;         // the weights as the layers read them; null where they read master
+    size_t n, decayed;  // of n the first
     const StepState* state;
 
     size_t items() const { return n / 4; }
@@ -2421,7 +2423,7 @@ struct UpdateWeights {
         const auto& [w, ema, m, v, gradient] = memory;
         size_t i = 4 * item;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
-        float decay = decays[i / DECAY_CHUNK] ? 1.0f - a.lr * a.weight_decay : 1.0f;
+        float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
         Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
@@ -2522,7 +2524,6 @@ static size_t lay_out_model(Model* m, char* memory) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
         place(P, m->gradients, m->adam_m, m->adam_v);
         place(P / NORM_CHUNK + 1, m->norm_parts);
-        place(P / DECAY_CHUNK + 1, m->decays);
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2604,14 +2605,6 @@ static void allocate_model(Model* m) {
              human_bytes(memory_of(*m)).c_str());
     backend_zero(m->memory.as<char>(), m->bytes);
     lay_out_model(m, m->memory.as<char>());
-    if (!m->plan.training) return;
-    std::vector<uint8_t> decays(m->plan.num_floats / DECAY_CHUNK + 1);
-    for (const Parameter& t : m->plan.tensors) {
-        ASSERT(t.offset % DECAY_CHUNK == 0);
-        for (size_t i = 0; t.ndim > 1 && i < t.size; i += DECAY_CHUNK)
-            decays[(t.offset + i) / DECAY_CHUNK] = 1;
-    }
-    backend_upload(m->decays, decays.data(), decays.size());
 }
 
 static void build_model(Model* m, const Config& config, int batch, bool training) {
@@ -2923,7 +2916,7 @@ static void enqueue_step(Trainer* t) {
     run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
     run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
     floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
-    run(UpdateWeights<floatX>{*m, working, m->decays, P, m->state});
+    run(UpdateWeights<floatX>{*m, working, P, m->plan.num_decayed, m->state});
 }
 
 static void send_orders(Trainer* t, long last_epoch) {

@@ -30,20 +30,6 @@ static const StepState* adamw_state(Problem& p) {
     return memory;
 }
 
-// Every parameter decays, as in adamw.py.
-static const uint8_t* adamw_decays(Problem& p) {
-    static uint8_t *here, *device;
-    static size_t here_bytes, device_bytes;
-    size_t bytes = p.find("w").values.size() / DECAY_CHUNK + 1, &held = p.on_cpu ? here_bytes : device_bytes;
-    uint8_t*& memory = p.on_cpu ? here : device;
-    if (held < bytes) {
-        std::vector<char> ones(held = bytes, 1);
-        memory = (uint8_t*)p.allocate(bytes);
-        p.put((char*)memory, ones.data(), bytes);
-    }
-    return memory;
-}
-
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 // working: the copy of the weights.
@@ -54,7 +40,8 @@ static UpdateWeights<T> adamw_layer(Problem& p, T* working) {
                               .adam_m = p.update<float>("m"),
                               .adam_v = p.update<float>("v"),
                               .gradients = (float*)p.in<float>("gradient")};
-    return {memory, working, adamw_decays(p), p.find("w").values.size(), adamw_state(p)};
+    size_t n = p.find("w").values.size();
+    return {memory, working, n, n, adamw_state(p)};  // every parameter decays, as in adamw.py
 }
 static void adamw_step0(Problem& p) { cpu::run(adamw_layer(p, p.out<float>("working"))); }
 
