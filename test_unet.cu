@@ -900,8 +900,6 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Pair<Beginning> begins(noises);
     Floats limits(B, 0.1f), saved(n), known((size_t)channels * H * W), mask((size_t)H * W);
     bool keeps = predict != PREDICT_EPS;
-    SamplerStep start = first_step(default_config());
-    if (keeps) start.to_x0 = 0.4f, start.to_x = 0.9f, start.known_signal = 0.6f, start.known_noise = 0.8f;
     auto drawing = [&](auto on) {
         return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
                                                  on(out),
@@ -915,15 +913,14 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                  on(known),
                                                  on(mask, keeps)};
     };
-    check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output}, [&](auto on) {
-        on.run(StartPictures<typename decltype(on)::T>{drawing(on), start});
-    });
+    check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output},
+          [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
             s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
-            s.known_signal = 0.7f, s.known_noise = 0.7f;
+            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = predict == PREDICT_V ? 0.4f : 0;
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
                 on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), s});
@@ -3582,7 +3579,7 @@ static void twin_case(const Case& c, Verdict* v) {
                                   saved.data(),
                                   begins.data(),
                                   limits.data()};
-        cpu::run(StartPictures<float>{drawing, first_step(default_config())});
+        cpu::run(StartPictures<float>{drawing});
         for (const SamplerStep& s : make_sampler(config)) {
             double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
             for (size_t i = 0; i < x.size(); i++) {

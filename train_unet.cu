@@ -2068,17 +2068,18 @@ struct PredictionLoss {
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. Over that goes
-// what --mask keeps of the --init_image, noised: known_signal image + known_noise noise.
+// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. With an
+// --init_image the first step, number 0, adds to_known image. Over x goes what --mask keeps of the image,
+// noised: known_signal image + known_noise noise.
 struct SamplerStep {
-    uint32_t number = 0;  // counted from 1
+    uint32_t number = 0;  // of those that follow, counted from 1
     int timestep = -1;    // what the network is told; -1: it is not called
     int threshold = THRESHOLD_NONE;
     float from_x = 0, from_out = 0;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
     float guidance = 1;             // see Drawing
-    float widest = 0, known_signal = 0, known_noise = 0;
+    float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
 };
 
 static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
@@ -2133,28 +2134,34 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
     std::vector<SamplerStep> calls;
     auto guided = guidance_interval(c);
+    uint32_t number = 0;
     auto call_at = [&](int timestep) {
         double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
         if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
         if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
-        SamplerStep s = {0, timestep, c.threshold, (float)from_x, (float)from_out};
+        SamplerStep s = {++number, timestep, c.threshold, (float)from_x, (float)from_out};
         double part = (double)timestep / c.diffusion_steps;
         if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
         return s;
     };
     auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
-        s.number = (uint32_t)calls.size() + 1;
         s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
         calls.push_back(s);
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
     int count = (int)timesteps.size();
     std::vector<int> places = places_of(c, count);
+    if (*c.init_image) {  // with a mask, from the chain's beginning on, the rest is noise alone
+        double a = abar[timesteps.back()];
+        bool rest = !*c.mask || strength_of(c) < 1;
+        add({.to_x = rest ? (float)sqrt(1 - a) : 1, .to_known = rest ? (float)sqrt(a) : 0}, a);
+    }
     for (size_t k = 0; k + 1 < places.size(); k++) {
         int i = places[k], to = places[k + 1];
         double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
         if (to > i) {  // back into the noise, as the chain itself goes
-            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
+            add({.number = ++number, .to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)},
+                next);
             continue;
         }
         double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
@@ -2179,14 +2186,6 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         add(s, next);
     }
     return calls;
-}
-// What pictures begin as, before the first: to_x0 times the --init_image and to_x times their noise.
-static SamplerStep first_step(const Config& c) {
-    double a = make_abar(c)[drawn_timesteps(c).back()];
-    bool noise_alone = !*c.init_image || (*c.mask && strength_of(c) == 1);
-    SamplerStep s = {.known_signal = (float)sqrt(a), .known_noise = (float)sqrt(1 - a)};
-    s.to_x0 = noise_alone ? 0 : s.known_signal, s.to_x = noise_alone ? 1 : s.known_noise;
-    return s;
 }
 static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
@@ -2220,18 +2219,6 @@ struct Drawing {
     HOST_DEVICE void set(size_t at, float value) const {
         x[at] = value, input.data[at] = (T)value;
         if (weak_input) weak_input[at] = (T)value;
-    }
-    // Channel c after step s: the values, or what the mask keeps.
-    HOST_DEVICE void set_four(const SamplerStep& s, const FourPixels& four, int c, const float* value) const {
-        float normal[4] = {};
-        if (mask)
-            random_normals_at(normal, begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
-                              s.number + (1u << 31));
-        UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-            bool kept = mask && mask[four.first + i] > 0;
-            float image = kept ? known[four.element(c) + i] : 0;
-            set(four.at(i, c), kept ? s.known_signal * image + s.known_noise * normal[i] : value[i]);
-        }
     }
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
@@ -2283,12 +2270,10 @@ struct ThresholdLimits {
     }
 };
 
-// x begins as noise, or as the noised --init_image. A picture depends on its Beginning alone, whatever the
-// batch it is drawn in.
+// x begins as noise. A picture depends on its Beginning alone, whatever the batch it is drawn in.
 template <typename T>
 struct StartPictures {
     Drawing<T> drawing;
-    SamplerStep step;  // see first_step
 
     size_t items() const { return FourPixels::count(drawing.input); }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2299,16 +2284,14 @@ struct StartPictures {
             random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
             if (from.other_weight != 0)
                 random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
-            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-                normal[i] = step.to_x * (from.weight * normal[i] + from.other_weight * other[i]);
-                if (step.to_x0 > 0) normal[i] += step.to_x0 * drawing.known[four.element(c) + i];
-            }
-            drawing.set_four(step, four, c, normal);
+            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++)
+                drawing.set(four.at(i, c), from.weight * normal[i] + from.other_weight * other[i]);
         }
     }
 };
 
-// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise, saved <- save_x0 x0 + save_x x: see SamplerStep.
+// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise + to_known image, saved <- save_x0 x0 + save_x x, and
+// what is kept of the image: see SamplerStep.
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
@@ -2318,20 +2301,23 @@ struct UpdatePictures {
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, drawing.input.T());
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4] = {};
-            if (step.sigma > 0)
-                random_normals_at(normal, drawing.begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
-                                  step.number);
+            float normal[4] = {}, masked[4] = {};
+            uint32_t seed = drawing.begins[four.b].seed, e = four.element(c);
+            if (step.sigma > 0) random_normals_at(normal, seed, STREAM_SAMPLER, e, 0, step.number);
+            if (drawing.mask) random_normals_at(masked, seed, STREAM_SAMPLER, e, 0, step.number + (1u << 31));
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                normal[i] = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i];
+                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i];
+                if (step.to_known > 0) next += step.to_known * drawing.known[e + i];
+                if (drawing.mask && drawing.mask[four.first + i] > 0)
+                    next = step.known_signal * drawing.known[e + i] + step.known_noise * masked[i];
+                drawing.set(at, next);
                 drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
-            drawing.set_four(step, four, c, normal);
         }
     }
 };
@@ -3116,7 +3102,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             weak_input = m->input + input.count(), weak_out = out + input.count();
         Drawing<floatX> drawing = {input, out,       weak_input, weak_out, c.in_channels, x,
                                    saved, m->begins, m->limits,  m->known, m->mask};
-        run(StartPictures<floatX>{drawing, first_step(c)});
+        run(StartPictures<floatX>{drawing});
         backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
         for (const SamplerStep& s : calls) {
             if (stop_requested) break;

@@ -227,8 +227,7 @@ static int run_program(int argc, char** argv) {
     auto begins = begin_with(consecutive(config.seed, drawn));
     backend_upload(m.begins, begins.data(), drawn * sizeof(Beginning));
     run(StartPictures<floatX>{{unet_input(&m, drawn), unet_output(&m), nullptr, nullptr, config.in_channels,
-                               m.target, m.images, m.begins, m.limits},
-                              first_step(drawing)});
+                               m.target, m.images, m.begins, m.limits}});
     run(TellNetwork{m.timesteps, m.labels, m.begins, drawn, drawn, config.diffusion_steps / 2, 0});
     double call_ms = time_replays([&] { unet_forward(&m, drawn); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
