@@ -216,8 +216,8 @@ static void append(std::vector<double>* numbers, const Beginning& p) {
     numbers->insert(numbers->end(),
                     {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
 }
-static void append(std::vector<double>* numbers, const Variance& v) {
-    numbers->insert(numbers->end(), {v.log_least, v.log_range, v.mean_error});
+static void append(std::vector<double>* numbers, const Timestep& t) {
+    numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error});
 }
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
@@ -875,8 +875,12 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * H * W * PIXEL;
     int channels = 1 + predict % 4;
-    Floats images((size_t)B * channels * H * W, 0.5f), signal(1000), noise(1000), weights(1000), target(n),
-        x(n), losses((size_t)B * loss_parts(H * W));
+    Floats images((size_t)B * channels * H * W, 0.5f), weights(1000), target(n), x(n),
+        losses((size_t)B * loss_parts(H * W));
+    std::vector<Timestep> timesteps;
+    for (int i = 0; i < 1000; i++)
+        timesteps.push_back({0.3f + 0.001f * i, 0.9f - 0.0007f * i, -3 - 0.005f * i, 0.3f, 0.1f});
+    Pair<Timestep> chain(timesteps);
     Layer x_t(n), input(2 * n), out(2 * n), dout(n);
     Pair<int> t(some_timesteps(B));
     StepState some_step = StepState();
@@ -884,7 +888,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Pair<StepState> state(std::vector<StepState>(1, some_step));
     check("add noise", shape, {{&x_t, KEPT, "x_t", LIMIT}, {&target, KEPT, "target", FLOAT_LIMIT}},
           [&](auto on) {
-              Noising by = {on(signal), on(noise), predict, channels, 0.3f, 77};
+              Noising by = {on(chain), predict, channels, 0.3f, 77};
               Samples samples = {5, on(t), with_state ? &on(state)->step : nullptr};
               on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
@@ -941,9 +945,6 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                             on(dout, training)});
         });
     }
-    std::vector<Variance> some_variances;
-    for (int i = 0; i < 1000; i++) some_variances.push_back({-3 - 0.005f * i, 0.3f, 0.1f});
-    Pair<Variance> variances(some_variances);
     Floats bounds(losses.host.size());
     std::vector<int> early = some_timesteps(B);
     for (int b = 0; b < B; b += 2) early[b] = 0;  // where the loss is another
@@ -957,7 +958,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
           [&](auto on) {
               BatchLoss batch = {on(losses), on(mixed), on(weights), B, H * W, channels, 1000, on(bounds)};
               on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
-                                                              on(images), on(variances)});
+                                                              on(images), on(chain)});
           });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         Dropping by = {0.3f, 99, 77, 5, &on(state)->step};
@@ -1612,7 +1613,7 @@ static double forward_loss(Model* m, int B) {
     loss_backward(m, batch, 0, B);
     double variance = 0;
     std::vector<float> parts((size_t)B * loss_parts(batch.pixels));
-    if (m->variances) backend_download(parts.data(), m->variance_losses, parts.size() * sizeof(float));
+    if (m->variance_losses) backend_download(parts.data(), m->variance_losses, parts.size() * sizeof(float));
     for (float part : parts) variance += part;
     return loss_of(m, B) + variance / batch.elements();
 }

@@ -1156,7 +1156,7 @@ struct Plan {
 
 struct StepState;  // of the step under way: see OPTIMISER
 struct Beginning;  // of a picture: see DIFFUSION
-struct Variance;   // of a timestep
+struct Timestep;   // of the noising chain
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
 struct OptimiserMemory {
@@ -1185,9 +1185,8 @@ struct Model : OptimiserMemory {
     StepState* state;  // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;     // (batch_size, loss_parts)
     float* variance_losses = nullptr;         // likewise, with --learn_sigma
-    Variance* variances = nullptr;            // (diffusion_steps)
     float* norm_parts;                        // one a NORM_CHUNK of the parameters
-    float *signal, *noise;                    // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    Timestep* chain;                          // (diffusion_steps)
     Beginning* begins;                        // (B): of the pictures being drawn
     float* limits;                            // (B): theirs, for dynamic thresholding
     float *known = nullptr, *mask = nullptr;  // (C, H, W), (H, W): --init_image, --mask
@@ -1865,14 +1864,14 @@ static std::vector<float> make_loss_weights(const std::vector<double>& abar, int
     return weights;
 }
 
-// What --learn_sigma knows of a timestep: the logarithm of the variance of the posterior q(x_t-1 | x_t, x0),
-// equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how much larger that of beta_t is;
-// and the mean's error where the prediction's is 1.
-struct Variance {
-    float log_least, log_range, mean_error;
+// What is known of a timestep: sqrt(abar), sqrt(1 - abar); for --learn_sigma the logarithm of the variance of
+// the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how
+// much larger that of beta_t is; and the mean's error where the prediction's is 1.
+struct Timestep {
+    float signal, noise, log_least, log_range, mean_error;
 };
-static std::vector<Variance> make_variances(const std::vector<double>& abar, int predict) {
-    std::vector<Variance> variances;
+static std::vector<Timestep> make_chain(const std::vector<double>& abar, int predict) {
+    std::vector<Timestep> chain;
     for (size_t t = 0; t < abar.size(); t++) {
         double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before;
         size_t u = std::max(t, (size_t)1);
@@ -1880,10 +1879,10 @@ static std::vector<Variance> make_variances(const std::vector<double>& abar, int
         double x0_error = predict == PREDICT_EPS ? -sqrt((1 - a) / a)
                           : predict == PREDICT_V ? -sqrt(1 - a)
                                                  : 1;
-        variances.push_back(
-            {(float)log(least), (float)log(beta / least), (float)(beta * sqrt(before) / (1 - a) * x0_error)});
+        chain.push_back({(float)sqrt(a), (float)sqrt(1 - a), (float)log(least), (float)log(beta / least),
+                         (float)(beta * sqrt(before) / (1 - a) * x0_error)});
     }
-    return variances;
+    return chain;
 }
 
 // The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
@@ -1918,7 +1917,7 @@ struct FourPixels {
 
 // What noising goes by at every step.
 struct Noising {
-    const float *signal, *noise;  // (diffusion_steps): sqrt(abar), sqrt(1 - abar)
+    const Timestep* chain;  // (diffusion_steps)
     int predict, channels;
     float offset;
     uint32_t seed;
@@ -1947,7 +1946,8 @@ struct AddNoise {
         const int64_t* step = samples.step;
         uint32_t s = step ? (uint32_t)*step : 0, sample = samples.first + four.b;
         int t = samples.timesteps[four.b];
-        float alpha = by.signal[t], sigma = by.noise[t], offset = step ? by.offset : 0, shift[4] = {};
+        float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
+              shift[4] = {};
         if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
             float normal[4];
@@ -2018,11 +2018,11 @@ template <typename T>
 struct PredictionLoss {
     BatchLoss batch;
     int first, B;
-    const T* out;                         // (B, H, W, PIXEL)
-    const float* target;                  // likewise
-    T* dout = nullptr;                    // likewise: the loss's gradient; null: not wanted
-    const float* images = nullptr;        // (B, C, H, W)
-    const Variance* variances = nullptr;  // (diffusion_steps); null: no term of the bound
+    const T* out;                     // (B, H, W, PIXEL)
+    const float* target;              // likewise
+    T* dout = nullptr;                // likewise: the loss's gradient; null: not wanted
+    const float* images = nullptr;    // (B, C, H, W)
+    const Timestep* chain = nullptr;  // (diffusion_steps); null: no term of the bound
 
     enum { THREADS = 1024 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
@@ -2040,8 +2040,8 @@ struct PredictionLoss {
             float difference = c < C ? (float)out[at] - target[at] : 0;
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
-            if (variances && c >= C && c < 2 * C) {
-                const Variance of_t = variances[t];
+            if (chain && c >= C && c < 2 * C) {
+                const Timestep of_t = chain[t];
                 float above = 0.5f * ((float)out[at] + 1) * of_t.log_range;
                 float error = of_t.mean_error * ((float)out[at - C] - target[at - C]),
                       log_variance = of_t.log_least + above;
@@ -2055,7 +2055,7 @@ struct PredictionLoss {
         }
         squares = team_sum(squares);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
-        if (!variances) return;
+        if (!chain) return;
         team_wait();
         bound = team_sum(bound);
         if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
@@ -2516,12 +2516,10 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
     place(1 + RESULT_SLOTS, m->state);
-    place(c.diffusion_steps, m->signal, m->noise, m->loss_weights);
+    place(c.diffusion_steps, m->chain);
+    place(c.diffusion_steps, m->loss_weights);
     place(whole * loss_parts((int)pixels), m->losses);
-    if (c.learn_sigma && plan.training) {
-        place(whole * loss_parts((int)pixels), m->variance_losses);
-        place(c.diffusion_steps, m->variances);
-    }
+    if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(B, m->begins);
     place(B, m->limits);
     if (*c.init_image) place(c.in_channels * pixels, m->known);
@@ -2817,15 +2815,10 @@ struct Trainer {
 
 static void upload_schedule(Model* m) {
     std::vector<double> abar = make_abar(m->config);
-    std::vector<float> signal, noise;
-    for (double a : abar) signal.push_back((float)sqrt(a)), noise.push_back((float)sqrt(1 - a));
+    std::vector<Timestep> chain = make_chain(abar, m->config.predict);
     std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
-    backend_upload(m->signal, signal.data(), signal.size() * sizeof(float));
-    backend_upload(m->noise, noise.data(), noise.size() * sizeof(float));
+    backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
     backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
-    if (!m->variances) return;
-    std::vector<Variance> variances = make_variances(abar, m->config.predict);
-    backend_upload(m->variances, variances.data(), variances.size() * sizeof(Variance));
 }
 
 // Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
@@ -2869,14 +2862,15 @@ static void prepare_steps(Trainer* t) {
 // Noises the model's B images.
 static void add_noise(Model* m, int B, const Samples& samples) {
     const Config& c = m->config;
-    Noising by = {m->signal, m->noise, c.predict, c.in_channels, c.offset_noise, c.seed};
+    Noising by = {m->chain, c.predict, c.in_channels, c.offset_noise, c.seed};
     run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, samples});
 }
 
 // The losses of the B samples under way, from `first` on, and the gradient of the network's output.
 static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
     floatX *out = unet_output(m), *dout = unet_output_gradient(m);
-    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, m->images, m->variances});
+    const Timestep* chain = m->config.learn_sigma ? m->chain : nullptr;
+    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, m->images, chain});
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
