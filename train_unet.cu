@@ -78,6 +78,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <new>
@@ -1692,16 +1693,12 @@ static void place_buffers(Plan* plan) {
     for (Block& block : plan->blocks)
         for (Buffer* buffer : buffers_of(&block))
             if (buffer->bytes) buffers.push_back(buffer);
-    auto larger = [](const Buffer* a, const Buffer* b) {
-        return a->bytes != b->bytes ? a->bytes > b->bytes : a < b;  // the same order everywhere
-    };
-    auto lower = [](const Buffer* a, const Buffer* b) { return a->offset < b->offset; };
-    std::sort(buffers.begin(), buffers.end(), larger);
+    std::ranges::stable_sort(buffers, std::greater(), &Buffer::bytes);  // the same order everywhere
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
             if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
                 b->offset = std::max(b->offset, other->offset + other->bytes);
-        placed.insert(std::upper_bound(placed.begin(), placed.end(), b, lower), b);
+        placed.insert(std::ranges::upper_bound(placed, b->offset, {}, &Buffer::offset), b);
         plan->arena_bytes = std::max(plan->arena_bytes, b->offset + b->bytes);
     }
 }
