@@ -889,12 +889,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     check("add noise", shape, {{&x_t, KEPT, "x_t", LIMIT}, {&target, KEPT, "target", FLOAT_LIMIT}},
           [&](auto on) {
               Noising by = {on(chain), predict, channels, 0.3f, 77};
-              Samples samples = {5, on(t), with_state ? &on(state)->step : nullptr};
               on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
                                                         .images = on(images),
                                                         .by = by,
-                                                        .samples = samples});
+                                                        .first = 5,
+                                                        .timesteps = on(t),
+                                                        .step = with_state ? &on(state)->step : nullptr});
           });
     target.upload();
 

@@ -1919,12 +1919,6 @@ struct Noising {
     float offset;
     uint32_t seed;
 };
-// The samples of a batch from `first` on; step null: validation, whose noise never changes, without offset.
-struct Samples {
-    int first;
-    const int* timesteps;
-    const int64_t* step;
-};
 
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
@@ -1935,14 +1929,15 @@ struct AddNoise {
     float* target;        // (B, H, W, PIXEL)
     const float* images;  // (B, C, H, W): x0
     Noising by;
-    Samples samples;
+    int first;             // sample of the batch
+    const int* timesteps;  // (B)
+    const int64_t* step;   // null: validation, whose noise never changes, without offset
 
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
-        const int64_t* step = samples.step;
-        uint32_t s = step ? (uint32_t)*step : 0, sample = samples.first + four.b;
-        int t = samples.timesteps[four.b];
+        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
+        int t = timesteps[four.b];
         float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
               shift[4] = {};
         if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
@@ -2513,12 +2508,10 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
     place(1 + RESULT_SLOTS, m->state);
-    place(c.diffusion_steps, m->chain);
-    place(c.diffusion_steps, m->loss_weights);
+    place(c.diffusion_steps, m->chain, m->loss_weights);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
-    place(B, m->begins);
-    place(B, m->limits);
+    place(B, m->begins, m->limits);
     if (*c.init_image) place(c.in_channels * pixels, m->known);
     if (*c.mask) place(pixels, m->mask);
     return arena.used;
@@ -2856,11 +2849,11 @@ static void prepare_steps(Trainer* t) {
     t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
 }
 
-// Noises the model's B images.
-static void add_noise(Model* m, int B, const Samples& samples) {
+// Noises the model's B images, samples of the batch from `first` on.
+static void add_noise(Model* m, int B, int first, const int* timesteps, const int64_t* step) {
     const Config& c = m->config;
     Noising by = {m->chain, c.predict, c.in_channels, c.offset_noise, c.seed};
-    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, samples});
+    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, first, timesteps, step});
 }
 
 // The losses of the B samples under way, from `first` on, and the gradient of the network's output.
@@ -2883,7 +2876,7 @@ static void enqueue_step(Trainer* t) {
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-        add_noise(m, B, {first, m->timesteps + first, &m->state->step});
+        add_noise(m, B, first, m->timesteps + first, &m->state->step);
         m->dropping = &m->state->step;
         unet_forward(m, B, first);
         loss_backward(m, loss, first, B);
@@ -2958,7 +2951,7 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
-        add_noise(m, B, {first, m->timesteps, nullptr});
+        add_noise(m, B, first, m->timesteps, nullptr);
         unet_forward(m, B);
         run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
         sum += loss_of(m, B) * B;
