@@ -3057,7 +3057,7 @@ struct Progress {
 
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
 // picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
-// asked; stops early, and returns false, on Ctrl-C. The network's call is recorded for each size of batch.
+// asked; stops early, and returns false, on Ctrl-C. A network's call is recorded for each size of batch.
 // While nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
@@ -3071,19 +3071,16 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     float *x = m->target, *saved = m->images;
     int most = pictures_at_a_time(c, m->plan.batch);
     Progress progress = {show_progress, network_calls(calls) * ceil_div(count, most)};
-    Recording network, guided_network, guide_network;
+    std::map<std::pair<const Model*, int>, Recording> recordings;  // of a network's call with so many rows
     for (int first = 0; first < count && !stop_requested; first += most) {
         int B = std::min(most, count - first), step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
-        for (Recording* of : {&network, &guided_network, &guide_network})
-            if (B < most) backend_forget(of);  // of a larger batch
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
-        floatX *out = unet_output(m), *weak_input = nullptr, *weak_out = nullptr;
-        if (guide)
-            weak_input = guide->input, weak_out = unet_output(guide);
-        else if (is_guided(c))
-            weak_input = m->input + input.count(), weak_out = out + input.count();
+        const Model* weak = guide ? guide : m;  // which has the pictures a second time
+        size_t behind = guide ? 0 : input.count();
+        floatX *out = unet_output(m), *weak_out = unet_output(weak) + behind,
+               *weak_input = is_guided(c) ? weak->input + behind : nullptr;
         Drawing<floatX> drawing = {input, out,       weak_input, weak_out, c.in_channels, x,
                                    saved, m->begins, m->limits,  m->known, m->mask};
         run(StartPictures<floatX>{drawing});
@@ -3091,14 +3088,14 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         for (const SamplerStep& s : calls) {
             if (stop_requested) break;
             bool guided = s.guidance != 1, twice = guided && !guide;
-            auto call = [&](Model* model, Recording* recording, int rows) {
+            auto call = [&](Model* model, int rows) {
                 run(TellNetwork{model->timesteps, model->labels, m->begins, rows, B, s.timestep,
                                 c.num_classes});
-                backend_replay(recording, [&] { unet_forward(model, rows); });
+                backend_replay(&recordings[{model, rows}], [&] { unet_forward(model, rows); });
             };
             if (s.timestep >= 0) {
-                call(m, twice ? &guided_network : &network, twice ? 2 * B : B);
-                if (guided && guide) call(guide, &guide_network, B);
+                call(m, twice ? 2 * B : B);
+                if (guided && guide) call(guide, B);
                 progress.count();
             }
             if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, s});
