@@ -1597,7 +1597,7 @@ static void random_batch(Model* m, int B, uint32_t seed) {
     std::vector<float> input = random_pixels(seed, pixels, m->config.in_channels),
                        target = random_pixels(seed + 1, pixels, m->config.in_channels);
     std::vector<int> timesteps(B);
-    for (int b = 0; b < B; b++) timesteps[b] = (int)random_timestep(seed, STREAM_TIMESTEP, b, 0, 1000);
+    for (int b = 0; b < B; b++) timesteps[b] = (int)random_below(1000, seed, STREAM_TIMESTEP, 0, b, 0);
     backend_upload(m->input, input.data(), n * sizeof(float));
     backend_upload(m->target, target.data(), n * sizeof(float));
     backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
@@ -3524,7 +3524,7 @@ static void twin_case(const Case& c, Verdict* v) {
         }
     } else if (c.is("timesteps")) {  // args: seed, stream, step, T
         for (size_t b = 0; b < n; b++)
-            differ(random_timestep(c.word(0), (Stream)c.arg(1), (uint32_t)b, c.word(2), c.arg(3)), values[b]);
+            differ(random_below(c.arg(3), c.word(0), c.word(1), 0, (uint32_t)b, c.word(2)), values[b]);
     } else if (c.is("permutation")) {  // args: seed, epoch
         std::vector<int> order(n);
         random_permutation(order.data(), (int)n, c.word(0), c.word(1));

@@ -633,20 +633,17 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     }
 }
 
-HOST_DEVICE static inline uint32_t random_timestep(uint32_t seed, Stream stream, uint32_t sample,
-                                                   uint32_t step, int diffusion_steps) {
-    uint64_t word = random_word(seed, stream, 0, sample, step);
-    return (uint32_t)(word * (uint32_t)diffusion_steps >> 32);
+// A number below n, such as a timestep.
+HOST_DEVICE static inline uint32_t random_below(uint32_t n, uint32_t seed, uint32_t stream, uint32_t e,
+                                                uint32_t sample, uint32_t step) {
+    return (uint32_t)((uint64_t)random_word(seed, stream, e, sample, step) * n >> 32);
 }
 
 // The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws are keyed by the epoch.
 static void random_permutation(int* order, int count, uint32_t seed, uint32_t epoch) {
-    for (int i = 0; i < count; i++) order[i] = i;
-    for (int i = count - 1; i > 0; i--) {
-        uint32_t j =
-            (uint32_t)(((uint64_t)random_word(seed, STREAM_SHUFFLE, i, 0, epoch) * (uint32_t)(i + 1)) >> 32);
-        std::swap(order[i], order[j]);
-    }
+    std::iota(order, order + count, 0);
+    for (int i = count - 1; i > 0; i--)
+        std::swap(order[i], order[random_below(i + 1, seed, STREAM_SHUFFLE, i, 0, epoch)]);
 }
 
 // ===========================================================================================================
@@ -1534,8 +1531,7 @@ static void add_parameter(Plan* plan, Block* block, const std::string& name, con
 static void add_layer(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
                       Init init) {
     std::string layer = std::string(block->name) + "." + name;
-    int fan_in = 1;
-    for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
+    int fan_in = std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies());
     add_parameter(plan, block, layer + "weight", shape, init, fan_in);
     add_parameter(plan, block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init, fan_in);
 }
@@ -2646,9 +2642,7 @@ static double loss_of(const Model* m, int B) {
     BatchLoss batch = batch_loss(m, B);
     std::vector<float> losses((size_t)B * loss_parts(batch.pixels));
     backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
-    double sum = 0;
-    for (float part : losses) sum += part;
-    return sum / batch.elements();
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / batch.elements();
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -2685,7 +2679,7 @@ struct BeginStep {
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, (uint32_t)b, (uint32_t)step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] =
-            (int)random_timestep(s.seed, STREAM_TIMESTEP, (uint32_t)b, (uint32_t)step, s.diffusion_steps);
+            (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, (uint32_t)b, (uint32_t)step);
         if (!s.labels) return;
         uint32_t word = random_word(s.seed, STREAM_LABEL, 0, (uint32_t)b, (uint32_t)step);
         labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
@@ -2947,7 +2941,7 @@ static double validation_loss(Trainer* t) {
         int B = std::min(most, t->validation.count - first);
         for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
         for (int b = 0; b < B; b++)
-            timesteps[b] = (int)random_timestep(c.seed, STREAM_VAL_TIMESTEP, first + b, 0, c.diffusion_steps);
+            timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
@@ -3241,9 +3235,8 @@ static void give_up(Trainer* t, const StepState& result) {
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
 struct Pace {
     long first;                    // the step that the run began after
-    long counted = first;          // the step that `start` belongs to: the first does not count
     long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // of the steps that count
+    double start = seconds_now();  // of the steps that count: the first does not
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
     void pause(double seconds) { start += seconds, log_start += seconds; }
@@ -3253,10 +3246,10 @@ struct Pace {
 // terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
-    double now = seconds_now(), rate = (double)(t->step - pace->counted) / (now - pace->start);
     bool first = t->step == pace->first + 1, terminal = isatty(1);
     // the first step, in which much is set up, counts only while there is no other
-    if (first) pace->counted = t->step, pace->start = now;
+    double now = seconds_now(), rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
+    if (first) pace->start = now;
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
     pace->shown = now;
