@@ -903,7 +903,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     std::vector<Beginning> noises = begin_with(consecutive(41, B));
     noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
     Pair<Beginning> begins(noises);
-    Floats limits(B, 0.1f), saved(n), known((size_t)channels * H * W), mask((size_t)H * W);
+    Floats limits(B, 0.1f), saved(n), known((size_t)(channels + 1) * H * W);
     bool keeps = predict != PREDICT_EPS;
     auto drawing = [&](auto on) {
         return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
@@ -915,8 +915,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                  on(saved),
                                                  on(begins),
                                                  on(limits),
-                                                 on(known),
-                                                 on(mask, keeps)};
+                                                 on(known, keeps)};
     };
     check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output},
           [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
@@ -925,7 +924,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
             SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
             s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
             s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
-            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = predict == PREDICT_V ? 0.4f : 0;
+            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = keeps ? 0.4f : 0;
             x.upload();
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
                 on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), s});

@@ -1182,13 +1182,13 @@ struct Model : OptimiserMemory {
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
     StepState* state;  // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
     float* losses;     // (batch_size, loss_parts)
-    float* variance_losses = nullptr;         // likewise, with --learn_sigma
-    float* norm_parts;                        // one a NORM_CHUNK of the parameters
-    Timestep* chain;                          // (diffusion_steps)
-    Beginning* begins;                        // (B): of the pictures being drawn
-    float* limits;                            // (B): theirs, for dynamic thresholding
-    float *known = nullptr, *mask = nullptr;  // (C, H, W), (H, W): --init_image, --mask
-    float* loss_weights;                      // (diffusion_steps): what the loss of a timestep counts for
+    float* variance_losses = nullptr;  // likewise, with --learn_sigma
+    float* norm_parts;                 // one a NORM_CHUNK of the parameters
+    Timestep* chain;                   // (diffusion_steps)
+    Beginning* begins;                 // (B): of the pictures being drawn
+    float* limits;                     // (B): theirs, for dynamic thresholding
+    float* known = nullptr;            // (C + 1, H, W): the --init_image, and the --mask or zeros
+    float* loss_weights;               // (diffusion_steps): what the loss of a timestep counts for
     Memory memory;
     size_t bytes;
 };
@@ -2201,8 +2201,7 @@ struct Drawing {
     float *x, *saved;              // (B, H, W, PIXEL)
     const Beginning* begins;       // (B)
     float* limits;                 // (B): of dynamic thresholding
-    const float* known = nullptr;  // (C, H, W): the --init_image
-    const float* mask = nullptr;   // (H, W): above 0 where it is kept; null: it is kept nowhere
+    const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
 
     HOST_DEVICE void set(size_t at, float value) const {
         x[at] = value, input.data[at] = (T)value;
@@ -2290,9 +2289,11 @@ struct UpdatePictures {
         FourPixels four(item, drawing.input.T());
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
             float normal[4] = {}, masked[4] = {};
-            uint32_t seed = drawing.begins[four.b].seed, e = four.element(c);
-            if (step.sigma > 0) random_normals_at(normal, seed, STREAM_SAMPLER, e, 0, step.number);
-            if (drawing.mask) random_normals_at(masked, seed, STREAM_SAMPLER, e, 0, step.number + (1u << 31));
+            const float* known = drawing.known;
+            uint32_t seed = drawing.begins[four.b].seed, number = step.number;
+            int e = four.element(c), mask = four.element(drawing.channels);  // where it lies behind the image
+            if (step.sigma > 0) random_normals_at(normal, seed, STREAM_SAMPLER, e, 0, number);
+            if (known) random_normals_at(masked, seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
@@ -2300,9 +2301,9 @@ struct UpdatePictures {
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
                 float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i];
-                if (step.to_known > 0) next += step.to_known * drawing.known[e + i];
-                if (drawing.mask && drawing.mask[four.first + i] > 0)
-                    next = step.known_signal * drawing.known[e + i] + step.known_noise * masked[i];
+                if (known) next += step.to_known * known[e + i];
+                if (known && known[mask + i] > 0)
+                    next = step.known_signal * known[e + i] + step.known_noise * masked[i];
                 drawing.set(at, next);
                 drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
@@ -2508,8 +2509,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(B, m->begins, m->limits);
-    if (*c.init_image) place(c.in_channels * pixels, m->known);
-    if (*c.mask) place(pixels, m->mask);
+    if (*c.init_image) place((c.in_channels + 1) * pixels, m->known);
     return arena.used;
 }
 
@@ -3075,8 +3075,8 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         size_t behind = guide ? 0 : input.count();
         floatX *out = unet_output(m), *weak_out = unet_output(weak) + behind,
                *weak_input = is_guided(c) ? weak->input + behind : nullptr;
-        Drawing<floatX> drawing = {input, out,       weak_input, weak_out, c.in_channels, x,
-                                   saved, m->begins, m->limits,  m->known, m->mask};
+        Drawing<floatX> drawing = {input, out,   weak_input, weak_out,  c.in_channels,
+                                   x,     saved, m->begins,  m->limits, m->known};
         run(StartPictures<floatX>{drawing});
         backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
         for (const SamplerStep& s : calls) {
@@ -4299,10 +4299,8 @@ struct GivenFlag {
 };
 
 static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
-    const GivenFlag* last = nullptr;
-    for (const GivenFlag& g : given)
-        if (is_named(*g.flag, name)) last = &g;
-    return last;
+    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return is_named(*g.flag, name); });
+    return last == given.rend() ? nullptr : &*last;
 }
 
 // Whether it was given by more than a file that lists its default.
@@ -4731,6 +4729,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     std::vector<float> known, mask;
     if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
     if (*config.mask) mask = first_picture(config.mask, config, 1);
+    known.insert(known.end(), mask.begin(), mask.end());
     // what can't be written is better said before the pictures are drawn
     { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
@@ -4741,7 +4740,6 @@ static int run_generate(const std::vector<GivenFlag>& given) {
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
         config.interpolate ? " and between" : "");
     if (m.known) backend_upload(m.known, known.data(), known.size() * sizeof(float));
-    if (m.mask) backend_upload(m.mask, mask.data(), mask.size() * sizeof(float));
     Model guide;
     if (*config.guide_weights) load_guide(&guide, config);
     std::vector<float> pictures, strip;
