@@ -151,8 +151,8 @@ def read_edit(args, config):
         edit.jump_length, edit.jump_n_sample = args.jump_length or 10, args.jump_n_sample or 10
         steps = sampler_steps(config, args.sampler, args.sample_steps)
         if steps * edit.jump_n_sample > 10**6:
-            raise UserError(f"--jump_n_sample {edit.jump_n_sample} times {steps} steps are more than a million;"
-                            f" use a smaller one")
+            raise UserError(f"--jump_n_sample {edit.jump_n_sample} times {steps} steps are more than a"
+                            f" million; use a smaller one")
     return edit
 
 

@@ -336,7 +336,8 @@ EDITS = {  # name: (configuration, flags, largest difference in pixel values of 
         ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
          "--jump_length", 7, "--jump_n_sample", 4], 2),
     "mask, jumps of one, far back": (dict(zero_terminal_snr=True, diffusion_steps=30), [
-        "--init_image", "i", "--mask", "m", "--sample_steps", 3, "--jump_length", 1, "--jump_n_sample", 40], 2),
+        "--init_image", "i", "--mask", "m", "--sample_steps", 3, "--jump_length", 1,
+        "--jump_n_sample", 40], 2),
     "mask, jumps longer than the chain": ({}, [
         "--init_image", "i", "--mask", "m", "--sample_steps", 6, "--jump_length", 100000,
         "--jump_n_sample", 1000], 2),
