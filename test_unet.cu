@@ -2190,6 +2190,7 @@ static void test_refusals() {
         {{{"channel_mult", "nan"}}, "between 0.125"},
         {{{"channel_mult", "0.3"}}, "--num_channels 64 is no multiple of 32"},
         {{{"channel_mult", "0.25,1"}}, "--num_channels 64 is no multiple of 32"},
+        {{{"num_heads_upsample", "2"}}, "without --num_heads"},
         {{{"channel_mult", "0"}}, "between"},
         {{{"channel_mult", ""}}, "a number"},
         {{{"channel_mult", "1,1,1,1,1,1,1,1,1"}}, "at most 8"},

@@ -342,6 +342,8 @@ static void check_config(const Config& c) {
     if (c.image_size % (1 << (levels - 1)))
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
              c.image_size, levels, 1 << (levels - 1));
+    if (c.num_heads_upsample && !c.num_heads)
+        fail("--num_heads_upsample %d does nothing without --num_heads", c.num_heads_upsample);
     for (int i = 0; i < levels; i++) {
         int width = level_width(c, i), size = c.image_size >> i;
         if (width > 8192 || fmodf((float)c.num_channels * c.channel_mult[i], 32) != 0)

@@ -540,6 +540,9 @@ class Config:
             if np.float32(self.num_channels) * np.float32(mult) != width or width % 32 or width > MAX_WIDTH:
                 raise UserError(f"{prefix}channel_mult {mult} times num_channels {self.num_channels} is no"
                                 f" multiple of 32 up to {MAX_WIDTH}")
+        if self.num_heads_upsample and not self.num_heads:
+            raise UserError(f"{prefix}num_heads_upsample {self.num_heads_upsample} does nothing without"
+                            f" num_heads")
         sizes = self.level_sizes()
         attended = max(size for size in sizes if size == sizes[-1] or size in self.attention_resolutions)
         if attended > MAX_ATTENTION_SIZE:

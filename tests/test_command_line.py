@@ -105,6 +105,8 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+    refused(TRAIN, "--dry_run", "--num_heads_upsample", 2,
+            says="--num_heads_upsample 2 does nothing without --num_heads")
     refused(TRAIN, "--dry_run", "--zero_terminal_snr", says=["--predict eps", "v or x0"])
 
 
