@@ -2085,6 +2085,7 @@ static void test_configurations() {
          {"num_head_channels", "96"},
          {"attention_resolutions", "4"}},
         {{"image_size", "6"}, {"channel_mult", "3,2"}, {"norm_groups", "16"}, {"num_head_channels", "1"}},
+        {{"num_channels", "64"}, {"image_size", "8"}, {"channel_mult", "0.5,1.5"}},
     };
     Dice dice{4};
     for (int i = 0; i < 14; i++) {
@@ -2186,9 +2187,14 @@ static void test_refusals() {
         {{{"beta1", "1"}}, "between"},
         {{{"seed", "-1"}}, "between"},
         {{{"seed", "4294967296"}}, "between"},
-        {{{"channel_mult", "1,,2"}}, "whole number"},
+        {{{"channel_mult", "1,,2"}}, "a number"},
+        {{{"channel_mult", "0.1"}}, "between 0.125"},
+        {{{"channel_mult", "nan"}}, "between 0.125"},
+        {{{"channel_mult", "0.3"}}, "--num_channels 64 is no multiple of 32"},
+        {{{"channel_mult", "0.25,1"}}, "--num_channels 64 is no multiple of 32"},
+        {{{"num_heads_upsample", "2"}}, "without --num_heads"},
         {{{"channel_mult", "0"}}, "between"},
-        {{{"channel_mult", ""}}, "whole number"},
+        {{{"channel_mult", ""}}, "a number"},
         {{{"channel_mult", "1,1,1,1,1,1,1,1,1"}}, "at most 8"},
         {{{"attention_resolutions", "16;8"}}, "whole number"},
         {{{"predict", "x1"}}, "eps|v|x0"},

@@ -273,8 +273,8 @@ struct Config {
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
     int resblock_updown, conv_resample, learn_sigma, use_new_attention_order;
-    float cond_drop_prob, dropout;
-    int channel_mult[MAX_LEVELS], attention_resolutions[MAX_LEVELS];  // ended by a 0 where shorter
+    float cond_drop_prob, dropout, channel_mult[MAX_LEVELS];  // lists are ended by a 0 where shorter
+    int attention_resolutions[MAX_LEVELS];
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
@@ -310,6 +310,7 @@ static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weig
 static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
+static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
 
 static int sampler_steps(const Config& c) {
     if (c.sample_steps) return c.sample_steps;
@@ -349,10 +350,13 @@ static void check_config(const Config& c) {
     if (c.image_size % (1 << (levels - 1)))
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
              c.image_size, levels, 1 << (levels - 1));
+    if (c.num_heads_upsample && !c.num_heads)
+        fail("--num_heads_upsample %d does nothing without --num_heads", c.num_heads_upsample);
     for (int i = 0; i < levels; i++) {
-        int width = c.num_channels * c.channel_mult[i], size = c.image_size >> i;
-        if (width > 8192)
-            fail("--channel_mult %d makes a level %d wide; 8192 is the most", c.channel_mult[i], width);
+        int width = level_width(c, i), size = c.image_size >> i;
+        if (width > 8192 || fmodf((float)c.num_channels * c.channel_mult[i], 32) != 0)
+            fail("--channel_mult %s times --num_channels %d is no multiple of 32 up to 8192",
+                 float_text(c.channel_mult[i]).c_str(), c.num_channels);
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
                  c.norm_groups, i + 1, width, width / 4);
@@ -1702,7 +1706,7 @@ static void place_buffers(Plan* plan) {
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = Plan();
     plan.batch = batch, plan.training = training;
-    int levels = list_length(c.channel_mult), width = c.num_channels * c.channel_mult[0], count = 0, part = 0;
+    int levels = list_length(c.channel_mult), width = level_width(c, 0), count = 0, part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
     auto begin_group = [&](const std::string& name) { group = name, part = 0; };
@@ -1724,7 +1728,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         begin_group(text("input_blocks.%d", count++));
         level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
         encoder_output();
-        width = c.num_channels * c.channel_mult[level];
+        width = level_width(c, level);
         for (int i = 0; i < c.num_res_blocks; i++) {
             begin_group(text("input_blocks.%d", count++));
             add(BLOCK_RES);
@@ -1736,7 +1740,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
     count = 0;
     for (int level = levels - 1; level >= 0; level--) {
-        width = c.num_channels * c.channel_mult[level];
+        width = level_width(c, level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
             begin_group(text("output_blocks.%d", count++));
             add(BLOCK_RES, skips.back());
@@ -3351,9 +3355,9 @@ static const Flag FLAGS[] = {
 
     {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
     {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
-    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024, "of the first level, a multiple of 32"},
-    {FIELD(channel_mult), INT, MODEL, FIXED, 24, "1,2,3,4", 1, 64,
-     "width of each level as a multiple of num_channels; each level halves the image"},
+    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024, "channel_mult's unit, a multiple of 32"},
+    {FIELD(channel_mult), FLOAT, MODEL, FIXED, 24, "1,2,3,4", 0.125, 64,
+     "width of each level in units of num_channels, such as 0.5; each level halves the image"},
     {FIELD(num_res_blocks), INT, MODEL, FIXED, 19, "2", 1, 16, "residual blocks a level"},
     {FIELD(attention_resolutions), INT, MODEL, FIXED, 32, "16,8", 0, 1024,
      "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
@@ -3462,9 +3466,10 @@ static const Flag FLAGS[] = {
 };
 enum {
     NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
+    FIELD_MULTS = 24,        // channel_mult: see as_stored
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
     FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
-    FIELD_MORE_FLOATS = 75,  // a list of floats' second number and on, which do not fit after its first
+    FIELD_MORE_FLOATS = 75,  // ema_rate's second number and on, which do not fit after its first
 };
 
 // A preset is a text of flags that come before those of --config and those the user types.
@@ -3909,13 +3914,17 @@ static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weig
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
-    return flag.kind == FLOAT && i ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+    return flag.kind == FLOAT && i && flag.field != FIELD_MULTS ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
 
 // Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it
-// is off: a file from before there was such a flag says 0.
+// is off: a file from before there was such a flag says 0. A channel_mult that is whole is stored as an
+// integer, as all once were: the bits of no float in range.
 static int32_t as_stored(const Flag& flag, int32_t bits) {
-    return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
+    if (flag.field != FIELD_MULTS) return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
+    if (bits > 0 && bits <= flag.most) return std::bit_cast<int32_t>((float)bits);
+    float mult = std::bit_cast<float>(bits);
+    return mult >= 1 && mult <= flag.most && mult == floorf(mult) ? (int32_t)mult : bits;
 }
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
@@ -3927,9 +3936,9 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
     for (const Flag& flag : FLAGS) {
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
         for (int i = 0; flag.field && i < most_numbers(flag); i++) {
-            *number_at(*config, flag, i) = as_stored(flag, header[field_of(flag, i)]);
-            double number = number_of(*config, flag, i);
-            if (!(i && number == 0) && !in_range(flag, number))  // a 0 ends a list
+            int32_t* number = number_at(*config, flag, i);
+            *number = as_stored(flag, header[field_of(flag, i)]);
+            if (!(i && *number == 0) && !in_range(flag, number_of(*config, flag, i)))  // a 0 ends a list
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
         }
     }

@@ -180,9 +180,9 @@ class UNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config.check()
-        width, groups = config.num_channels, config.norm_groups
-        emb_width, last_level = 4 * width, len(config.channel_mult) - 1
-        self.time_embed = nn.Sequential(nn.Linear(width, emb_width), nn.SiLU(),
+        groups, last_level = config.norm_groups, len(config.channel_mult) - 1
+        emb_width = 4 * config.num_channels
+        self.time_embed = nn.Sequential(nn.Linear(config.num_channels, emb_width), nn.SiLU(),
                                         nn.Linear(emb_width, emb_width))
         if config.class_cond:
             if not config.num_classes:
@@ -208,14 +208,15 @@ class UNet(nn.Module):
                 layers.append(attention(out_channels, decoder))
             return layers
 
-        size, channels = config.image_size, config.channel_mult[0] * width
+        size, widths = config.image_size, config.level_widths()
+        channels = widths[0]
         conv_in = nn.Conv2d(config.in_channels, channels, 3, padding=1)
         self.input_blocks = nn.ModuleList([EmbedSequential(conv_in)])
         skips = [channels]
-        for level, mult in enumerate(config.channel_mult):
+        for level, width in enumerate(widths):
             for _ in range(config.num_res_blocks):
-                self.input_blocks.append(EmbedSequential(*level_layers(channels, mult * width, size)))
-                channels = mult * width
+                self.input_blocks.append(EmbedSequential(*level_layers(channels, width, size)))
+                channels = width
                 skips.append(channels)
             if level < last_level:
                 self.input_blocks.append(EmbedSequential(resampling(Downsample, channels)))
@@ -225,10 +226,10 @@ class UNet(nn.Module):
         self.middle_block = EmbedSequential(residual(channels, channels), attention(channels),
                                             residual(channels, channels))
         self.output_blocks = nn.ModuleList()
-        for level, mult in reversed(list(enumerate(config.channel_mult))):
+        for level, width in reversed(list(enumerate(widths))):
             for i in range(config.num_res_blocks + 1):
-                layers = level_layers(channels + skips.pop(), mult * width, size, True)
-                channels = mult * width
+                layers = level_layers(channels + skips.pop(), width, size, True)
+                channels = width
                 if level and i == config.num_res_blocks:
                     layers.append(resampling(Upsample, channels))
                     size *= 2
@@ -278,8 +279,8 @@ FIXED_FLAGS = dict(use_fp16=False, use_checkpoint=False, timestep_respacing="", 
 def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult="", **flags):
     """UNet by the flags of guided-diffusion's create_model (Dhariwal and Nichol 2021).
 
-    image_size: pixels a side. num_channels: width of the first level. channel_mult: each level's width in
-    units of it, "1,2,3,4" or a tuple; "" stands for guided-diffusion's at this image_size. flags: any other
+    image_size: pixels a side. num_channels: the unit of channel_mult. channel_mult: each level's width in
+    units of it, "0.5,1,2" or a tuple; "" stands for guided-diffusion's at this image_size. flags: any other
     field of unet_io.Config, as attention_resolutions="16,8" (pixels a side), num_head_channels=32,
     norm_groups=32; and guided-diffusion's others, with the value that they have here.
     Returns a module called as model(x, t), or with class_cond as model(x, t, y): x (B, 3, image_size,
@@ -302,10 +303,6 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
         if channel_mult is None:
             raise UserError(f"create_model: guided-diffusion has no channel_mult for image_size"
                             f" {image_size!r}: name the width of each level, e.g. channel_mult='1,2,2'")
-        if 0.5 in channel_mult:
-            raise UserError(f"create_model: guided-diffusion's channel_mult for image_size {image_size} is"
-                            f" {channel_mult}, and only whole multiples of num_channels are supported: name"
-                            f" others")
     named = flags.get("num_head_channels", -1 if "num_heads" in flags else 32)
     if named == -1:  # as there: num_heads counts where the channels of a head are not named
         flags = dict(num_heads=4) | flags | dict(num_head_channels=32)
@@ -698,8 +695,8 @@ def diffusers_tensors(model):
                 tensors[f"{name}.{DIFFUSERS_NAMES[inner]}.{kind}" if inner else f"{name}.{kind}"] = value
 
     def widened(columns):
-        wide = torch.zeros(len(columns), config.channel_mult[0] * config.num_channels)
-        wide[:, ::config.channel_mult[0]] = columns
+        wide = torch.zeros(len(columns), config.level_widths()[0])
+        wide[:, ::int(config.channel_mult[0])] = columns
         return wide
 
     tensors["time_embedding.linear_1.weight"] = widened(tensors["time_embedding.linear_1.weight"])
@@ -721,7 +718,11 @@ def diffusers_configs(config):
     Raises UserError for what UNet2DModel can't be.
     """
     T, attended = config.diffusion_steps, [s in config.attention_resolutions for s in config.level_sizes()]
-    widths = [mult * config.num_channels for mult in config.channel_mult]
+    widths = config.level_widths()
+    if widths[0] % config.num_channels:
+        raise UserError(f"diffusers' UNet2DModel tells the timestep by as many sinusoids as its first level has"
+                        f" channels, here {widths[0]}, and this model's {config.num_channels} don't fit: its"
+                        f" channel_mult would have to begin with a whole number")
     heads = {width // config.heads(width, decoder) for width, here in zip(widths, attended) if here
              for decoder in (False, True)} | {widths[-1] // config.heads(widths[-1], False)}
     if len(heads) > 1:

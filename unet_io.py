@@ -166,16 +166,16 @@ def parse_bool(text):
 
 
 def parse_sizes(text):
-    """'1,2,3,4' (or any sequence of ints) as a tuple of positive ints; '', '0' and 'none' are ()."""
+    """'0.5,1,2' (or any sequence of numbers) as a tuple, whole ones as ints; '', '0' and 'none' are ()."""
     try:
         parts = text.split(",") if isinstance(text, str) else list(text)
-        sizes = tuple(int(part) for part in parts) if parts not in (["none"], ["0"], [""]) else ()
-    except (TypeError, ValueError):
+        sizes = tuple(map(float, parts)) if parts not in (["none"], ["0"], [""]) else ()
+    except (TypeError, ValueError, OverflowError):
         sizes = (0,)
-    if any(size < 1 for size in sizes) or len(sizes) > MAX_LEVELS:
+    if not all(0 < size < math.inf for size in sizes) or len(sizes) > MAX_LEVELS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most {MAX_LEVELS} positive numbers"
                                          f" such as 1,2,3,4")
-    return sizes
+    return tuple(int(size) if size.is_integer() else size for size in sizes)
 
 
 def is_number(value, kind):
@@ -420,7 +420,7 @@ class Config:
     image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=4, high=1024)
     in_channels: int = _setting(3, 17, "channels of an image: 1 grey, 3 RGB, 4 RGBA or another code", low=1,
                                 high=4)
-    num_channels: int = _setting(64, 18, "width of the first level, a multiple of 32", low=32, high=1024)
+    num_channels: int = _setting(64, 18, "channel_mult's unit, a multiple of 32", low=32, high=1024)
     num_res_blocks: int = _setting(2, 19, "residual blocks a level", low=1, high=16)
     num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=1024)
     norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=1024)
@@ -441,8 +441,8 @@ class Config:
                                 high=10**6)
     cond_drop_prob: float = _setting(0.0, 108, "part of the images whose class is hidden, for guidance",
                                      low=0, high=0.999)
-    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels", low=1,
-                                   high=64)
+    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels",
+                                   low=0.125, high=64)  # the type of low is that of each: see check
     attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", low=0,
                                             high=1024)
     diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=2, high=10**5)
@@ -495,6 +495,10 @@ class Config:
                             f" attention layer of {channels} channels")
         return heads
 
+    def level_widths(self):
+        """Channels of each level, from the first to the last; the product in float32, as in ./train_unet."""
+        return [int(np.float32(self.num_channels) * np.float32(mult)) for mult in self.channel_mult]
+
     def level_sizes(self):
         """Height and width of each level's images, from the first level to the last, in pixels."""
         return [self.image_size >> level for level in range(len(self.channel_mult))]
@@ -511,8 +515,9 @@ class Config:
                 fine, wanted = isinstance(value, (bool, int)) and value in (0, 1), "0 or 1"
             elif field.type is tuple:
                 fine = isinstance(value, (tuple, list)) and len(value) <= MAX_LEVELS
-                fine = fine and all(is_number(v, int) and max(low, 1) <= v <= high for v in value)
-                wanted = f"at most {MAX_LEVELS} numbers from {max(low, 1)} to {high}"
+                fine = fine and all(is_number(v, type(low)) and (low or 1) <= v <= high for v in value)
+                kind = "whole numbers" if type(low) is int else "numbers"
+                wanted = f"at most {MAX_LEVELS} {kind} from {low or 1} to {high}"
             elif field.type is Rates:
                 fine = len(value) <= len(EMA_SECTIONS) and all(low < v <= high for v in value)
                 wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and {high}"
@@ -529,10 +534,16 @@ class Config:
             levels = len(self.channel_mult)
             raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
                             f" {levels} levels of channel_mult")
-        widest, sizes = self.num_channels * max(self.channel_mult), self.level_sizes()
-        if widest > MAX_WIDTH:
-            raise UserError(f"{prefix}channel_mult makes a level {widest} channels wide; {MAX_WIDTH} is the"
-                            f" most")
+        if self.num_channels % 32:
+            raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
+        for mult, width in zip(self.channel_mult, self.level_widths()):
+            if np.float32(self.num_channels) * np.float32(mult) != width or width % 32 or width > MAX_WIDTH:
+                raise UserError(f"{prefix}channel_mult {mult} times num_channels {self.num_channels} is no"
+                                f" multiple of 32 up to {MAX_WIDTH}")
+        if self.num_heads_upsample and not self.num_heads:
+            raise UserError(f"{prefix}num_heads_upsample {self.num_heads_upsample} does nothing without"
+                            f" num_heads")
+        sizes = self.level_sizes()
         attended = max(size for size in sizes if size == sizes[-1] or size in self.attention_resolutions)
         if attended > MAX_ATTENTION_SIZE:
             raise UserError(f"{prefix}attention_resolutions: attention at {attended}x{attended} does not fit;"
@@ -544,8 +555,6 @@ class Config:
         if self.zero_terminal_snr and self.predict == "eps":
             raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
-        if self.num_channels % 32:
-            raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         return self
 
 
@@ -1026,7 +1035,8 @@ def _pack_config(header, config):
             for i, rate in enumerate(value):
                 floats[index if i == 0 else MORE_RATES + i - 1] = rate
         elif field.type is tuple:
-            header[index:index + len(value)] = value
+            for i, number in enumerate(value):  # a fraction as its bits, which are no whole number in range
+                (header if number == int(number) else floats)[index + i] = number
         elif field.type is str:
             header[index] = field.metadata["choices"].index(value)
         elif field.type is bool:
@@ -1048,8 +1058,11 @@ def _unpack_config(header, path):
             value = [float(str(v)) for v in (floats[index], *floats[MORE_RATES:MORE_RATES + 3])]
             value = Rates(value[:value.index(0)] if 0 in value else value)
         elif field.type is tuple:
-            value = tuple(int(v) for v in header[index:index + 8])
+            value = header[index:index + MAX_LEVELS].tolist()
             value = value[:value.index(0)] if 0 in value else value
+            reals = [float(str(v)) for v in floats[index:index + len(value)]]  # see _pack_config
+            value = tuple(real if real >= FLOAT_MIN and not real.is_integer() else whole
+                          for whole, real in zip(value, reals))
         elif field.type is str:
             value = choices[value] if 0 <= value < len(choices) else f"number {value}"
         elif field.type is bool:

@@ -75,6 +75,8 @@ TRAINING = {
                                              resblock_updown=True, dropout=0.2, seed=19)),
     "learned resampling": Config(**TOY | dict(image_size=16, channel_mult=(2, 1, 2), batch_size=3, lr=1e-3,
                                               conv_resample=True, weight_decay=0.1, seed=20)),
+    "narrow first level": Config(**ADM | dict(num_channels=64, channel_mult=(0.5, 1.5), batch_size=3, lr=1e-3,
+                                              seed=29)),
     # short chains, so that there are timesteps 0
     "learned variance, eps": Config(**TOY | dict(batch_size=5, lr=1e-3, learn_sigma=True, seed=21,
                                                  diffusion_steps=21)),
@@ -250,12 +252,12 @@ def stored_flags():
 def another(name, value):
     """A value of the flag that is not `value` and that the flag takes."""
     kind, _, most, choices = stored_flags()[name]
+    if name in ("channel_mult", "attention_resolutions"):  # lists
+        return "2" if value != "2" else "1"
     if kind == "CHOICE":
         return next(choice for choice in choices if choice != value)
     if kind == "BOOL":
         return str(1 - int(value))
     if kind == "FLOAT":
         return "0.25" if value != "0.25" else "0.5"
-    if name in ("channel_mult", "attention_resolutions"):  # lists
-        return "2" if value != "2" else "1"
     return str(int(value) + (1 if int(value) < most else -1))

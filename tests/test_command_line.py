@@ -31,7 +31,8 @@ from unet_io import Config, flags_of
     (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
     (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
     (["--attention_resolutions", "16,0,8"], "0 stands alone"),
-    (["--channel_mult", "1,x"], "--channel_mult"), (["--offset_noise", "-1"], "--offset_noise"),
+    (["--channel_mult", "1,x"], "--channel_mult"), (["--channel_mult", "0.1"], "between 0.125 and 64"),
+    (["--offset_noise", "-1"], "--offset_noise"),
     (["--flip=perhaps"], "--flip"), (["--preset", "small23"], ["'small23'", "mean small32?"]),
     (["--out_dir", ""], ["--out_dir", "''"]), (["--data_file="], "--data_file"),
     (["--out_dir", "a\nb"], ["--out_dir", "line break"]), (["--out_dir", "a "], ["--out_dir", "blank"]),
@@ -104,6 +105,8 @@ def test_dry_run(tmp_path):
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
     refused(TRAIN, "--dry_run", "--num_channels", 32, says=["norm_groups", "time embedding"])
     refused(TRAIN, "--preset", "tiny", "--image_size", 30, "--dry_run", says="halved")
+    refused(TRAIN, "--dry_run", "--num_heads_upsample", 2,
+            says="--num_heads_upsample 2 does nothing without --num_heads")
     refused(TRAIN, "--dry_run", "--zero_terminal_snr", says=["--predict eps", "v or x0"])
 
 

@@ -182,6 +182,15 @@ def test_heads_that_differ(tmp_path):
         assert says in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("first", [0.5, 1.5])
+def test_sinusoids_that_do_not_fit(tmp_path, first):
+    """UNet2DModel has as many as its first level has channels; ours are every k-th of them, for a whole k."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(num_channels=64, channel_mult=(first, 1))))
+    sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
+    assert f"here {int(64 * first)}, and this model's 64 don't fit" in sentence
+    assert "\n" not in sentence and not (tmp_path / "out").exists()
+
+
 def test_interrupted_export(tmp_path, monkeypatch):
     """Over an older export: what breaks off at a rename leaves nothing that can be opened, or the new one."""
     old, new = (train_unet.UNet(Config(**SMALL | dict(num_head_channels=width))) for width in (8, 16))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import generate
 import train_unet
 import unet_io
-from harness import ADM, TOY, call, error_of, perturbed_file, same_bits, write_toy_images
+from harness import ADM, TOY, TRAIN, call, error_of, perturbed_file, run, same_bits, write_toy_images
 from unet_io import Config
 
 OPTIONS = {
@@ -25,6 +25,7 @@ OPTIONS = {
     "legacy order": dict(use_new_attention_order=False, num_head_channels=8, attention_resolutions=(8, 4)),
     "legacy order, other heads in the decoder": dict(use_new_attention_order=False, num_heads=4,
                                                      num_heads_upsample=2, conv_resample=True),
+    "narrow first level": dict(num_channels=64, channel_mult=(0.5, 1.5)),
     "rescaled timesteps": dict(rescale_timesteps=True, diffusion_steps=250),
     "adm": ADM | dict(num_heads=4, use_new_attention_order=False, cond_drop_prob=0.1, dropout=0.0,
                       channel_mult=(2, 1, 2), attention_resolutions=(8, 4)),
@@ -143,15 +144,20 @@ def test_architecture(name):
 
 @pytest.mark.parametrize("preset, more, count", [
     ("adm64", {}, 295904454), ("adm128", {}, 421529606), ("adm256", {}, 553838086),
-    ("adm256", dict(class_cond=False), 552814086)])
+    ("adm256", dict(class_cond=False), 552814086),
+    ("adm256", dict(image_size=512, channel_mult=(0.5, 1, 1, 2, 2, 4, 4)), 558997638)])
 def test_official_sizes(preset, more, count):
-    """The parameters of the official models, counted in guided-diffusion; by preset and by its flags."""
+    """The parameters of the official models, counted in guided-diffusion: in both programs, by preset and
+    by its flags, channel_mult being its choice for the image size."""
     values = {name: value for name, value in (unet_io.PRESETS[preset] | more).items()
               if name in train_unet.ARCHITECTURE}
     with torch.device("meta"):
-        models = [train_unet.UNet(Config(**values)), train_unet.create_model(**values)]
-    assert [sum(p.numel() for p in model.parameters()) for model in models] == [count] * 2
-    assert models[0].config == models[1].config
+        models = [train_unet.UNet(Config(**values)), train_unet.create_model(**values),
+                  train_unet.create_model(**values | dict(channel_mult=""))]
+    assert [sum(p.numel() for p in model.parameters()) for model in models] == [count] * 3
+    assert models[0].config == models[1].config == models[2].config
+    refusal = run(TRAIN, *unet_io.flags_of(models[0].config), "--batch_size", 65536, "--dry_run", status=1)
+    assert f"{count} parameters in" in refusal.stdout and "--microbatch" in refusal.stderr
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -97,7 +97,8 @@ def test_old_weights(cpp, tmp_path):
 
 
 EXPORTED = Config(**TOY | dict(predict="v", noise_schedule="cosine", lr=3e-4, seed=2**32 - 1, ema_rate=0.99,
-                               attention_resolutions=(), flip=True, beta2=0.99))
+                               attention_resolutions=(), flip=True, beta2=0.99, num_channels=64,
+                               channel_mult=(0.5, 1)))
 
 
 @pytest.mark.parametrize("ending", ["bin", "pt", "safetensors"])

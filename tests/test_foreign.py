@@ -18,7 +18,9 @@ import torch
 import generate
 import train_unet
 import unet_io
-from harness import ROOT, SMALL, TOY, TRAIN, call, perturbed_file, refused, run, same_bits, script
+from harness import (
+    QUICK, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, effective, perturbed_file, refused, run, same_bits,
+    script)
 from unet_io import Checkpoint, Config, UserError, flags_of
 
 PYTHON = sys.executable
@@ -245,13 +247,14 @@ def test_nan_weights_draw_nothing(tmp_path, images8):
 
 def test_channel_mult_follows_the_image_size():
     """channel_mult="" and none: guided-diffusion's, by image_size (script_util.create_model)."""
-    for size, mult in ((64, (1, 2, 3, 4)), (128, (1, 1, 2, 3, 4)), (256, (1, 1, 2, 2, 4, 4))):
+    for size, mult in ((64, (1, 2, 3, 4)), (128, (1, 1, 2, 3, 4)), (256, (1, 1, 2, 2, 4, 4)),
+                       (512, (0.5, 1, 1, 2, 2, 4, 4))):
         for flags in (dict(channel_mult=""), {}):
             with torch.device("meta"):
-                model = train_unet.create_model(image_size=size, num_channels=32, norm_groups=8, **flags)
+                model = train_unet.create_model(image_size=size, num_channels=64, norm_groups=8, **flags)
             assert model.config.channel_mult == mult
-    for size, says in ((512, "0.5"), (32, "channel_mult"), (100, "channel_mult")):
-        with pytest.raises(UserError, match=says):
+    for size in (32, 100):
+        with pytest.raises(UserError, match="channel_mult"):
             train_unet.create_model(image_size=size)
     with torch.device("meta"):
         model = train_unet.create_model(64, 32, 1, "1,2", norm_groups=8)  # in guided-diffusion's order
@@ -303,8 +306,9 @@ def test_flags_that_another_model_needs():
         assert train_unet.create_model(**bare | heads).config.num_heads == 4
     for flags, says in ((dict(num_heads=3), "num_heads"), (dict(channel_mult=None), "channel_mult"),
                         (dict(channel_mult="0.5,1"), "channel_mult"), (dict(channel_mult=3), "channel_mult"),
-                        (dict(channel_mult=()), "channel_mult"),
+                        (dict(channel_mult=()), "channel_mult"), (dict(channel_mult="nan,1"), "channel_mult"),
                         (dict(attention_resolutions=None), "attention_resolutions"),
+                        (dict(attention_resolutions="4.5"), "attention_resolutions.*whole"),
                         (dict(image_size="8"), "image_size"), (dict(num_channels=32.5), "num_channels"),
                         (dict(num_channels=True), "num_channels"), (dict(warp=1), "no flag warp")):
         with pytest.raises(UserError, match=says):
@@ -347,7 +351,9 @@ def test_both_programs_take_the_same_ranges():
     (["--lr", "1e-60"], "lr"), (["--lr", "1e-40"], "lr"), (["--beta1", 1], "beta1"),
     (["--beta2", -1], "beta2"), (["--image_size", 2048], "image_size"), (["--max_period", 1], "max_period"),
     (["--batch_size", 65537], "batch_size"), (["--channel_mult", "1,65"], "channel_mult"),
-    (["--num_channels", 1024, "--channel_mult", "9"], "8192"), (["--log_every", 0], "log_every"),
+    (["--num_channels", 1024, "--channel_mult", "9"], "8192"), (["--channel_mult", "0.1"], "channel_mult"),
+    (["--channel_mult", "0.3,1"], "--channel_mult 0.3 times num_channels 64 is no multiple of 32"),
+    (["--num_heads_upsample", 2], "--num_heads_upsample 2 does nothing without num_heads"), (["--log_every", 0], "log_every"),
     (["--image_size", 1024, "--channel_mult", "1", "--norm_groups", 8], "128x128"),
     (["--steps", -1], "steps"), (["--save_every", -1], "save_every"), (["--steps", 10**8], "steps"),
     (["--diffusion_steps", 20], "--diffusion_steps 20 is too few"),
@@ -401,6 +407,40 @@ def test_stored_values_out_of_range(tmp_path):
             unet_io.read_checkpoint(str(path))
     write_field(path, 68, 1)  # the checksum was right
     unet_io.read_checkpoint(str(path))
+
+
+def test_fractions_of_num_channels(tmp_path, images8):
+    """A whole channel_mult is stored as an integer, as ever, another as a float32: from program to program."""
+    config = Config(**TOY | dict(num_channels=96, channel_mult=(2, 1 / 3), num_head_channels=32))
+    perturbed_file(tmp_path / "w.bin", config)
+    run(TRAIN, *flags_of(config), "--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 1,
+        "--out_dir", tmp_path / "run", *QUICK)
+    path = checkpoint_in(tmp_path / "run", 1)
+    third = int(np.float32(1 / 3).view("<i4"))
+    for name in (tmp_path / "w.bin", path):
+        assert np.frombuffer(name.read_bytes()[:1024], "<i4")[24:32].tolist() == [2, third] + [0] * 6
+    assert effective("--resume", tmp_path / "run")["channel_mult"] == "2,0.33333334"
+    assert "channel_mult = 2,0.33333334\n" in (tmp_path / "run/config.txt").read_text()
+    found = unet_io.read_checkpoint(str(path))
+    assert found.config.channel_mult == (2, 0.33333334) and found.config.level_widths() == [192, 32]
+    unet_io.write_checkpoint(tmp_path / "again.bin", found)
+    assert (tmp_path / "again.bin").read_bytes() == path.read_bytes()
+    model, _ = train_unet.load_model(str(path))
+    torch.save(model.state_dict(), tmp_path / "bare.pt")  # as guided-diffusion's, told by flags
+    words = flags_of(found.config)
+    words = [word for flag, value in zip(words[::2], words[1::2]) for word in (flag, value)
+             if flag[2:] in train_unet.ARCHITECTURE]
+    assert call(generate, "--import", tmp_path / "bare.pt", *words) == ""
+    bare = unet_io.read_checkpoint(str(tmp_path / "bare.bin"))
+    assert same_bits(bare.sections["weights"], found.sections["ema"])
+    good = path.read_bytes()
+    for kind, value in (("<f4", 0.25), ("<f4", 0.1), ("<f4", 2), ("<f4", 65), ("<f4", -0.0), ("<f4", -1 / 3),
+                        ("<f4", math.nan), ("<f4", math.inf), ("<i4", 65), ("<i4", -1)):
+        path.write_bytes(good)
+        write_field(path, 25, value, kind)
+        with pytest.raises(UserError, match=f"{path.name}.*channel_mult"):
+            unet_io.read_checkpoint(str(path))
+        refused(TRAIN, "--model_weights", path, "--generate", 1, says=[path.name, "channel_mult"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0])

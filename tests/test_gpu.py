@@ -164,6 +164,8 @@ GRADIENTS = {
     "learned resampling": Config(image_size=32, channel_mult=(1, 2, 3), batch_size=4, conv_resample=True,
                                  num_channels=128, num_heads=2, num_heads_upsample=3, ema_rate=0.0, seed=32,
                                  attention_resolutions=(8,), predict="v"),
+    "narrow first level": Config(image_size=32, num_channels=128, channel_mult=(0.25, 0.75, 1.5), batch_size=4,
+                                 norm_groups=16, ema_rate=0.0, seed=34),
     "heads of 256": Config(image_size=32, num_channels=256, channel_mult=(1, 1), num_res_blocks=1, num_heads=1,
                            attention_resolutions=(32, 16), batch_size=2, ema_rate=0.0, seed=33),
     "most images": Config(**SMALL | dict(num_head_channels=16, batch_size=65535, ema_rate=0.0)),

@@ -60,7 +60,8 @@ def test_header_of_formats():
     stored = re.findall(r"(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (?:FREE|FIXED), ([1-9]\d*),", code)
     assert len(stored) > 40
     for name, kind, field in stored:
-        of_type = "uint32" if name == "seed" else "float32" if kind == "FLOAT" else "int32"
+        of_type = {"seed": "uint32", "channel_mult": "int32 or float32"}.get(
+            name, "float32" if kind == "FLOAT" else "int32")
         row = rf"^\| {field}(?: … \d+)? \| {4 * int(field)} \| {of_type} \| {name}\b"
         assert re.search(row, page, re.M), name
 
