@@ -5653,30 +5653,16 @@ namespace gpu {
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
 __device__ static inline void unpack(float value[VEC], uint4 bits) {
-    const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
-    for (int i = 0; i < 4; i++) {
-#ifdef PRECISION_FP32
-        value[i] = __uint_as_float(word[i]);
-#else
-        value[2 * i] = __uint_as_float(word[i] << 16);
-        value[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
-#endif
-    }
+    for (int i = 0; i < VEC; i++) value[i] = (float)((const floatX*)&bits)[i];
 }
 __device__ static inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
 __device__ static inline uint4 pack(const float value[VEC]) {
-    uint32_t word[4];
-    for (int i = 0; i < 4; i++) {
-#ifdef PRECISION_FP32
-        word[i] = __float_as_uint(value[i]);
-#else
-        word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
-#endif
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    uint4 bits;
+    for (int i = 0; i < VEC; i++) ((floatX*)&bits)[i] = (floatX)value[i];
+    return bits;
 }
 __device__ static inline void store_pair(floatX* to, float first, float second) {
     store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
@@ -6833,10 +6819,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     float value[VEC] = {0};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++)
-        for (int e = 0; e < VEC; e += 4) {
-            float4 part = *(const float4*)(g.partial + s * n + i + e);
-            value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
-        }
+        for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) += *(const float4*)(g.partial + s * n + i + e);
     finish_output(g, value, m, (int)(i % g.N()));
 }
 
@@ -7181,22 +7164,16 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
-    float4 sum = make_float4(0, 0, 0, 0), old = sum;
-    if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
-    for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
-        float4 loaded[8] = {};  // so many loads under way
-        for (int k = 0; k < 8; k++) {
-            int s = first + k * REDUCERS;
-            if (s < g.splits) loaded[k] = *(const float4*)(g.partial + s * n + i);
-        }
-        for (int k = 0; k < 8; k++) sum += loaded[k];
-    }
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (part == 0 && i < n) sum = *(const float4*)(g.dw + i);
+#pragma unroll 8
+    for (int s = part; s < g.splits; s += REDUCERS)
+        if (i < n) sum += *(const float4*)(g.partial + s * n + i);
     sums[part][lane] = sum;
     __syncthreads();
     if (part != 0 || i >= n) return;
     for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
-    old += sum;
-    *(float4*)(g.dw + i) = old;
+    *(float4*)(g.dw + i) = sum;
 }
 
 // The memory that the splits of `g` need.
