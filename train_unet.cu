@@ -498,11 +498,14 @@ static void backend_download(void* to, const void* from, size_t bytes) { backend
 static void backend_mark(int slot);
 static void backend_await(int slot);
 static float backend_milliseconds(int first, int last);
-// Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
-// next, until backend_join. Returns the number of this call.
+// Launches on a side stream, which may be called later: they take what they need by value. They wait for
+// everything launched so far, and run at the same time as what comes next, until backend_join. side_calls
+// counts these calls.
 template <typename Launches>
-static int on_side_lane(Launches launches);
-// What follows waits for the launches of that call and of all earlier ones; without a number, for all.
+static void on_side_lane(Launches launches);
+static int side_calls;
+// What follows waits for the launches of the call of that number, from 1, and of all earlier ones; without a
+// number, for all.
 static void backend_join(int call = INT_MAX);
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
 // launch sets up once), recorded as a graph the second, replayed from then on.
@@ -696,9 +699,10 @@ struct RowsOf {
     int pitch = 0;
 };
 
-// The parameters of a product and their gradients, which are added to: w (O, 3, 3, C) or (O, C), bias (O).
-template <typename Real>
-struct WeightsOf {
+// The parameters of a product of so many taps, nine or one, and their gradients, which are added to:
+// w (O, 3, 3, C) or (O, C), bias (O).
+template <typename Real, int TAPS>
+struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
 };
@@ -735,11 +739,10 @@ struct ForwardOptionsOf {
     TensorOf<Real> residual = {};
 };
 
-// What a product's backward may do besides: the sums of dout over each image; += dx; and where its x is what
-// a norm wrote, the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
+// What a product's input gradient may do besides: += dx; and where x is what a norm wrote, the first half of
+// that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
 template <typename Real>
 struct BackwardOptionsOf {
-    RowsOf<Real> demb = {};
     bool accumulate = false;
     const NormOf<Real>* norm = nullptr;
 };
@@ -755,7 +758,10 @@ struct NormOptionsOf {
     typedef TensorOf<Real> Tensor;            \
     typedef JoinedOf<Real> Joined;            \
     typedef RowsOf<Real> Rows;                \
-    typedef WeightsOf<Real> Conv, Linear;     \
+    template <int TAPS>                       \
+    using Product = ProductOf<Real, TAPS>;    \
+    typedef Product<9> Conv;                  \
+    typedef Product<1> Linear;                \
     typedef NormOf<Real> Norm;                \
     typedef ForwardOptionsOf<Real> Forward;   \
     typedef BackwardOptionsOf<Real> Backward; \
@@ -778,42 +784,32 @@ LAYER_TYPES(floatX)
 
 namespace DEVICE {
 
-// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual, of 9 taps; of one,
-// F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only the latter takes two tensors.
+// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
+// Linear F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only this takes two tensors.
 template <int TAPS>
-static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options);
-// dx = [+=] the same convolution of dout, taps flipped; layer.dw += dout^T x; layer.dbias += dout.sum((0, 1,
-// 2)). dx without data: not wanted. On the GPU dw and dbias are under way until backend_join.
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {});
+// dx = [+=] the same product of dout with the weights transposed, of taps flipped.
 template <int TAPS>
-static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options);
-
-static void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options = {}) {
-    product_forward<9>(out, x, layer, options);
-}
-static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, Conv layer, Backward options = {}) {
-    product_backward<9>(dx, dout, x, layer, options);
-}
-static void linear_forward(Tensor out, Joined x, Linear layer, Forward options = {}) {
-    product_forward<1>(out, x, layer, options);
-}
-static void linear_backward(Joined dx, Tensor dout, Joined x, Linear layer, Backward options = {}) {
-    product_backward<1>(dx, dout, x, layer, options);
-}
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
+// layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)); demb = dout.sum((1, 2)), where it is wanted. On the
+// GPU a call of the side lane's: they are under way until backend_join.
+template <int TAPS>
+static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {});
 
 // x.moments, of a tensor that no product wrote.
 static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
-// The same again from the statistics that forward left.
-static void groupnorm_apply(Tensor out, const Norm& norm);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is an image's, modulated, and dw and dbias count each image's sums so.
 // First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by
 // part and channel.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-// Then dw, dbias and dx. dx.first may be dy or x where there is no second and nothing is added to.
-static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options = {});
+// Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
+// normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing is added to.
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm,
+                               NormOptions options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
 // heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
@@ -1140,6 +1136,7 @@ struct Block {
     Buffer stats = {};     // float: mean and rstd (B, G) of each norm; then attention's lse (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
+    Buffer late = {};  // scratch of backward that the side lane reads while the next block is under way
 };
 
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
@@ -1175,7 +1172,7 @@ struct Model : OptimiserMemory {
     floatX* weights;  // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
     const float* fp32_params;  // what `weights` were rounded from: master, or an EMA
     char* arena;               // activations, their gradients, scratch: where the plan says
-    Arena scratch;             // the part of it that the block under way may take from
+    Arena scratch, late;       // the parts of it that the block under way may take from
     floatX* input;             // (B, H, W, PIXEL): the noised images
     float* target;             // (B, H, W, PIXEL)
     float* images;             // (B, C, H, W): clean, planar, as in the files
@@ -1231,31 +1228,36 @@ static Joined input_gradient_of(const Model* m, const Block& block, int B) {
             block.skip < 0 ? Tensor() : output_gradient_of(m, blocks[block.skip], B)};
 }
 
-static Conv layer_at(const Model* m, size_t w, size_t bias) {
-    Conv layer = {.w = m->weights + w, .bias = m->weights + bias};
+template <typename Layer>
+static Layer layer_at(const Model* m, size_t w, size_t bias) {
+    Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
     if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
     return layer;
 }
 // Layer `n` of a block: a weight, and behind it its bias.
-static Conv layer_of(const Model* m, const Block& block, int n) {
+template <typename Layer>
+static Layer layer_of(const Model* m, const Block& block, int n) {
     const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-    return layer_at(m, tensors[0].offset, tensors[1].offset);
+    return layer_at<Layer>(m, tensors[0].offset, tensors[1].offset);
 }
 // Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
     Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
     const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
     norm.w = m->fp32_params + tensors[0].offset, norm.bias = m->fp32_params + tensors[1].offset;
-    norm.dw = layer_of(m, block, n).dw, norm.dbias = layer_of(m, block, n).dbias;
+    norm.dw = layer_of<Linear>(m, block, n).dw, norm.dbias = layer_of<Linear>(m, block, n).dbias;
     size_t statistics = (size_t)x.first.B * norm.groups;
     norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
     norm.rstd = norm.mean + statistics;
     return norm;
 }
 
-// Scratch of the block under way.
+// Scratch of the block under way; late: what its last weight gradient reads.
 static Tensor take_tensor(Model* m, int B, int H, int C) {
     return {take<floatX>(&m->scratch, (size_t)B * H * H * C), B, H, H, C};
+}
+static Tensor take_late(Model* m, int B, int H, int C) {
+    return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C};
 }
 static float2* take_sums(Model* m, int B, int H, int C) {
     return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
@@ -1279,12 +1281,12 @@ struct EmbedBlock {
     int B, E = embedding_width(m->config);
     Tensor sinusoids = tensor_at(m, block.inner, B, 1, block.C);
     Tensor hidden = part(0), linear2 = part(1), embedding = part(2);
-    Linear linear1_layer = layer_of(m, block, EMBED_LINEAR1);
-    Linear linear2_layer = layer_of(m, block, EMBED_LINEAR2);
+    Linear linear1_layer = layer_of<Linear>(m, block, EMBED_LINEAR1);
+    Linear linear2_layer = layer_of<Linear>(m, block, EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
-    Linear table = labels ? layer_of(m, block, EMBED_LABELS) : Linear();  // has no bias
+    Linear table = labels ? layer_of<Linear>(m, block, EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at(m, 0, m->plan.num_decayed);
+    Linear projections = layer_at<Linear>(m, 0, m->plan.num_decayed);
 
     Tensor part(int n) const {  // (B, E)
         return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
@@ -1293,15 +1295,18 @@ struct EmbedBlock {
 
 static void embed_forward(Model* m, const Block& block, int B) {
     EmbedBlock e = {m, block, B};
-    Tensor active = take_tensor(m, B, 1, e.E);
+    Tensor active = take_tensor(m, B, 1, e.E), out = output_of(m, block, B);
     double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-    run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period, unit});
-    linear_forward(e.hidden, e.sinusoids, e.linear1_layer);
-    run(SiluForward<floatX>{.out = active, .x = e.hidden});
-    if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
-    linear_forward(e.linear2, active, e.linear2_layer, {.residual = e.labels ? e.linear2 : Tensor()});
-    run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
-    linear_forward(output_of(m, block, B), e.embedding, e.projections);
+    TimestepEmbedding<floatX> sinusoids = {e.sinusoids, m->timesteps + m->first, m->config.max_period, unit};
+    on_side_lane([=] {  // the first residual block waits for it
+        run(sinusoids);
+        product_forward(e.hidden, e.sinusoids, e.linear1_layer);
+        run(SiluForward<floatX>{.out = active, .x = e.hidden});
+        if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
+        product_forward(e.linear2, active, e.linear2_layer, {.residual = e.labels ? e.linear2 : Tensor()});
+        run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
+        product_forward(out, e.embedding, e.projections);
+    });
 }
 
 static void embed_backward(Model* m, const Block& block, int B) {
@@ -1309,22 +1314,26 @@ static void embed_backward(Model* m, const Block& block, int B) {
     Tensor active = take_tensor(m, B, 1, e.E), dlinear2 = take_tensor(m, B, 1, e.E),
            dhidden = take_tensor(m, B, 1, e.E);
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-    linear_backward(dembedding, output_gradient_of(m, block, B), e.embedding, e.projections);
+    backend_join(side_calls - 1);  // what made dprojected, but not the first convolution's weight gradient
+    Tensor dprojected = output_gradient_of(m, block, B);
+    weight_gradient(e.projections, dprojected, e.embedding);
+    input_gradient(dembedding, dprojected, e.projections);
     run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
     if (e.labels) run(LabelBackward<floatX>{e.table.dw, dlinear2, e.labels, label_rows(m->config)});
     run(SiluForward<floatX>{.out = active, .x = e.hidden});
-    linear_backward(dactive, dlinear2, active, e.linear2_layer);
+    weight_gradient(e.linear2_layer, dlinear2, active);
+    input_gradient(dactive, dlinear2, e.linear2_layer);
     run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = e.hidden});
-    linear_backward({}, dhidden, e.sinusoids, e.linear1_layer);
+    weight_gradient(e.linear1_layer, dhidden, e.sinusoids);
 }
 
 // ---- first convolution ------------------------------------------------------------------------------------
 
 static void conv_in_forward(Model* m, const Block& block, int B) {
-    conv3x3_forward(output_of(m, block, B), input_of(m, block, B).first, layer_of(m, block, 0));
+    product_forward(output_of(m, block, B), input_of(m, block, B), layer_of<Conv>(m, block, 0));
 }
 static void conv_in_backward(Model* m, const Block& block, int B) {
-    conv3x3_backward({}, output_gradient_of(m, block, B), input_of(m, block, B).first, layer_of(m, block, 0));
+    weight_gradient(layer_of<Conv>(m, block, 0), output_gradient_of(m, block, B), input_of(m, block, B));
 }
 
 // ---- residual block ---------------------------------------------------------------------------------------
@@ -1342,10 +1351,10 @@ struct ResBlock {
     Joined x = input_of(m, block, B);
     Tensor h = tensor_at(m, block.hidden, B, block.out_H, block.O), out = output_of(m, block, B);
     Norm norm1 = norm_of(m, block, RES_NORM1, x, 0), norm2 = norm_of(m, block, RES_NORM2, h, 1);
-    Conv conv1 = layer_of(m, block, RES_CONV1), conv2 = layer_of(m, block, RES_CONV2);
+    Conv conv1 = layer_of<Conv>(m, block, RES_CONV1), conv2 = layer_of<Conv>(m, block, RES_CONV2);
     bool widens = x.C() != block.O, resizes = block.H != block.out_H;
     bool adds_x = !widens && !resizes;  // to its output, as it is
-    Linear skip = widens ? layer_of(m, block, RES_SKIP) : Linear();
+    Linear skip = widens ? layer_of<Linear>(m, block, RES_SKIP) : Linear();
     // The block's channels of the embedding's projections: they are added to h, or modulate what is normed.
     Rows emb = {output_of(m, m->plan.blocks[0], B).data + block.emb, m->plan.blocks[0].O};
     Rows added = m->config.use_scale_shift_norm ? Rows() : emb;
@@ -1364,14 +1373,14 @@ static void res_forward(Model* m, const Block& block, int B) {
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
     r.modulate({});
     if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
-    if (r.widens) on_side_lane([&] { linear_forward(residual, r.x, r.skip); });
+    if (r.widens) on_side_lane([=] { product_forward(residual, r.x, r.skip); });
     groupnorm_forward(before, r.norm1);
     if (r.resizes) resize(normed1, before), resize(residual, r.x.first);
     backend_join();
-    conv3x3_forward(r.h, normed1, r.conv1, {.emb = r.added});
+    product_forward(r.h, normed1, r.conv1, {.emb = r.added});
     groupnorm_forward(normed2, r.norm2);
     if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
-    conv3x3_forward(r.out, normed2, r.conv2, {.residual = residual});
+    product_forward(r.out, normed2, r.conv2, {.residual = residual});
 }
 
 static void res_backward(Model* m, const Block& block, int B) {
@@ -1379,42 +1388,36 @@ static void res_backward(Model* m, const Block& block, int B) {
     Joined dx = input_gradient_of(m, block, B);
     Tensor dout = output_gradient_of(m, block, B), dh = r.h;
     Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
-    int wide = std::max(r.x.C(), block.O);
-    r.norm1.sums = r.norm2.sums = take_sums(m, B, std::max(block.H, block.out_H), wide);
+    r.norm1.sums = r.norm2.sums = take_sums(m, B, std::max(block.H, block.out_H), std::max(r.x.C(), block.O));
     r.modulate(demb);
     if (r.norm2.modulation.data) demb = {};
-    Tensor normed = take_tensor(m, B, block.out_H, wide), dnormed = take_tensor(m, B, block.out_H, wide);
-    Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
-    Tensor dnormed1 = dnormed.with_channels(r.x.C()), dnormed2 = dnormed.with_channels(block.O);
-    Tensor before = r.resizes ? take_tensor(m, B, block.H, block.C) : normed1;
-    Tensor dbefore = r.resizes ? take_tensor(m, B, block.H, block.C) : dnormed1;
-    // The weight gradients go to the side lane, with the normed tensors, which only they read. The rest
-    // waits for no more than the last reading of h.
-    int normed_ready = on_side_lane([&] {
-        groupnorm_apply(normed2, r.norm2);
-        if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
-    });
-    conv3x3_backward(dnormed2, dout, normed2, r.conv2, {.norm = r.drops ? nullptr : &r.norm2});
+    // A norm's backward puts what was normed in place of the gradient that it reads.
+    Tensor dnormed2 = take_tensor(m, B, block.out_H, block.O), normed2 = dnormed2;
+    Tensor normed1 = take_late(m, B, block.out_H, r.x.C()), dnormed1 = normed1;
+    Tensor dbefore = r.resizes ? take_tensor(m, B, block.H, block.C) : dnormed1, before = dbefore;
+    input_gradient(dnormed2, dout, r.conv2, {.norm = r.drops ? nullptr : &r.norm2});
     if (r.drops) {
         run(Dropout<floatX>{dnormed2, r.dropping});
         groupnorm_backward_sums(dnormed2, dnormed2, r.norm2);
     }
     if (r.norm2.modulation.data) run(ModulationBackward<floatX>{r.norm2});
-    if (r.widens) linear_backward(dx, dout, r.x, r.skip, {.accumulate = block.accumulate});
-    backend_join(normed_ready);
-    groupnorm_backward(dh, dnormed2, r.norm2);
-    on_side_lane([&] {
-        groupnorm_apply(before, r.norm1);
-        if (r.resizes) resize(normed1, before);
-    });
-    conv3x3_backward(dnormed1, dh, normed1, r.conv1, {.demb = demb, .norm = r.resizes ? nullptr : &r.norm1});
+    if (r.widens) {
+        weight_gradient(r.skip, dout, r.x);
+        input_gradient(dx, dout, r.skip, {.accumulate = block.accumulate});
+    }
+    groupnorm_backward(dh, normed2, dnormed2, r.norm2);
+    if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
+    weight_gradient(r.conv2, dout, normed2);
+    input_gradient(dnormed1, dh, r.conv1, {.norm = r.resizes ? nullptr : &r.norm1});
     if (r.resizes) {
         resize_backward(dx.first, dout, block.accumulate);
         resize_backward(dbefore, dnormed1, false);
         groupnorm_backward_sums(dbefore, dbefore, r.norm1);
     }
-    groupnorm_backward(dx, dbefore, r.norm1,
+    groupnorm_backward(dx, before, dbefore, r.norm1,
                        {.residual = r.adds_x ? dout : Tensor(), .accumulate = !r.adds_x || block.accumulate});
+    if (r.resizes) resize(normed1, before);
+    weight_gradient(r.conv1, dh, normed1, demb);
 }
 
 // ---- attention block --------------------------------------------------------------------------------------
@@ -1437,23 +1440,25 @@ static void attention_block_forward(Model* m, const Block& block, int B) {
     AttentionBlock a = {m, block, B};
     Tensor normed = take_tensor(m, B, block.H, block.C);
     groupnorm_forward(normed, a.norm);
-    linear_forward(a.qkv, normed, layer_of(m, block, ATT_QKV));
+    product_forward(a.qkv, normed, layer_of<Linear>(m, block, ATT_QKV));
     attention_forward(a.joined, a.lse, a.qkv, block.heads);
-    linear_forward(output_of(m, block, B), a.joined, layer_of(m, block, ATT_PROJ), {.residual = a.x});
+    product_forward(output_of(m, block, B), a.joined, layer_of<Linear>(m, block, ATT_PROJ), {.residual = a.x});
 }
 
 static void attention_block_backward(Model* m, const Block& block, int B) {
     AttentionBlock a = {m, block, B};
-    Tensor dout = output_gradient_of(m, block, B), dqkv = take_tensor(m, B, block.H, 3 * block.C);
-    Tensor normed = take_tensor(m, B, block.H, block.C), djoined = take_tensor(m, B, block.H, block.C);
+    Linear qkv = layer_of<Linear>(m, block, ATT_QKV), projection = layer_of<Linear>(m, block, ATT_PROJ);
+    Tensor dout = output_gradient_of(m, block, B), djoined = take_tensor(m, B, block.H, block.C);
     Tensor dnormed = djoined;  // one after the other
+    Tensor dqkv = take_late(m, B, block.H, 3 * block.C), normed = take_late(m, B, block.H, block.C);
     a.norm.sums = take_sums(m, B, block.H, block.C);
-    on_side_lane([&] { groupnorm_apply(normed, a.norm); });
-    linear_backward(djoined, dout, a.joined, layer_of(m, block, ATT_PROJ));
+    weight_gradient(projection, dout, a.joined);
+    input_gradient(djoined, dout, projection);
     attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, block.heads);
-    linear_backward(dnormed, dqkv, normed, layer_of(m, block, ATT_QKV), {.norm = &a.norm});
-    groupnorm_backward(input_gradient_of(m, block, B), dnormed, a.norm,
+    input_gradient(dnormed, dqkv, qkv, {.norm = &a.norm});
+    groupnorm_backward(input_gradient_of(m, block, B), normed, dnormed, a.norm,
                        {.residual = dout, .accumulate = block.accumulate});
+    weight_gradient(qkv, dqkv, normed);
 }
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
@@ -1469,7 +1474,7 @@ static void resample_forward(Model* m, const Block& block, int B) {
     } else {
         Tensor large = take_tensor(m, B, std::max(x.H, out.H), x.C);
         if (up) resize(large, x);
-        conv3x3_forward(up ? out : large, up ? large : x, layer_of(m, block, 0));
+        product_forward(up ? out : large, up ? large : x, layer_of<Conv>(m, block, 0));
         if (up) return;
         run(Resample<floatX>{.out = out, .x = large, .factor = 1, .accumulate = false, .first_only = true});
     }
@@ -1479,15 +1484,19 @@ static void resample_backward(Model* m, const Block& block, int B) {
     Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
     if (!block.num_params) return resize_backward(dx, dout, block.accumulate);
     Tensor x = input_of(m, block, B).first, large = take_tensor(m, B, std::max(x.H, dout.H), x.C);
+    Conv conv = layer_of<Conv>(m, block, 0);
     if (dout.H > x.H) {
         Tensor dlarge = take_tensor(m, B, dout.H, x.C);
         resize(large, x);
-        conv3x3_backward(dlarge, dout, large, layer_of(m, block, 0));
+        weight_gradient(conv, dout, large);
+        input_gradient(dlarge, dout, conv);
         resize_backward(dx, dlarge, block.accumulate);
     } else {
         run(Resample<floatX>{.out = large, .x = dout, .factor = 1, .accumulate = false, .first_only = true});
-        conv3x3_backward(dx, large, x, layer_of(m, block, 0), {.accumulate = block.accumulate});
+        weight_gradient(conv, large, x);
+        input_gradient(dx, large, conv, {.accumulate = block.accumulate});
     }
+    backend_join();
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -1498,17 +1507,18 @@ static void out_forward(Model* m, const Block& block, int B) {
     Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
     Tensor normed = take_tensor(m, B, block.H, block.C);
     groupnorm_forward(normed, norm);
-    conv3x3_forward(output_of(m, block, B), normed, layer_of(m, block, OUT_CONV));
+    product_forward(output_of(m, block, B), normed, layer_of<Conv>(m, block, OUT_CONV));
 }
 
 static void out_backward(Model* m, const Block& block, int B) {
     Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
     norm.sums = take_sums(m, B, block.H, block.C);
-    Tensor normed = take_tensor(m, B, block.H, block.C), dx = input_gradient_of(m, block, B).first;
-    on_side_lane([&] { groupnorm_apply(normed, norm); });
-    conv3x3_backward(dx, output_gradient_of(m, block, B), normed, layer_of(m, block, OUT_CONV),
-                     {.norm = &norm});
-    groupnorm_backward(dx, dx, norm);
+    Tensor normed = take_late(m, B, block.H, block.C), dx = input_gradient_of(m, block, B).first;
+    Tensor dout = output_gradient_of(m, block, B);
+    Conv conv = layer_of<Conv>(m, block, OUT_CONV);
+    input_gradient(dx, dout, conv, {.norm = &norm});
+    groupnorm_backward(dx, normed, dx, norm);
+    weight_gradient(conv, dout, normed);
 }
 
 // ===========================================================================================================
@@ -1618,8 +1628,8 @@ static void join_projections(Plan* plan) {
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
-    return {&b->out,   &b->hidden,   &b->inner,           &b->moments,
-            &b->stats, &b->gradient, &b->scratch_forward, &b->scratch_backward};
+    return {&b->out,      &b->hidden,          &b->inner,            &b->moments, &b->stats,
+            &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
@@ -1633,7 +1643,7 @@ static void size_buffers(Plan* plan, const Config& c) {
         Block& b = plan->blocks[i];
         size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
         size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
-        size_t stats = 0, forward = 0, backward = 0;
+        size_t stats = 0, forward = 0, backward = 0, late = 0;
         size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)larger);
         size_t sums = aligned(B * parts * wide * sizeof(float2)),
                moments = aligned(B * parts * O * sizeof(float2));
@@ -1646,33 +1656,36 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_RES:
                 b.hidden.bytes = bytes_of(B * out_T * O), stats = 2 * norm;
                 forward = bytes_of(B * out_T * wide) + resized + moments;
-                backward = 2 * (bytes_of(B * out_T * wide) + resized) + sums;
+                backward = bytes_of(B * out_T * O) + resized + sums, late = bytes_of(B * out_T * (C + b.C2));
                 break;
             case BLOCK_ATTENTION:
                 b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
                 stats = norm + B * b.heads * T;
-                forward = bytes_of(B * T * C), backward = bytes_of(3 * B * T * C) + 2 * forward + sums;
+                forward = bytes_of(B * T * C), backward = forward + sums;
+                late = bytes_of(3 * B * T * C) + forward;
                 break;
             case BLOCK_DOWN:
             case BLOCK_UP:
                 if (b.num_params) forward = bytes_of(B * larger * C), backward = 2 * forward;
                 break;
-            case BLOCK_OUT: stats = norm, forward = bytes_of(B * T * C), backward = forward + sums; break;
+            case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
-        int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
+        int back = 2 * n - 1 - i, forth = i ? i : 2;  // the embedding is made beside the blocks before block 2
+        int kept = plan->training ? back : forth;     // back: the block's moment in backward
         size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.stats.bytes = aligned(stats * sizeof(float));
         for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
             read_again->first = i, read_again->last = kept;
+        if (plan->training) b.hidden.last++;  // a residual block's: dh is read as `late` is
         bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
         size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
         b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
-        b.scratch_forward = {0, forward, i, i};
-        if (plan->training) {  // before the walk back the network's gradient is given
-            b.gradient = {0, out, i == n - 1 ? n : back, back};
-            b.scratch_backward = {0, backward, back, back};
+        b.scratch_forward = {0, forward, i, forth};
+        if (plan->training) {  // before the walk back the network's gradient is given; the ends' are read late
+            b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
+            b.scratch_backward = {0, backward, back, back}, b.late = {0, late, back, back + 1};
         }
         for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
             if (source < 0) continue;
@@ -1792,16 +1805,14 @@ static const struct {
     {"out", out_forward, out_backward},
 };
 
-static void set_scratch(Model* m, const Buffer& scratch) {
-    m->scratch = {m->arena + scratch.offset, scratch.bytes, 0};
-}
+static Arena part_of_arena(const Model* m, const Buffer& b) { return {m->arena + b.offset, b.bytes, 0}; }
 
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     m->first = first;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
-        set_scratch(m, block.scratch_forward);
+        m->scratch = part_of_arena(m, block.scratch_forward);
         BLOCK_KINDS[block.kind].forward(m, block, B);
     }
 }
@@ -1811,15 +1822,19 @@ static floatX* unet_output_gradient(const Model* m) {
     return output_gradient_of(m, m->plan.blocks.back(), 1).data;
 }
 
-// The last block's output gradient -> every weight gradient (added to).
+// The last block's output gradient -> every weight gradient (added to). The side lane is waited for but for the
+// last thing that the block gave it, a weight gradient that may go on beside the next block.
 static void unet_backward(Model* m, int B) {
+    int calls = 0;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
-        set_scratch(m, block.scratch_backward);
+        m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
         BLOCK_KINDS[block.kind].backward(m, block, B);
-        backend_join();
+        backend_join(std::max(calls, side_calls - 1));
+        calls = side_calls;
     }
+    backend_join();
 }
 
 // ===========================================================================================================
@@ -4990,9 +5005,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, 
 static void backend_wait() {}
 
 template <typename Launches>
-static int on_side_lane(Launches launches) {
+static void on_side_lane(Launches launches) {
     launches();
-    return 0;
 }
 static void backend_join(int) {}
 template <typename Launches>
@@ -5245,22 +5259,6 @@ struct NormMap {
     }
 };
 
-static void groupnorm_apply(Tensor out, const Norm& norm) {
-    PROFILE("group norm apply", {0, 2.0 * sizeof(float) * out.count()});
-    int T = out.H * out.W;
-    each_slab(norm.x, [&](int b, int c, int n, auto row) {
-        NormMap map(norm, b, c, n);
-        for (int t = 0; t < T; t++) {
-            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
-#pragma omp simd
-            for (int k = 0; k < n; k++) {
-                float y = x_t[k] * map.scale[k] + map.shift[k];
-                target[k] = norm.silu ? y * sigmoid(y) : y;
-            }
-        }
-    });
-}
-
 // The moments of a group's channels and parts are joined as by Chan, Golub and LeVeque (1979).
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
@@ -5282,7 +5280,17 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         each_moment([&](int pixels, float2 m) { squares += m.y + pixels * (m.x - mean) * (m.x - mean); });
         norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / n + NORM_EPS));
     }
-    groupnorm_apply(out, norm);
+    each_slab(norm.x, [&](int b, int c, int n, auto row) {
+        NormMap map(norm, b, c, n);
+        for (int t = 0; t < T; t++) {
+            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
+#pragma omp simd
+            for (int k = 0; k < n; k++) {
+                float y = x_t[k] * map.scale[k] + map.shift[k];
+                target[k] = norm.silu ? y * sigmoid(y) : y;
+            }
+        }
+    });
 }
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
@@ -5311,9 +5319,9 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     });
 }
 
-static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, NormOptions options) {
     PROFILE("group norm backward",
-            {0, (3.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
+            {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C, width = C / norm.groups;
     each_slab(norm.x, [&](int b, int c0, int n, auto row) {
         NormMap map(norm, b, c0, n);
@@ -5337,10 +5345,13 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
         for (int t = 0; t < T; t++) {
             size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c0);
             const float *upstream = dy.data + pixel * C + c0, *x_t = row(t);
+            float* again = normed.data + pixel * C + c0;
 #pragma omp simd
             for (int k = 0; k < n; k++) {
-                float normed = x_t[k] * map.slope[k] + map.offset[k];
-                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean_dy[k] + normed * mean_dyx[k]);
+                float x = x_t[k], x_hat = x * map.slope[k] + map.offset[k];
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean_dy[k] + x_hat * mean_dyx[k]);
+                float y = x * map.scale[k] + map.shift[k];
+                again[k] = norm.silu ? y * sigmoid(y) : y;
                 if (options.residual) d += options.residual.data[at + k];
                 target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
@@ -5389,7 +5400,7 @@ static Pieces bands_of(Tensor x) {
 }
 
 template <int TAPS>
-static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
@@ -5415,25 +5426,32 @@ static void product_forward(Tensor out, Joined x, Conv layer, const Forward& opt
 }
 
 template <int TAPS>
-static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
-    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
-    bias_backward(layer.dbias, options.demb, dout.data, dout.B, dout.H * dout.W, O);
-    for (bool second : {false, true}) {
-        Tensor source = second ? x.second : x.first, target = second ? dx.second : dx.first;
-        int C = source.C, first = second ? x.first.C : 0;
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
+    int O = dout.C, K = TAPS * dx.C();
+    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), O));
+    for (const Tensor& target : {dx.first, dx.second}) {
+        int C = target.C, first = target.data == dx.first.data ? 0 : dx.first.C;
         if (!C) continue;
-        if (target) {
-            PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(M, TAPS, C, O));
-            each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
-                Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
-                for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
-                    matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
-                           {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
-            });
-        }
-        PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, C, O, sizeof(float)));
-        // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
-        int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+        each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+            Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
+            for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
+                matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
+                       {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
+        });
+    }
+    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
+}
+
+// Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
+template <int TAPS>
+static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
+    bias_backward(layer.dbias, demb, dout.data, dout.B, dout.H * dout.W, O);
+    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
+    int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+    for (const Tensor& source : {x.first, x.second}) {
+        int C = source.C, first = source.data == x.first.data ? 0 : x.first.C;
+        if (!C) continue;
         each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
                   [&](int o0, int o1, int j0, int j1) {
                       for (int p0 = 0; p0 < M; p0 += step) {
@@ -5444,7 +5462,6 @@ static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const
                       }
                   });
     }
-    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -5543,7 +5560,7 @@ static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
 
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 #ifndef LAUNCH_CHECK  // dev/profile.cu counts launches
-#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
+#define LAUNCH_CHECK() (CUDA_CHECK(cudaGetLastError()), launch_side_waiting())
 #endif
 static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status != cudaSuccess)
@@ -5564,7 +5581,7 @@ static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one th
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
-static int side_calls, side_joined;  // how many calls there were; how many the main stream has waited for
+static int side_joined;  // how many calls the main stream has waited for
 static cudaDeviceProp gpu_properties;
 static int gpu_multiprocessors;
 static cudaEvent_t gpu_marks[RESULT_SLOTS];
@@ -5610,19 +5627,28 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_lane.stream));
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
-template <typename Launches>
-static int on_side_lane(Launches launches) {
-    CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
+// Launches of the side lane's, until the main lane has launched its next kernel, which so gets multiprocessors
+// first; a step of an H100 at B = 1 takes 3% longer without.
+static std::function<void()> side_waiting;
+static void launch_side_waiting() {
+    if (!side_waiting || lane == &side_lane) return;
+    auto launches = std::exchange(side_waiting, nullptr);
     CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
-    ASSERT(lane == &main_lane);
     lane = &side_lane;
     launches();
     lane = &main_lane;
-    CUDA_CHECK(cudaEventRecord(side_ended[side_calls % SIDE_EVENTS], side_lane.stream));
-    return ++side_calls;
+    CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
+}
+template <typename Launches>
+static void on_side_lane(Launches launches) {
+    ASSERT(lane == &main_lane);
+    launch_side_waiting();
+    CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
+    side_calls++;
+    side_waiting = launches;
 }
 static void backend_join(int call) {
-    call = std::min(call, side_calls);
+    if (call >= side_calls) call = side_calls, launch_side_waiting();
     if (call <= side_joined) return;
     CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
     side_joined = call;
@@ -5706,30 +5732,16 @@ namespace gpu {
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
 __device__ static inline void unpack(float value[VEC], uint4 bits) {
-    const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
-    for (int i = 0; i < 4; i++) {
-#ifdef PRECISION_FP32
-        value[i] = __uint_as_float(word[i]);
-#else
-        value[2 * i] = __uint_as_float(word[i] << 16);
-        value[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
-#endif
-    }
+    for (int i = 0; i < VEC; i++) value[i] = (float)((const floatX*)&bits)[i];
 }
 __device__ static inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
 __device__ static inline uint4 pack(const float value[VEC]) {
-    uint32_t word[4];
-    for (int i = 0; i < 4; i++) {
-#ifdef PRECISION_FP32
-        word[i] = __float_as_uint(value[i]);
-#else
-        word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
-#endif
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    uint4 bits;
+    for (int i = 0; i < VEC; i++) ((floatX*)&bits)[i] = (floatX)value[i];
+    return bits;
 }
 __device__ static inline void store_pair(floatX* to, float first, float second) {
     store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
@@ -5836,6 +5848,14 @@ static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block
 
 __device__ static inline void norm_parameters(float (&value)[VEC], const float* from) {
     for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
+}
+
+// The same from shared memory, each time anew: not kept in registers.
+__device__ static inline void norm_reload(float (&value)[VEC], const float* from) {
+    for (int i = 0; i < VEC; i += 4)
+        asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(value[i]), "=f"(value[i + 1]), "=f"(value[i + 2]), "=f"(value[i + 3])
+                     : "r"(shared_address(from + i)));
 }
 
 // Weights and biases of a vector of channels of image b.
@@ -5985,8 +6005,8 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
 }
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
-// reads its groups' moments (null, for groupnorm_apply: mean and rstd). They are joined as by Chan, Golub and
-// LeVeque (1979), about the mean of the group's first channel and part.
+// reads its groups' moments. They are joined as by Chan, Golub and LeVeque (1979), about the mean of the group's
+// first channel and part.
 template <bool MODULATED>  // asked in each thread: a training step takes 1.6% longer on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
@@ -5996,38 +6016,31 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const floatX* source = norm.x.of(p.c).data + p.at;
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
-    auto load_first = [&] {
+    int parts = norm_parts(T);
+    auto moment = [&](int part, int c) {
+        const Tensor& x = norm.x.of(c);
+        return x.moments[((size_t)p.b * parts + part) * x.C + norm.x.within(c)];
+    };
+    auto item = [&](int part, int c, int c0) {
+        float2 m = moment(part, c);
+        float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
+        return make_float2(n * d, m.y + n * d * d);
+    };
+    float scale[VEC], shift[VEC];
+    float2 sum = norm_group_sum(p, parts, item, [&] {
+        norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
-    };
-    if (!norm.x.first.moments) {
-        load_first();
-        if ((int)threadIdx.x < p.groups)
-            statistics[threadIdx.x] = make_float2(p.mean[threadIdx.x], p.rstd[threadIdx.x]);
-    } else {
-        int parts = norm_parts(T);
-        auto moment = [&](int part, int c) {
-            const Tensor& x = norm.x.of(c);
-            return x.moments[((size_t)p.b * parts + part) * x.C + norm.x.within(c)];
-        };
-        auto item = [&](int part, int c, int c0) {
-            float2 m = moment(part, c);
-            float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
-            return make_float2(n * d, m.y + n * d * d);
-        };
-        float2 sum = norm_group_sum(p, parts, item, load_first);
-        if ((int)threadIdx.x < p.groups) {
-            int c0 = (p.g0 + threadIdx.x) * p.group;
-            float n = (float)p.group * T, d = sum.x / n, middle = moment(0, c0).x + d;
-            float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
-            statistics[threadIdx.x] = make_float2(middle, r);
-            // Of the slabs that share a group, one writes: their sums may differ in order.
-            if (p.rank == 0 && c0 >= p.slab) p.mean[threadIdx.x] = middle, p.rstd[threadIdx.x] = r;
-        }
+    });
+    if ((int)threadIdx.x < p.groups) {
+        int c0 = (p.g0 + threadIdx.x) * p.group;
+        float n = (float)p.group * T, d = sum.x / n, middle = moment(0, c0).x + d;
+        float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
+        statistics[threadIdx.x] = make_float2(middle, r);
+        // Of the slabs that share a group, one writes: their sums may differ in order.
+        if (p.rank == 0 && c0 >= p.slab) p.mean[threadIdx.x] = middle, p.rstd[threadIdx.x] = r;
     }
     __syncthreads();
-    float scale[VEC], shift[VEC];
-    norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
@@ -6043,21 +6056,12 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
-static void launch_norm(Tensor out, const Norm& norm) {
-    NormGrid s(norm.x, 0);
-    auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
-    launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
-}
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
     ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
-    launch_norm(out, norm);
-}
-static void groupnorm_apply(Tensor out, const Norm& norm) {
-    PROFILE("group norm apply", {0, 2.0 * sizeof(floatX) * out.count()});
-    Norm again = norm;
-    again.x.first.moments = nullptr;
-    launch_norm(out, again);
+    NormGrid s(norm.x, 0);
+    auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
+    launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
 }
 
 // The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
@@ -6126,14 +6130,17 @@ __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
     norm.dbias[c] += total.x, norm.dw[c] += total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`. Device
-// memory: x, dy and dresidual in, dx out (in and out where it accumulates), once each; before that each block
-// reads its groups' sums. dx may be dy or dresidual. The first weight_blocks blocks make dw and dbias.
+// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`; and normed
+// again. Device memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each;
+// before that each block reads its groups' sums. normed may be dy, dx dresidual or, if normed is not, dy. The
+// first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE, bool MODULATED>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(const Joined dx, const floatX* dy, const floatX* dresidual, const Norm norm,
-                              NormGrid s, int weight_blocks) {
-    __shared__ float3 coefficients[NORM_THREADS];  // rstd, alpha, beta
+    groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
+                              const Norm norm, NormGrid s, int weight_blocks) {
+    __shared__ float4 coefficients[NORM_THREADS];  // of groups: rstd, alpha, beta, mean
+    enum { ALPHA, BETA, SHIFT };
+    __shared__ alignas(16) float of_channels[3][NORM_SLAB / sizeof(floatX)];  // of the slab
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks) {
         norm_weights<MODULATED>(norm, parts, C);
@@ -6142,7 +6149,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
     const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
-    floatX* target = dx.of(p.c).data + p.at;
+    floatX *target = dx.of(p.c).data + p.at, *again = normed + p.at_joined;
     uint4 in, upstream, residual, old;
     auto load = [&] {
         in = *(const uint4*)source, source += p.step;
@@ -6156,24 +6163,41 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         float weight = norm.w[c] * norm.gain(p.b, c, MODULATED);
         return make_float2(weight * sum.x, weight * sum.y);
     };
+    float r = 0, middle = 0;
     float2 sum = norm_group_sum(p, parts, item, [&] {
+        for (const float* parameter : {norm.w, norm.bias})  // they have no registers yet
+            asm volatile("prefetch.global.L1 [%0];" ::"l"(parameter + p.c));
+        if ((int)threadIdx.x < p.groups) r = p.rstd[threadIdx.x], middle = p.mean[threadIdx.x];
         if (p.t < T) load();
     });
     if ((int)threadIdx.x < p.groups) {
-        float n = (float)p.group * T, r = p.rstd[threadIdx.x], slope = r * r * sum.y / n;
-        coefficients[threadIdx.x] = make_float3(r, slope, r * sum.x / n - p.mean[threadIdx.x] * slope);
+        float n = (float)p.group * T, slope = r * r * sum.y / n;
+        coefficients[threadIdx.x] = make_float4(r, slope, r * sum.x / n - middle * slope, middle);
     }
     __syncthreads();
-    float scale[VEC], alpha[VEC], beta[VEC];  // dx = scale dy - (x alpha + beta)
-    norm_affine<MODULATED>(scale, beta, norm, p.b, p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {
-        float3 of_group = coefficients[g];
-        scale[i] *= of_group.x, alpha[i] = of_group.y, beta[i] = of_group.z;
+    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers they are too many: 2% slower.
+    const int slot = p.c - p.slab;
+    float scale[VEC], more[VEC];
+    norm_affine<MODULATED>(scale, more, norm, p.b, p.c);
+    norm_each_channel(p.c0, p.group, [&](int i, int g) {  // threads of the same channels write the same
+        float4 of_group = coefficients[g];
+        scale[i] *= of_group.x;
+        of_channels[ALPHA][slot + i] = of_group.y, of_channels[BETA][slot + i] = of_group.z;
+        of_channels[SHIFT][slot + i] = more[i] - of_group.w * scale[i];
     });
+    __syncthreads();
     for (int t = p.t; t < T; t += p.stride) {
-        float value[VEC], d[VEC], more[VEC];
+        float value[VEC], d[VEC];
         unpack(value, in), unpack(d, upstream);
-        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - (value[e] * alpha[e] + beta[e]);
+        norm_reload(more, &of_channels[BETA][slot]);
+        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - more[e];
+        norm_reload(more, &of_channels[ALPHA][slot]);
+        for (int e = 0; e < VEC; e++) d[e] -= value[e] * more[e];
+        norm_reload(more, &of_channels[SHIFT][slot]);
+        for (int e = 0; e < VEC; e++) value[e] = value[e] * scale[e] + more[e];
+        if (norm.silu)
+            for (int e = 0; e < VEC; e++) value[e] *= sigmoid(value[e]);
+        *(uint4*)again = pack(value), again += p.step_joined;
         auto add = [&](uint4 bits) {
             unpack(more, bits);
             for (int e = 0; e < VEC; e++) d[e] += more[e];
@@ -6184,9 +6208,9 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + p.stride < T) load();
     }
 }
-static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptions options) {
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, NormOptions options) {
     bool residual = !!options.residual;
-    PROFILE("group norm backward", {0, (3.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
+    PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
     NormGrid s(norm.x, weight_blocks);
     static decltype(&groupnorm_backward_kernel<false, false, false>) const passes[2][2][2] = {
@@ -6195,8 +6219,8 @@ static void groupnorm_backward(Joined dx, Tensor dy, const Norm& norm, NormOptio
         {{groupnorm_backward_kernel<true, false, false>, groupnorm_backward_kernel<true, false, true>},
          {groupnorm_backward_kernel<true, true, false>, groupnorm_backward_kernel<true, true, true>}}};
     launch(passes[residual][options.accumulate][!!norm.modulation.data],
-           weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0, dx, dy.data, options.residual.data,
-           norm, s, weight_blocks);
+           weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0, dx, normed.data, dy.data,
+           options.residual.data, norm, s, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -6874,10 +6898,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     float value[VEC] = {0};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++)
-        for (int e = 0; e < VEC; e += 4) {
-            float4 part = *(const float4*)(g.partial + s * n + i + e);
-            value[e] += part.x, value[e + 1] += part.y, value[e + 2] += part.z, value[e + 3] += part.w;
-        }
+        for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) += *(const float4*)(g.partial + s * n + i + e);
     finish_output(g, value, m, (int)(i % g.N()));
 }
 
@@ -7222,22 +7243,16 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
-    float4 sum = make_float4(0, 0, 0, 0), old = sum;
-    if (part == 0 && i < n) old = *(const float4*)(g.dw + i);
-    for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
-        float4 loaded[8] = {};  // so many loads under way
-        for (int k = 0; k < 8; k++) {
-            int s = first + k * REDUCERS;
-            if (s < g.splits) loaded[k] = *(const float4*)(g.partial + s * n + i);
-        }
-        for (int k = 0; k < 8; k++) sum += loaded[k];
-    }
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (part == 0 && i < n) sum = *(const float4*)(g.dw + i);
+#pragma unroll 8
+    for (int s = part; s < g.splits; s += REDUCERS)
+        if (i < n) sum += *(const float4*)(g.partial + s * n + i);
     sums[part][lane] = sum;
     __syncthreads();
     if (part != 0 || i >= n) return;
     for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
-    old += sum;
-    *(float4*)(g.dw + i) = old;
+    *(float4*)(g.dw + i) = sum;
 }
 
 // The memory that the splits of `g` need.
@@ -7276,12 +7291,12 @@ static void launch_portable_weight_gradient(WeightGradient g) {
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
 template <int TAPS>
-static void product_forward(Tensor out, Joined x, Conv layer, const Forward& options) {
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
     launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
 template <int TAPS>
-static void input_gradient(Joined dx, Tensor dout, Conv layer, const Backward& options) {
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
     Gemm g = {.out = dx, .x = dout, .w = layer.w};
     if (options.accumulate) g.residual = dx;
@@ -7289,7 +7304,7 @@ static void input_gradient(Joined dx, Tensor dout, Conv layer, const Backward& o
     launch_gemm<TAPS, true>(g);
 }
 template <int TAPS>
-static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
+static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
     ASSERT(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
@@ -7310,9 +7325,8 @@ static void weight_gradient(Conv layer, Tensor dout, Joined x, Rows demb) {
     }
 }
 template <int TAPS>
-static void product_backward(Joined dx, Tensor dout, Joined x, Conv layer, const Backward& options) {
-    on_side_lane([&] { weight_gradient<TAPS>(layer, dout, x, options.demb); });
-    if (dx.first) input_gradient<TAPS>(dx, dout, layer, options);
+static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+    on_side_lane([=] { launch_weight_gradient(layer, dout, x, demb); });
 }
 
 }  // namespace gpu

@@ -77,6 +77,9 @@ static LauncherScope open_scope(const char* kind, const Work& work) {
 }
 LauncherScope::~LauncherScope() {
     if (measuring && --depth == 0) take_stamp(&entries[opened - 1].end);
+#ifdef __CUDACC__
+    if (depth == 0) launch_side_waiting();  // a scope of its own
+#endif
 }
 static BlockScope open_scope(const char* name) {
     block = name;
