@@ -493,11 +493,9 @@ static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes), backend_wait();
 }
 static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
-// A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there;
-// milliseconds between two marks, where the device has been.
+// A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there.
 static void backend_mark(int slot);
 static void backend_await(int slot);
-static float backend_milliseconds(int first, int last);
 // Launches on a side stream, which may be called later: they take what they need by value. They wait for
 // everything launched so far, and run at the same time as what comes next, until backend_join. side_calls
 // counts these calls.
@@ -4502,28 +4500,6 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 
 // ---- how long a step takes --------------------------------------------------------------------------------
 
-static double median(std::vector<float> values) {
-    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-    return values[values.size() / 2];
-}
-
-// Median milliseconds of 20 runs of a sequence, or of as many as fit into `seconds`, at the least `least`.
-template <typename Launches>
-static double time_replays(Launches launches, double seconds = 10, int least = 3) {
-    const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
-    Recording recording;
-    std::vector<float> ms;
-    double start = seconds_now();
-    for (int n = 0; n < WARMUP + 20 && (n < WARMUP + least || seconds_now() - start < seconds); n++) {
-        backend_mark(0);
-        backend_replay(&recording, launches);
-        backend_mark(1);
-        backend_await(1);
-        if (n >= WARMUP) ms.push_back(backend_milliseconds(0, 1));
-    }
-    return median(ms);
-}
-
 // A new run of this configuration on grey images.
 static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
@@ -4537,12 +4513,19 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     send_orders(t, t->source.slots - 1);  // as many epochs as there is room for; then they come again
 }
 
-// Milliseconds of a training step of `batch` images.
+// Milliseconds of a training step of `batch` images: of 20, or as many as fit into `seconds`, at least `least`.
 static double time_step(Config config, int batch, double seconds, int least) {
     Trainer t;
-    config.batch_size = batch;
+    config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
-    return time_replays([&] { enqueue_step(&t); }, seconds, least);
+    double start = 0;
+    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is recorded
+    for (; n < least || (n < 20 && seconds_now() - start < seconds); n++) {
+        if (n <= 0) start = seconds_now();
+        while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
+        await_step(&t);
+    }
+    return 1e3 * (seconds_now() - start) / n;
 }
 
 // Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
@@ -5014,12 +4997,8 @@ static void backend_replay(Recording*, Launches launches) {
     launches();
 }
 static void backend_forget(Recording*) {}
-static double cpu_marks[RESULT_SLOTS];  // seconds
-static void backend_mark(int slot) { cpu_marks[slot] = seconds_now(); }
+static void backend_mark(int) {}
 static void backend_await(int) {}
-static float backend_milliseconds(int first, int last) {
-    return (float)(1e3 * (cpu_marks[last] - cpu_marks[first]));
-}
 static double backend_peak(std::string*) { return 0; }
 static size_t backend_memory_available() { return host_memory_available(); }
 #endif
@@ -5676,37 +5655,22 @@ static void backend_forget(Recording* recording) {
 }
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
-static float backend_milliseconds(int first, int last) {
-    float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, gpu_marks[first], gpu_marks[last]));
-    return ms;
-}
 // What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
 static double backend_peak(std::string* source) {
-    static const struct {
-        int capability;
-        double bf16, fp32;  // operations a clock
-        int tensor_khz;     // at most
-    } PEAKS[] = {
-        {80, 2048, 128, INT_MAX},
-        {86, 512, 256, INT_MAX},
-        {89, 512, 256, INT_MAX},
-        {90, 4096, 256, 1830000},
-    };
+    static const std::map<int, std::pair<double, double>> RATES = {
+        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};  // in bf16, in fp32
+    auto rate = RATES.find(10 * gpu_properties.major + gpu_properties.minor);
+    if (rate == RATES.end()) return 0;
+    bool tensor = sizeof(floatX) == 2;
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
-    bool tensor = sizeof(floatX) == 2;
-    for (auto& peak : PEAKS) {
-        if (peak.capability != 10 * gpu_properties.major + gpu_properties.minor) continue;
-        khz = tensor ? std::min(khz, peak.tensor_khz) : khz;
-        if (source)
-            *source = text("%d multiprocessors at %.0f MHz, %s", gpu_multiprocessors, 1e-3 * khz,
-                           tensor ? "dense bf16" : "fp32");
-        return 1e-9 * khz * gpu_multiprocessors * (tensor ? peak.bf16 : peak.fp32);
-    }
-    return 0;
+    if (tensor && rate->first == 90) khz = std::min(khz, 1830000);
+    if (source)
+        *source = text("%d multiprocessors at %.0f MHz, %s", gpu_multiprocessors, 1e-3 * khz,
+                       tensor ? "dense bf16" : "fp32");
+    return 1e-9 * khz * gpu_multiprocessors * (tensor ? rate->second.first : rate->second.second);
 }
 
 static size_t backend_memory_available() {

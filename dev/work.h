@@ -23,6 +23,49 @@ static Work convolution_work(double M, int taps, int C, int O) {
     return convolution_work(M, taps, C, O, sizeof(floatX));
 }
 
+static double median(std::vector<float> values) {
+    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+    return values[values.size() / 2];
+}
+
+// A time: on a GPU when the work that was given to it so far is done.
+struct Moment {
+#ifdef __CUDACC__
+    cudaEvent_t event;
+    Moment() { CUDA_CHECK(cudaEventCreate(&event)); }
+    ~Moment() { cudaEventDestroy(event); }
+    void take() { CUDA_CHECK(cudaEventRecord(event, main_lane.stream)); }
+    float ms_until(const Moment& end) const {  // waits for the end
+        float ms = 0;
+        CUDA_CHECK(cudaEventSynchronize(end.event));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, event, end.event));
+        return ms;
+    }
+#else
+    double seconds = 0;
+    void take() { seconds = seconds_now(); }
+    float ms_until(const Moment& end) const { return (float)(1e3 * (end.seconds - seconds)); }
+#endif
+};
+
+// Median milliseconds of 20 runs of a sequence, or of as many as fit into ten seconds, at the least three.
+template <typename Launches>
+static double time_replays(Launches launches) {
+    const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
+    Recording recording;
+    Moment begin, end;
+    std::vector<float> ms;
+    double start = seconds_now();
+    for (int n = 0; n < WARMUP + 20 && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
+        begin.take();
+        backend_replay(&recording, launches);
+        end.take();
+        float taken = begin.ms_until(end);
+        if (n >= WARMUP) ms.push_back(taken);
+    }
+    return median(ms);
+}
+
 // GB/s, read and written, of a copy between two pieces of memory that no cache holds.
 static double copy_bandwidth() {
     size_t bytes = (size_t)256 << 20;
