@@ -6959,51 +6959,9 @@ template <class Tile>
 struct WeightShared {
     alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
     int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
-    alignas(128) float4 bias[VEC / 4][Tile::THREADS];
-    struct Stage {
+    struct alignas(128) Stage {
         unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
     } stages[Tile::STAGES];
-};
-
-// Column sums of a block's dout tiles, taken from shared memory. A thread adds up one vector of channels of
-// its warp's pixels; on leaving a set of images the block writes part split + set: the pair (split, set)
-// never goes down, so no two pairs have the same sum.
-template <class Tile>
-struct BiasSums {
-    float4 (&sums)[VEC / 4][Tile::THREADS];  // in shared memory
-    int set;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    __device__ void clear() {
-        for (auto& of_threads : sums) of_threads[threadIdx.x] = make_float4(0, 0, 0, 0);
-    }
-    // Called by the whole block.
-    __device__ void flush(const WeightGradient& g, int o0) {
-        float sum[VEC];
-        for (int e = 0; e < VEC; e += 4) *(float4*)(sum + e) = sums[e / 4][threadIdx.x];
-        for (int e = 0; e < VEC; e++)
-            for (int step = Tile::ROW; step < 32; step *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], step);
-        __syncthreads();
-        float* of_warp = (float*)sums;  // (warps, 64)
-        if (lane < Tile::ROW)
-            for (int e = 0; e < VEC; e++) of_warp[warp * 64 + lane * VEC + e] = sum[e];
-        __syncthreads();
-        int images = g.patch.images, O = g.dout.C, warps = Tile::WARPS / images;
-        int image = threadIdx.x / 64, o = threadIdx.x % 64;
-        if (image < images && o0 + o < O) {
-            float total = 0;
-            for (int w = image * warps; w < (image + 1) * warps; w++) total += of_warp[w * 64 + o];
-            g.bias_parts[((size_t)(blockIdx.y + set) * images + image) * O + o0 + o] = total;
-        }
-        __syncthreads();
-    }
-    __device__ void add(const unsigned char* dout) {
-        float sum[VEC] = {0};
-        for (int i = 0; i < Tile::PIXELS / Tile::WARPS * Tile::ROW / 32; i++) {
-            int p = warp * (Tile::PIXELS / Tile::WARPS) + i * (32 / Tile::ROW) + lane / Tile::ROW;
-            add_vector(sum, (const floatX*)(dout + swizzled(p, lane % Tile::ROW, Tile::ROW_BYTES)));
-        }
-        for (int e = 0; e < VEC; e += 4) sums[e / 4][threadIdx.x] += *(float4*)(sum + e);
-    }
 };
 
 #ifndef PRECISION_FP32
@@ -7018,9 +6976,11 @@ struct WeightProduct {
     float c[MI][NI][4] = {};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
+    float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
     // Eight input channels of fragment j; its tap is j.
     __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
+    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+                             bool sums_bias) {
 #pragma unroll 1
         for (int k = 0; k < Tile::PIXELS; k += 32) {
             uint32_t a[2][MI][4];
@@ -7028,6 +6988,11 @@ struct WeightProduct {
             UNROLLED_FOR (int h = 0; h < 2; h++)
                 UNROLLED_FOR (int i = 0; i < MI; i++)
                     load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
+            if (sums_bias && n0 == 0) {  // a product with ones in the column of the pixels' image
+                uint32_t ones = lane / 4 == k * patch.images / Tile::PIXELS ? 0x3f803f80 : 0;
+                UNROLLED_FOR (int i = 0; i < MI; i++)
+                    UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
+            }
             int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
             UNROLLED_FOR (int j = 0; j < NI; j++) {
                 uint32_t b[4];
@@ -7037,6 +7002,15 @@ struct WeightProduct {
                 UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
             }
         }
+    }
+    // put(image, o, the sum), which begins again
+    template <class Put>
+    __device__ void flush_sums(Put put) {
+        UNROLLED_FOR (int i = 0; i < MI; i++)
+            UNROLLED_FOR (int e = 0; e < 4; e++) {
+                if (n0 == 0 && lane % 4 == 0) put(e % 2, o0 + i * 16 + lane / 4 + e / 2 * 8, sums[i][e]);
+                sums[i][e] = 0;
+            }
     }
     // put(o, tap, c, two sums of neighbouring c)
     template <class Put>
@@ -7058,20 +7032,30 @@ struct WeightProduct {
     static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
     float c[8][Tile::TAPS][NC] = {};
     const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
+    float sums[8] = {};  // of dout over the pixels
     __device__ static uint32_t at(uint32_t tile, int row, int channel) {
         return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
     }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch) {
+    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+                             bool) {
 #pragma unroll 4
         for (int k = 0; k < Tile::PIXELS; k++) {
             Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
                                         load_shared<4>(at(d_tile, k, o0 + 4))};
+            UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
             int row = Tile::TAPS > 1 ? row_of_pixel[k] : k;
             UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++) {
                 auto x = load_shared<NC>(at(x_tile, row + (Tile::TAPS > 1 ? patch.tap(t) : 0), c0));
                 UNROLLED_FOR (int o = 0; o < 8; o++)
                     UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
             }
+        }
+    }
+    template <class Put>
+    __device__ void flush_sums(Put put) {
+        UNROLLED_FOR (int o = 0; o < 8; o++) {
+            if (c0 == 0) put(0, o0 + o, sums[o]);
+            sums[o] = 0;
         }
     }
     template <class Put>
@@ -7103,9 +7087,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
     const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
     int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
-    bool sums_bias = g.bias_parts && c_tile == 0;
-    BiasSums<Tile> bias = {shared.bias, first / set_tiles};
-    if (sums_bias) bias.clear();
+    const bool sums_bias = g.bias_parts && c_tile == 0;
 
     if (TAPS > 1) {
         for (int r = tid; r < Tile::X_ROWS; r += THREADS) shared.offset_of_row[r] = g.patch.offset(r);
@@ -7135,6 +7117,14 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         }
     };
     WeightProduct<Tile> product;
+    // On leaving a set of images part split + set: the pair never goes down, so no two have the same sum.
+    int set = first / set_tiles;
+    auto flush_sums = [&] {
+        product.flush_sums([&](int image, int o, float sum) {
+            size_t part = (size_t)(blockIdx.y + set) * g.patch.images + image;
+            if (image < g.patch.images && o0 + o < O) g.bias_parts[part * O + o0 + o] = sum;
+        });
+    };
     for (int s = 0; s < STAGES - 1; s++) {
         if (first + s < last) load(first + s);
         copy_commit();
@@ -7145,18 +7135,12 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
         copy_commit();
         auto& stage = shared.stages[(tile - first) % STAGES];
-        if (sums_bias) {
-            if (tile / set_tiles != bias.set) {
-                bias.flush(g, o0);
-                bias.clear();
-                bias.set = tile / set_tiles;
-            }
-            bias.add(stage.dout);
-        }
-        product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch);
+        if (sums_bias && tile / set_tiles != set) flush_sums(), set = tile / set_tiles;
+        product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
+                         sums_bias);
     }
     copy_wait<0>();
-    if (sums_bias) bias.flush(g, o0);
+    if (sums_bias) flush_sums();
     float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
     product.store([&](int o, int tap, int c, float2 value) {
         if (o0 + o >= O || c0 + c >= channels) return;
