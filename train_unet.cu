@@ -5567,11 +5567,8 @@ static cudaEvent_t gpu_marks[RESULT_SLOTS];
 
 static void backend_init() {
     const char* instead = "build for the CPU: make train_unet DEVICE=cpu";
-    int count = 0, driver = 0;  // 0: there is no driver
+    int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
-    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver)
-        fail("the GPU's driver is older than this program's CUDA %d.%d; update it, or %s",
-             CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, instead);
     if (status != cudaSuccess || !count)
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
     CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, 0));
@@ -5810,11 +5807,7 @@ enum {
 };
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
 
-__device__ static inline void norm_parameters(float (&value)[VEC], const float* from) {
-    for (int i = 0; i < VEC; i += 4) *(float4*)(value + i) = *(const float4*)(from + i);
-}
-
-// The same from shared memory, each time anew: not kept in registers.
+// From shared memory, each time anew: not kept in registers.
 __device__ static inline void norm_reload(float (&value)[VEC], const float* from) {
     for (int i = 0; i < VEC; i += 4)
         asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -5826,9 +5819,9 @@ __device__ static inline void norm_reload(float (&value)[VEC], const float* from
 template <bool MODULATED>
 __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b,
                                           int c) {
-    norm_parameters(w, norm.w + c), norm_parameters(bias, norm.bias + c);
-    for (int i = 0; i < VEC && MODULATED; i++) {
-        float2 affine = norm.affine(b, c + i);
+    auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
+    for (int i = 0; i < VEC; i++) {
+        float2 affine = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
         w[i] = affine.x, bias[i] = affine.y;
     }
 }
