@@ -291,24 +291,28 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side)                                                                          \
-    typedef side::Tensor Tensor;                                                                 \
-    typedef side::Joined Joined;                                                                 \
-    static constexpr auto linear_forward = side::product_forward<1>;                             \
-    static constexpr auto linear_backward = side::product_backward<1>;                           \
-    static void conv3x3_forward(Tensor out, Tensor x, side::Conv layer, side::Forward options) { \
-        side::product_forward<9>(out, x, layer, options);                                        \
-    }                                                                                            \
-    static void conv3x3_backward(Tensor dx, Tensor dout, Tensor x, side::Conv layer,             \
-                                 side::Backward options) {                                       \
-        side::product_backward<9>(dx, dout, x, layer, options);                                  \
-    }                                                                                            \
-    static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
-    static constexpr auto groupnorm_apply = side::groupnorm_apply;                               \
-    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;               \
-    static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
-    static constexpr auto attention_forward = side::attention_forward;                           \
-    static constexpr auto attention_backward = side::attention_backward;                         \
+#define LAYERS_OF(side)                                                                                    \
+    typedef side::Tensor Tensor;                                                                           \
+    typedef side::Joined Joined;                                                                           \
+    template <int TAPS>                                                                                    \
+    using Product = side::Product<TAPS>;                                                                   \
+    template <int TAPS>                                                                                    \
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
+        side::product_forward(out, x, layer, options);                                                     \
+    }                                                                                                      \
+    template <int TAPS>                                                                                    \
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
+        side::input_gradient(dx, dout, layer, options);                                                    \
+    }                                                                                                      \
+    template <int TAPS>                                                                                    \
+    static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \
+        side::weight_gradient(layer, dout, x, demb);                                                       \
+    }                                                                                                      \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
+    static constexpr auto attention_forward = side::attention_forward;                                     \
+    static constexpr auto attention_backward = side::attention_backward;                                   \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
 struct OnDevice {
@@ -407,18 +411,19 @@ static std::string forced() {
     return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
 }
 
-// The parameters of a product, (O, taps, C) and (O), and their gradients.
+// The parameters of a product, (O, TAPS, C) and (O), and their gradients.
+template <int TAPS>
 struct Weights {
     Layer w, bias;
     Floats dw, dbias;
-    Weights(int O, int taps, int C)
-        : w((size_t)O * taps * C, 1 / sqrtf((float)taps * C)), bias(O), dw(w.host.size()), dbias(O) {}
+    Weights(int O, int C)
+        : w((size_t)O * TAPS * C, 1 / sqrtf((float)TAPS * C)), bias(O), dw(w.host.size()), dbias(O) {}
     std::vector<Output> gradients(double limit) {
         return {{&dw, KEPT, "dw", limit}, {&dbias, KEPT, "dbias", limit}};
     }
     template <typename On>
     auto operator()(On on) {
-        return WeightsOf<std::remove_pointer_t<decltype(on(w))>>{on(w), on(bias), on(dw), on(dbias)};
+        return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias)};
     }
 };
 
@@ -432,11 +437,11 @@ static void test_conv(const ConvTest& s) {
     size_t M = (size_t)B * H * W;
     int pitch = O + 24;  // what lies behind an image's channels stays as it is
     Layer x(M * C), e((size_t)B * pitch), r(M * O), out(M * O);
-    Weights weights(O, 9, C);
+    Weights<9> weights(O, C);
     check("conv3x3 forward", shape, {{&out, s.in_place ? KEPT : WRITTEN, "out", LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor to = {on(out), B, H, W, O}, added = s.in_place ? to : Tensor{on(r, s.residual), B, H, W, O};
-        on.conv3x3_forward(to, {on(x), B, H, W, C}, weights(on),
+        on.product_forward(to, Tensor{on(x), B, H, W, C}, weights(on),
                            {.emb = {on(e, s.emb), pitch}, .residual = added});
     });
 
@@ -461,8 +466,10 @@ static void test_conv(const ConvTest& s) {
         }
     };
     check("conv3x3 backward", shape, outputs, [&](auto on) {
-        on.conv3x3_backward({on(gx, s.dx), B, H, W, C}, {on(dout), B, H, W, O}, {on(x), B, H, W, C},
-                            weights(on), {.demb = {on(ge, s.demb), pitch}});
+        typedef typename decltype(on)::Tensor Tensor;
+        Tensor from = {on(dout), B, H, W, O};
+        on.weight_gradient(weights(on), from, Tensor{on(x), B, H, W, C}, {on(ge, s.demb), pitch});
+        if (s.dx) on.input_gradient(Tensor{on(gx), B, H, W, C}, from, weights(on));
         if (on.here && M >= 300000) sum_in_double();
     });
 }
@@ -475,15 +482,15 @@ static void test_linear(const LinearTest& s) {
     std::string shape = text("M%d C%d+%d O%d", s.M, s.C, s.C2, s.O) + forced();
     size_t M = s.M;
     Layer x(M * s.C), x2(M * s.C2), r(M * s.O), out(M * s.O);
-    Weights weights(s.O, 1, s.C + s.C2);
-    auto joined = [&](auto on, Layer& a, Layer& b, bool present = true) {
+    Weights<1> weights(s.O, s.C + s.C2);
+    auto joined = [&](auto on, Layer& a, Layer& b) {
         typedef typename decltype(on)::Tensor Tensor;
-        Tensor second = {on(b, present && s.C2), s.M, 1, 1, s.C2};
-        return typename decltype(on)::Joined(Tensor{on(a, present), s.M, 1, 1, s.C}, second);
+        return typename decltype(on)::Joined(Tensor{on(a), s.M, 1, 1, s.C},
+                                             Tensor{on(b, s.C2), s.M, 1, 1, s.C2});
     };
     check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
-        on.linear_forward({on(out), s.M, 1, 1, s.O}, joined(on, x, x2), weights(on),
-                          {.residual = {on(r, s.residual), s.M, 1, 1, s.O}});
+        on.product_forward({on(out), s.M, 1, 1, s.O}, joined(on, x, x2), weights(on),
+                           {.residual = {on(r, s.residual), s.M, 1, 1, s.O}});
     });
 
     Layer dout(M * s.O), gx(M * s.C), gx2(M * s.C2);
@@ -491,8 +498,9 @@ static void test_linear(const LinearTest& s) {
     if (s.dx) outputs.push_back({&gx, s.accumulate ? KEPT : WRITTEN, "dx", LIMIT});
     if (s.dx && s.C2) outputs.push_back({&gx2, s.accumulate ? KEPT : WRITTEN, "dx2", LIMIT});
     check("linear backward", shape, outputs, [&](auto on) {
-        on.linear_backward(joined(on, gx, gx2, s.dx), {on(dout), s.M, 1, 1, s.O}, joined(on, x, x2),
-                           weights(on), {.accumulate = s.accumulate});
+        typename decltype(on)::Tensor from = {on(dout), s.M, 1, 1, s.O};
+        on.weight_gradient(weights(on), from, joined(on, x, x2));
+        if (s.dx) on.input_gradient(joined(on, gx, gx2), from, weights(on), {.accumulate = s.accumulate});
     });
 }
 
@@ -580,37 +588,40 @@ static void test_norm(const NormTest& s) {
     size_t N = (size_t)s.B * s.T;
     NormTensors norm(s.B, 1, s.T, s.C, s.C2, s.G, s.silu, s.mean, s.modulated);
     Layer out(N * K);
-    Output output = {&out, WRITTEN, "out", LIMIT};
     check("groupnorm forward", shape,
-          {output, {&norm.mean, WRITTEN, "mean", FLOAT_LIMIT}, {&norm.rstd, WRITTEN, "rstd", FLOAT_LIMIT}},
+          {{&out, WRITTEN, "out", LIMIT},
+           {&norm.mean, WRITTEN, "mean", FLOAT_LIMIT},
+           {&norm.rstd, WRITTEN, "rstd", FLOAT_LIMIT}},
           [&](auto on) {
               norm.measure(on);
               on.groupnorm_forward({on(out), s.B, 1, s.T, K}, norm(on));
           });
     norm.mean.upload(), norm.rstd.upload();  // from here on both sides start from the CPU's
-    check("groupnorm apply", shape, {output}, [&](auto on) {
-        on.groupnorm_apply({on(out), s.B, 1, s.T, K}, norm(on));
-    });
 
-    bool in_place = !s.accumulate && !s.C2 && !s.residual;  // dx is then the memory of dout
-    Layer dout(N * K), dresidual(N * s.C), dx(N * s.C), dx2(N * s.C2);
+    bool in_place = !s.accumulate && !s.C2 && !s.residual;  // dx is then the memory of dy
+    Layer dy(N * K), dresidual(N * s.C), dx(N * s.C), dx2(N * s.C2);
     Before before = s.accumulate || in_place ? KEPT : WRITTEN;
-    // dy is rounded on the way to dx: up to half as much again
-    std::vector<Output> outputs = {{&norm.dw, KEPT, "dw", FLOAT_LIMIT},
-                                   {&norm.dbias, KEPT, "dbias", FLOAT_LIMIT},
-                                   {in_place ? &dout : &dx, before, "dx", 1.5 * LIMIT}};
-    if (s.C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
-    if (s.modulated) outputs.push_back({&norm.dmodulation, KEPT, "dmodulation", LIMIT});
-    check("groupnorm backward", shape, outputs, [&](auto on) {
-        typedef typename decltype(on)::Tensor Tensor;
-        Tensor dy = {on(dout), s.B, 1, s.T, K};
-        if (!on.here) dout.upload(), norm.sums.poison();
-        on.groupnorm_backward_sums(dy, dy, norm(on));
-        if (s.modulated) on.run(ModulationBackward<typename decltype(on)::T>{norm(on)});
-        on.groupnorm_backward(
-            norm.joined(on, in_place ? dout : dx, dx2), dy, norm(on),
-            {.residual = {on(dresidual, s.residual), s.B, 1, s.T, s.C}, .accumulate = s.accumulate});
-    });
+    for (bool over_dy : {false, true}) {  // where normed is written
+        if (over_dy && in_place) continue;
+        // dy is rounded on the way to dx: up to half as much again
+        std::vector<Output> outputs = {{&norm.dw, KEPT, "dw", FLOAT_LIMIT},
+                                       {&norm.dbias, KEPT, "dbias", FLOAT_LIMIT},
+                                       {in_place ? &dy : &dx, before, "dx", 1.5 * LIMIT},
+                                       {over_dy ? &dy : &out, over_dy ? KEPT : WRITTEN, "normed", LIMIT}};
+        if (s.C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
+        if (s.modulated) outputs.push_back({&norm.dmodulation, KEPT, "dmodulation", LIMIT});
+        check("groupnorm backward", shape + (over_dy ? " normed over dy" : ""), outputs, [&](auto on) {
+            typedef typename decltype(on)::Tensor Tensor;
+            Tensor gradient = {on(dy), s.B, 1, s.T, K};  // first the norm's output's, then before the SiLU
+            if (!on.here) dy.upload(), norm.sums.poison();
+            on.groupnorm_backward_sums(gradient, gradient, norm(on));
+            if (s.modulated) on.run(ModulationBackward<typename decltype(on)::T>{norm(on)});
+            on.groupnorm_backward(
+                norm.joined(on, in_place ? dy : dx, dx2), {on(over_dy ? dy : out), s.B, 1, s.T, K}, gradient,
+                norm(on),
+                {.residual = {on(dresidual, s.residual), s.B, 1, s.T, s.C}, .accumulate = s.accumulate});
+        });
+    }
 }
 
 // A norm between two products, 3x3 or 1x1: the first leaves its output's moments behind, the input gradient
@@ -620,7 +631,8 @@ struct NormedProductTest {
     int B, H, W, C, C2 = 0, O = 64, G = 32;
     bool silu = true, modulated = false;
 };
-static void test_normed_product(const NormedProductTest& s, int taps) {
+template <int TAPS>
+static void test_normed_product(const NormedProductTest& s) {
     std::string shape = text("B%d H%d W%d C%d+%d O%d G%d%s%s", s.B, s.H, s.W, s.C, s.C2, s.O, s.G,
                              s.silu ? " SiLU" : "", s.modulated ? " modulated" : "") +
                         forced();
@@ -628,16 +640,13 @@ static void test_normed_product(const NormedProductTest& s, int taps) {
     size_t M = (size_t)B * T;
     NormTensors norm(B, H, W, K, 0, s.G, s.silu, 0, s.modulated);
     Layer x(M * O), out(M * K);
-    Weights weights(K, taps, O);
-    const char* layer = taps == 9 ? "conv3x3 then norm" : "linear then norm";
+    Weights<TAPS> weights(K, O);
+    const char* layer = TAPS == 9 ? "conv3x3 then norm" : "linear then norm";
     check(layer, shape, {{&norm.x, WRITTEN, "product", LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(x), B, H, W, O};
         if (!on.here) norm.moments.poison();
-        if (taps == 9)
-            on.conv3x3_forward(norm(on).x.first, from, weights(on), {});
-        else
-            on.linear_forward(norm(on).x.first, from, weights(on), {});
+        on.product_forward(norm(on).x.first, from, weights(on));
     });
     std::vector<floatX> product = norm.x.download();  // both norms read the launcher's
     norm.x.host.assign(product.begin(), product.end());
@@ -651,7 +660,7 @@ static void test_normed_product(const NormedProductTest& s, int taps) {
           });
 
     NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu, 0, s.modulated);
-    Weights second(O, taps, K);
+    Weights<TAPS> second(O, K);
     Layer dout(M * O), dnormed(M * K), dx(M * s.C), dx2(M * s.C2);
 #ifdef HOPPER
     // a product that makes the first half of the norm's gradient rounds after it; others do before it too
@@ -662,30 +671,28 @@ static void test_normed_product(const NormedProductTest& s, int taps) {
     split.measure(OnHost());
     cpu::groupnorm_forward({out.host.data(), B, H, W, K}, split(OnHost()));
     split.mean.upload(), split.rstd.upload();
-    for (float& value : out.host) value = rounded(value);
-    out.upload();
     std::vector<Output> outputs = {{&dx, WRITTEN, "dx", 2 * LIMIT},
+                                   {&out, WRITTEN, "normed", LIMIT},
                                    {&split.dw, KEPT, "dw", LIMIT},
                                    {&split.dbias, KEPT, "dbias", LIMIT}};
     if (s.C2) outputs.push_back({&dx2, WRITTEN, "dx2", 2 * LIMIT});
-    check(taps == 9 ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
+    check(TAPS == 9 ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
           [&](auto on) {
               typedef typename decltype(on)::Tensor Tensor;
-              Tensor dy = {on(dnormed), B, H, W, K}, gradient = {on(dout), B, H, W, O},
-                     normed = {on(out), B, H, W, K};
+              Tensor dy = {on(dnormed), B, H, W, K};
               auto of = split(on);
               bool apart = on.here && !fused;
               if (!on.here) split.sums.poison();
-              if (taps == 9)
-                  on.conv3x3_backward(dy, gradient, normed, second(on), {.norm = apart ? nullptr : &of});
-              else
-                  on.linear_backward(dy, gradient, normed, second(on), {.norm = apart ? nullptr : &of});
+              on.input_gradient(dy, {on(dout), B, H, W, O}, second(on), {.norm = apart ? nullptr : &of});
               if (apart) {
                   for (float& value : dnormed.host) value = rounded(value);
                   on.groupnorm_backward_sums(dy, dy, of);
               }
-              on.groupnorm_backward(split.joined(on, dx, dx2), dy, of, {});
+              on.groupnorm_backward(split.joined(on, dx, dx2), {on(out), B, H, W, K}, dy, of, {});
           });
+}
+static void test_normed_product(const NormedProductTest& s, int taps) {
+    taps == 9 ? test_normed_product<9>(s) : test_normed_product<1>(s);
 }
 
 static void test_attention(int B, int T, int heads, int d) {
@@ -3285,11 +3292,13 @@ static void linear_case(const Case& c, Verdict* v) {
                        db = c.floats("db0"), out = blank((size_t)M * O),
                        dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
-    Joined joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)}, gradient;
-    if (wants_dx) gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
+    Joined joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
+           gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
+    Tensor upstream = tensor_of(dout, M, 1, 1, O);
     Linear layer = {w.data(), b.data(), dw.data(), db.data()};
-    linear_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
-    linear_backward(gradient, tensor_of(dout, M, 1, 1, O), joined, layer, {.accumulate = accumulate});
+    product_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
+    weight_gradient(layer, upstream, joined);
+    if (wants_dx) input_gradient(gradient, upstream, layer, {.accumulate = accumulate});
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3304,13 +3313,13 @@ static void conv_case(const Case& c, Verdict* v) {
                        db = c.floats("db0"), out = in_place ? residual : blank((size_t)B * H * W * O),
                        dx = blank((size_t)B * H * W * C), demb = blank((size_t)B * O);
     Conv layer = {w.data(), b.data(), dw.data(), db.data()};
-    Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O), gradient;
-    if (wants_dx) gradient = tensor_of(dx, B, H, W, C);
-    conv3x3_forward(
+    Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O),
+           upstream = tensor_of(dout, B, H, W, O);
+    product_forward(
         output, input, layer,
         {.emb = {pointer(emb), O}, .residual = in_place ? output : tensor_of(residual, B, H, W, O)});
-    conv3x3_backward(gradient, tensor_of(dout, B, H, W, O), input, layer,
-                     {.demb = {wants_demb ? demb.data() : nullptr, O}});
+    weight_gradient(layer, upstream, input, {wants_demb ? demb.data() : nullptr, O});
+    if (wants_dx) input_gradient(tensor_of(dx, B, H, W, C), upstream, layer);
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3321,28 +3330,34 @@ static void norm_case(const Case& c, Verdict* v) {
     int B = c.arg(0), T = c.arg(1), C = c.arg(2), C2 = c.arg(3), G = c.arg(4);
     bool silu = c.arg(5), accumulate = c.arg(6);
     std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
-                       dout = c.floats("dout"), dresidual = c.floats("dresidual"), dw = c.floats("dw0"),
-                       db = c.floats("db0"), mean = blank((size_t)B * G), rstd = blank((size_t)B * G),
-                       out = blank((size_t)B * T * (C + C2)), again = out, dy = out,
-                       dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
-                       dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2);
+                       dout = c.floats("dout"), dresidual = c.floats("dresidual"),
+                       mean = blank((size_t)B * G), rstd = blank((size_t)B * G),
+                       out = blank((size_t)B * T * (C + C2));
     std::vector<float2> sums((size_t)B * norm_parts(T) * (C + C2), float2{NAN, NAN}), moments = sums,
                                                                                       moments2 = sums;
     Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};
     norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
-    norm.w = w.data(), norm.bias = b.data(), norm.dw = dw.data(), norm.dbias = db.data();
+    norm.w = w.data(), norm.bias = b.data();
     norm.mean = mean.data(), norm.rstd = rstd.data(), norm.sums = sums.data();
     channel_moments(norm.x.first), channel_moments(norm.x.second);
     groupnorm_forward(tensor_of(out, B, 1, T, C + C2), norm);
-    groupnorm_apply(tensor_of(again, B, 1, T, C + C2), norm);
-    groupnorm_backward_sums(tensor_of(dy, B, 1, T, C + C2), tensor_of(dout, B, 1, T, C + C2), norm);
-    groupnorm_backward({tensor_of(dx, B, 1, T, C), tensor_of(dx2, B, 1, T, C2)},
-                       tensor_of(dy, B, 1, T, C + C2), norm,
-                       {.residual = tensor_of(dresidual, B, 1, T, C), .accumulate = accumulate});
-    v->compare("out", out, c.at("out")), v->compare("made again", again, c.at("out"));
+    v->compare("out", out, c.at("out"));
     v->compare("mean", mean, c.at("mean")), v->compare("rstd", rstd, c.at("rstd"));
-    v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db")), v->compare("dx", dx, c.at("dx"));
-    if (C2) v->compare("dx2", dx2, c.at("dx2"));
+    for (bool over_dy : {false, true}) {  // where what was normed is written again
+        std::vector<float> dw = c.floats("dw0"), db = c.floats("db0"), dy = blank(out.size()), apart = dy,
+                           dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
+                           dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2),
+                           &normed = over_dy ? dy : apart;
+        Tensor gradient = tensor_of(dy, B, 1, T, C + C2);
+        norm.dw = dw.data(), norm.dbias = db.data();
+        groupnorm_backward_sums(gradient, tensor_of(dout, B, 1, T, C + C2), norm);
+        groupnorm_backward({tensor_of(dx, B, 1, T, C), tensor_of(dx2, B, 1, T, C2)},
+                           tensor_of(normed, B, 1, T, C + C2), gradient, norm,
+                           {.residual = tensor_of(dresidual, B, 1, T, C), .accumulate = accumulate});
+        v->compare("made again", normed, c.at("out"));
+        v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db")), v->compare("dx", dx, c.at("dx"));
+        if (C2) v->compare("dx2", dx2, c.at("dx2"));
+    }
 }
 
 static void attention_case(const Case& c, Verdict* v) {

@@ -184,9 +184,9 @@ static void attention_block_forward3(Problem& p) {
            joined = p.tensor_out<floatX>("joined"), out = p.tensor_out<floatX>("out"),
            normed = p.tensor_scratch("normed", x);
     norm_alone(normed, forward_norm(p, "norm", "", x));
-    linear_forward(qkv, normed, forward_layer(p, "qkv"));
+    product_forward(qkv, normed, forward_layer<Linear>(p, "qkv"));
     attention_forward(joined, p.out<float>("lse"), qkv, s.heads);
-    linear_forward(out, joined, forward_layer(p, "proj_out"));
+    product_forward(out, joined, forward_layer<Linear>(p, "proj_out"));
     each_vector(s.size(), AddVectors{out.data, x.data});
 }
 
@@ -197,11 +197,13 @@ static void attention_block_backward3(Problem& p) {
            normed = p.tensor_scratch("normed", x), djoined = p.tensor_scratch("djoined", joined),
            dqkv = p.tensor_scratch("dqkv", qkv), dnormed = p.tensor_scratch("dnormed", normed);
     Norm norm = backward_norm(p, "norm", "", x);
-    linear_backward(djoined, dout, joined, backward_layer(p, "proj_out"));
+    Linear to_qkv = backward_layer<Linear>(p, "qkv"), projection = backward_layer<Linear>(p, "proj_out");
+    weight_gradient(projection, dout, joined);
+    input_gradient(djoined, dout, projection);
     attention_backward(dqkv, djoined, joined, p.in<float>("lse"), qkv, s.heads);
-    groupnorm_apply(normed, norm);
-    linear_backward(dnormed, dqkv, normed, backward_layer(p, "qkv"));
-    norm_alone_backward(dx, dnormed, norm);
+    input_gradient(dnormed, dqkv, to_qkv);
+    norm_alone_backward(dx, normed, dnormed, norm);
+    weight_gradient(to_qkv, dqkv, normed);
     each_vector(s.size(), AddVectors{dx.data, dout.data});
 }
 #endif

@@ -351,13 +351,30 @@ struct SiluBackwardVectors {
         ((uint4*)dx)[i] = pack(d);
     }
 };
+struct NormVectors {  // y = x normed again, without the SiLU; x (B, T, C)
+    floatX* y;
+    Norm norm;
+    __device__ void operator()(size_t i) const {
+        const Tensor& x = norm.x.first;
+        int c = (int)(i % (x.C / VEC)) * VEC, b = (int)(i / (x.C / VEC) / x.T());
+        float value[VEC];
+        unpack(value, ((const uint4*)x.data)[i]);
+        for (int e = 0; e < VEC; e++) {
+            int g = b * norm.groups + (c + e) / (x.C / norm.groups);
+            value[e] = (value[e] - norm.mean[g]) * norm.rstd[g] * norm.w[c + e] + norm.bias[c + e];
+        }
+        ((uint4*)y)[i] = pack(value);
+    }
+};
 
 // Layer `name` of the block as a pass takes it: forward its weight and bias, backward its weight and both
 // gradients.
-static Conv forward_layer(Problem& p, const std::string& name) {
+template <typename Layer>
+static Layer forward_layer(Problem& p, const std::string& name) {
     return {.w = p.in<floatX>(name + ".weight"), .bias = p.in<floatX>(name + ".bias")};
 }
-static Conv backward_layer(Problem& p, const std::string& name) {
+template <typename Layer>
+static Layer backward_layer(Problem& p, const std::string& name) {
     return {.w = p.in<floatX>(name + ".weight"),
             .dw = p.sum<float>("d" + name + ".weight"),
             .dbias = p.sum<float>("d" + name + ".bias")};
@@ -389,9 +406,9 @@ static void norm_alone(Tensor out, const Norm& norm) {
     channel_moments(norm.x.first);
     groupnorm_forward(out, norm);
 }
-static void norm_alone_backward(Tensor dx, Tensor dy, const Norm& norm) {
+static void norm_alone_backward(Tensor dx, Tensor normed, Tensor dy, const Norm& norm) {
     groupnorm_backward_sums(dy, dy, norm);
-    groupnorm_backward(dx, dy, norm);
+    groupnorm_backward(dx, normed, dy, norm);
 }
 #endif
 
@@ -447,6 +464,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     size_t scratch = (backward ? block.scratch_backward : block.scratch_forward).bytes;
     m.scratch = {p.scratch<char>("scratch", scratch), scratch, 0};
     if (backward) {
+        m.late = {p.scratch<char>("late", block.late.bytes), block.late.bytes, 0};
         at(&block.gradient, p.in<floatX>("dout"));
         at(&x.gradient, p.out<floatX>("dx"));
         if (block.skip >= 0) at(&blocks[block.skip].gradient, p.out<floatX>("dx2"));

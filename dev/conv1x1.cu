@@ -261,16 +261,15 @@ static void conv1x1_weight_gradient4(Problem& p, float* dw, const float* dout, c
 // ---- 5: production ----------------------------------------------------------------------------------------
 
 static void conv1x1_forward5(Problem& p) {
-    linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
-                   {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
+    product_forward<1>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                       {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 static void conv1x1_input_gradient5(Problem& p) {
-    gpu::input_gradient<1>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")},
-                           Backward());
+    input_gradient<1>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
 static void conv1x1_weight_gradient5(Problem& p) {
-    gpu::weight_gradient<1>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
-                            Rows());
+    launch_weight_gradient<1>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"),
+                              p.tensor_in<floatX>("x"), Rows());
 }
 #endif  // __CUDACC__
 

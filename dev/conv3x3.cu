@@ -658,8 +658,8 @@ static void conv3x3_forward8(Problem&, floatX* out, const floatX* x, const float
 
 // 9: production, train_unet.cu's own.
 static void conv3x3_forward9(Problem& p) {
-    conv3x3_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
-                    {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
+    product_forward<9>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                       {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 
 #endif  // __CUDACC__
@@ -711,8 +711,7 @@ static void conv3x3_input_gradient_by(Problem& p, ForwardFunction<T, Shape> forw
 }
 // 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
 static void conv3x3_input_gradient9(Problem& p) {
-    gpu::input_gradient<9>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")},
-                           Backward());
+    input_gradient<9>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
 
 #endif  // __CUDACC__
@@ -1056,8 +1055,8 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 
 // 9: production.
 static void conv3x3_weight_gradient9(Problem& p) {
-    gpu::weight_gradient<9>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
-                            Rows());
+    launch_weight_gradient<9>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"),
+                              p.tensor_in<floatX>("x"), Rows());
 }
 
 // ---- backward: both gradients -----------------------------------------------------------------------------
@@ -1195,8 +1194,8 @@ static void conv3x3_backward8(Problem& p) {
 #endif
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
-    conv3x3_backward(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
-                     {.w = p.in<floatX>("w"), .dw = p.sum<float>("dw")});
+    weight_gradient<9>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
+    conv3x3_input_gradient9(p);
 }
 #endif  // __CUDACC__
 

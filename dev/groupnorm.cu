@@ -1,4 +1,5 @@
-// Group norm and SiLU, forward and backward: out = F.silu(F.group_norm(x, 32, w, bias)).
+// Group norm and SiLU, forward and backward: out = F.silu(F.group_norm(x, 32, w, bias)). Backward makes out
+// once more, which is not kept, for the weight gradient of the product that reads it.
 //
 //   make groupnorm && ./groupnorm        every version: against PyTorch, then timed
 //   ./groupnorm 3                        version 3 alone
@@ -10,7 +11,6 @@
 //   4  bf16, NHWC, a block a tile of 64 pixels: partial sums, then the groups' sums, then the result
 //   5  the program's, alone: a launch sums, another joins the sums as it begins and writes the result
 //   6  the program's in the network: the sums come from the epilogue of whatever wrote x, backward of dout
-//   7  forward only: the program's with its statistics given, as in the backward pass of the network
 //
 // What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
 // are all there are on a machine for 270,000, and neighbours read addresses far apart. A block a group gives
@@ -22,7 +22,9 @@
 // elsewhere. Version 5 takes them in a pass of its own and joins them in every block that needs them, one
 // launch less. In the network (version 6) the convolution before has every value in registers and leaves the
 // sums behind, so that what remains is a read and a write; backward, the input gradient's epilogue has taken
-// it through the SiLU and summed it too. What that costs the epilogues is part of resblock's time.
+// it through the SiLU and summed it too. What that costs the epilogues is part of resblock's time. Backward, x
+// is in registers when out is wanted again: that is one write more, where a pass by itself would read x again.
+// PyTorch has kept out, and does not write it.
 #include "common.h"
 
 enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
@@ -34,8 +36,8 @@ static GroupnormShape groupnorm_shape(const Problem& p) {
     return {p.dim("B"), p.dim("C"), p.dim("H") * p.dim("W"), GROUPNORM_GROUPS};
 }
 
-// The norm as the program's layers take it: to measure, its statistics to be written; measured, with these;
-// trained, with these and the gradients of its parameters.
+// The norm as the program's layers take it: to measure, its statistics to be written; trained, with these and
+// the gradients of its parameters.
 template <typename Real>
 static NormOf<Real> groupnorm_of(Problem& p, float* mean, float* rstd) {
     return {.x = p.tensor_in<Real>("x"),
@@ -51,12 +53,8 @@ static NormOf<Real> groupnorm_to_measure(Problem& p) {
     return groupnorm_of<Real>(p, p.out<float>("mean"), p.out<float>("rstd"));
 }
 template <typename Real>
-static NormOf<Real> groupnorm_measured(Problem& p) {
-    return groupnorm_of<Real>(p, (float*)p.in<float>("mean"), (float*)p.in<float>("rstd"));
-}
-template <typename Real>
 static NormOf<Real> groupnorm_trained(Problem& p) {
-    NormOf<Real> norm = groupnorm_measured<Real>(p);
+    NormOf<Real> norm = groupnorm_of<Real>(p, (float*)p.in<float>("mean"), (float*)p.in<float>("rstd"));
     norm.dw = p.sum<float>("dw"), norm.dbias = p.sum<float>("dbias");
     return norm;
 }
@@ -74,7 +72,7 @@ static void groupnorm_backward0(Problem& p) {
     cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
     norm.sums = p.scratch_sums("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
-    cpu::groupnorm_backward(dx, dy, norm, cpu::NormOptions());
+    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::NormOptions());
 }
 
 #ifdef __CUDACC__
@@ -124,9 +122,9 @@ __device__ static inline float groupnorm_dy(float dout, float normed, float w, f
     return dout * s * (1 + y * (1 - s));
 }
 
-__global__ void groupnorm_backward_kernel1(float* dx, const float* dout, const float* mean, const float* rstd,
-                                           const float* x, const float* w, const float* bias, int groups,
-                                           int T, int C, int G) {
+__global__ void groupnorm_backward_kernel1(float* dx, float* out, const float* dout, const float* mean,
+                                           const float* rstd, const float* x, const float* w,
+                                           const float* bias, int groups, int T, int C, int G) {
     int group = blockIdx.x * blockDim.x + threadIdx.x, n = C / G * T, c0 = group % G * (C / G);
     if (group >= groups) return;
     const float *row = x + (size_t)group * n, *upstream = dout + (size_t)group * n;
@@ -139,7 +137,9 @@ __global__ void groupnorm_backward_kernel1(float* dx, const float* dout, const f
     for (int i = 0; i < n; i++) {
         int c = c0 + i / T;
         float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
+        float y = normed * w[c] + bias[c];
         dx[(size_t)group * n + i] = r * (w[c] * dy - (sum + normed * sum_normed) / n);
+        out[(size_t)group * n + i] = y / (1 + expf(-y));
     }
 }
 // dw, dbias (C) +=: a thread a channel
@@ -162,8 +162,8 @@ __global__ void groupnorm_weights_kernel1(float* dw, float* dbias, const float* 
 static void groupnorm_backward1(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     launch(groupnorm_backward_kernel1, ceil_div(s.B * s.G, 32), 32, 0, p.out<float>("dx"),
-           p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
-           p.in<float>("bias"), s.B * s.G, s.T, s.C, s.G);
+           p.out<float>("out"), p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"),
+           p.in<float>("x"), p.in<float>("w"), p.in<float>("bias"), s.B * s.G, s.T, s.C, s.G);
     launch(groupnorm_weights_kernel1, ceil_div(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
            p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
            p.in<float>("bias"), s.B, s.T, s.C, s.G);
@@ -193,9 +193,9 @@ static void groupnorm_forward2(Problem& p) {
            p.out<float>("rstd"), p.in<float>("x"), p.in<float>("w"), p.in<float>("bias"), s.T, s.C, s.G);
 }
 
-__global__ void groupnorm_backward_kernel2(float* dx, const float* dout, const float* mean, const float* rstd,
-                                           const float* x, const float* w, const float* bias, int T, int C,
-                                           int G) {
+__global__ void groupnorm_backward_kernel2(float* dx, float* out, const float* dout, const float* mean,
+                                           const float* rstd, const float* x, const float* w,
+                                           const float* bias, int T, int C, int G) {
     int group = blockIdx.x, n = C / G * T, c0 = group % G * (C / G);
     const float *row = x + (size_t)group * n, *upstream = dout + (size_t)group * n;
     float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0;
@@ -208,7 +208,9 @@ __global__ void groupnorm_backward_kernel2(float* dx, const float* dout, const f
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         int c = c0 + i / T;
         float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
+        float y = normed * w[c] + bias[c];
         dx[(size_t)group * n + i] = r * (w[c] * dy - (sum + normed * sum_normed) / n);
+        out[(size_t)group * n + i] = y / (1 + expf(-y));
     }
 }
 // a block a channel
@@ -230,9 +232,9 @@ __global__ void groupnorm_weights_kernel2(float* dw, float* dbias, const float* 
 }
 static void groupnorm_backward2(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    launch(groupnorm_backward_kernel2, s.B * s.G, 512, 0, p.out<float>("dx"), p.in<float>("dout"),
-           p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"), p.in<float>("bias"),
-           s.T, s.C, s.G);
+    launch(groupnorm_backward_kernel2, s.B * s.G, 512, 0, p.out<float>("dx"), p.out<float>("out"),
+           p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
+           p.in<float>("bias"), s.T, s.C, s.G);
     launch(groupnorm_weights_kernel2, s.C, 512, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
            p.in<float>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<float>("x"), p.in<float>("w"),
            p.in<float>("bias"), s.B, s.T, s.C, s.G);
@@ -286,13 +288,13 @@ __device__ static inline void groupnorm_dy3(float normed[VEC], float dy[VEC], ui
         dy[k] *= silu_gradient(normed[k] * w + bias);
     }
 }
-__global__ void groupnorm_backward_kernel3(floatX* dx, const floatX* dout, const float* mean,
+__global__ void groupnorm_backward_kernel3(floatX* dx, floatX* out, const floatX* dout, const float* mean,
                                            const float* rstd, const floatX* x, const floatX* w,
                                            const floatX* bias, int T, int C, int G) {
     int group = blockIdx.x, n = C / G * T, c0 = group % G * (C / G);
     const uint4 *row = (const uint4*)(x + (size_t)group * n),
                 *upstream = (const uint4*)(dout + (size_t)group * n);
-    uint4* target = (uint4*)(dx + (size_t)group * n);
+    uint4 *target = (uint4*)(dx + (size_t)group * n), *again = (uint4*)(out + (size_t)group * n);
     float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0, normed[VEC], dy[VEC];
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = c0 + i * VEC / T;
@@ -304,8 +306,12 @@ __global__ void groupnorm_backward_kernel3(floatX* dx, const floatX* dout, const
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = c0 + i * VEC / T;
         groupnorm_dy3(normed, dy, row[i], upstream[i], m, r, (float)w[c], (float)bias[c]);
-        for (int k = 0; k < VEC; k++) dy[k] = r * ((float)w[c] * dy[k] - (sum + normed[k] * sum_normed));
-        target[i] = pack(dy);
+        for (int k = 0; k < VEC; k++) {
+            float y = normed[k] * (float)w[c] + (float)bias[c];
+            dy[k] = r * ((float)w[c] * dy[k] - (sum + normed[k] * sum_normed));
+            normed[k] = y * sigmoid(y);
+        }
+        target[i] = pack(dy), again[i] = pack(normed);
     }
 }
 __global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX* dout, const float* mean,
@@ -327,9 +333,9 @@ __global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX*
 static void groupnorm_backward3(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     ASSERT(s.T % VEC == 0);
-    launch(groupnorm_backward_kernel3, s.B * s.G, 512, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
-           p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"), p.in<floatX>("w"),
-           p.in<floatX>("bias"), s.T, s.C, s.G);
+    launch(groupnorm_backward_kernel3, s.B * s.G, 512, 0, p.out<floatX>("dx"), p.out<floatX>("out"),
+           p.in<floatX>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
+           p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
     launch(groupnorm_weights_kernel3, s.C, 512, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
            p.in<floatX>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
            p.in<floatX>("w"), p.in<floatX>("bias"), s.B, s.T, s.C, s.G);
@@ -510,7 +516,7 @@ __global__ void groupnorm_sums_kernel4(float* sums, const float* partials, int B
         sums[image * C + i % C] = sum;
     }
 }
-__global__ void groupnorm_backward_kernel4(floatX* dx, const float* sums, const floatX* dout,
+__global__ void groupnorm_backward_kernel4(floatX* dx, floatX* out, const float* sums, const floatX* dout,
                                            const float* mean, const float* rstd, const floatX* x,
                                            const floatX* w, const floatX* bias, int B, int T, int C, int G) {
     GroupnormTile tile(T, C);
@@ -525,9 +531,12 @@ __global__ void groupnorm_backward_kernel4(floatX* dx, const float* sums, const 
         }
     for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
         channels.gradients(normed, dy, ((const uint4*)x)[tile.at(t, T)], ((const uint4*)dout)[tile.at(t, T)]);
-        for (int k = 0; k < VEC; k++)
+        for (int k = 0; k < VEC; k++) {
+            float y = normed[k] * channels.w[k] + channels.bias[k];
             dy[k] = channels.rstd[k] * (channels.w[k] * dy[k] - (a[k] + normed[k] * q[k]));
-        ((uint4*)dx)[tile.at(t, T)] = pack(dy);
+            normed[k] = y * sigmoid(y);
+        }
+        ((uint4*)dx)[tile.at(t, T)] = pack(dy), ((uint4*)out)[tile.at(t, T)] = pack(normed);
     }
 }
 __global__ void groupnorm_weights_kernel4(float* dw, float* dbias, const float* sums, int B, int C) {
@@ -549,13 +558,13 @@ static void groupnorm_backward4(Problem& p) {
     launch(groupnorm_backward_partials_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, partials, dout, mean,
            rstd, x, w, bias, s.T, s.C, s.G);
     launch(groupnorm_sums_kernel4, s.B, 512, 0, sums, partials, s.B, tiles, s.C);
-    launch(groupnorm_backward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("dx"), sums,
-           dout, mean, rstd, x, w, bias, s.B, s.T, s.C, s.G);
+    launch(groupnorm_backward_kernel4, dim3(tiles, s.B), GROUPNORM_THREADS, 0, p.out<floatX>("dx"),
+           p.out<floatX>("out"), sums, dout, mean, rstd, x, w, bias, s.B, s.T, s.C, s.G);
     launch(groupnorm_weights_kernel4, ceil_div(s.C, 32), 32, 0, p.sum<float>("dw"), p.sum<float>("dbias"),
            sums, s.B, s.C);
 }
 
-// ---- 5, 6, 7: the program's -------------------------------------------------------------------------------
+// ---- 5, 6: the program's ----------------------------------------------------------------------------------
 
 // 5: alone, the program's norm measures its input first; backward, it takes the gradient through the SiLU and
 // sums that.
@@ -571,7 +580,7 @@ static void groupnorm_backward5(Problem& p) {
     norm.sums = p.scratch_sums("sums alone", norm.x.first);
     Tensor dy = p.tensor_scratch("dy alone", norm.x.first);
     groupnorm_backward_sums(dy, p.tensor_in<floatX>("dout"), norm);
-    groupnorm_backward(p.tensor_out<floatX>("dx"), dy, norm);
+    groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_out<floatX>("out"), dy, norm);
 }
 // 6: in the network, the epilogues of the products before and, backward, behind it have done so.
 static void groupnorm_forward6(Problem& p) {
@@ -582,10 +591,8 @@ static void groupnorm_forward6(Problem& p) {
 static void groupnorm_backward6(Problem& p) {
     Norm norm = groupnorm_trained<floatX>(p);
     norm.sums = (float2*)p.in<float>("sums");
-    groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dy"), norm);
-}
-static void groupnorm_forward7(Problem& p) {
-    groupnorm_apply(p.tensor_out<floatX>("out"), groupnorm_measured<floatX>(p));
+    groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_out<floatX>("out"), p.tensor_in<floatX>("dy"),
+                       norm);
 }
 #endif
 
@@ -596,8 +603,7 @@ static Work groupnorm_work(const Problem& p, int tensors) {
 static const Ladder groupnorm_ladder = {
     "groupnorm",
     {{"forward", {"out", "mean", "rstd"}, [](const Problem& p) { return groupnorm_work(p, 2); }},
-     {"apply", {"out"}, [](const Problem& p) { return groupnorm_work(p, 2); }},
-     {"backward", {"dx", "dw", "dbias"}, [](const Problem& p) { return groupnorm_work(p, 3); }}},
+     {"backward", {"dx", "out", "dw", "dbias"}, [](const Problem& p) { return groupnorm_work(p, 4); }}},
     {
         {0, "forward", NHWC, CPU_FP32, "the specification", groupnorm_forward0},
         {0, "backward", NHWC, CPU_FP32, "the specification", groupnorm_backward0},
@@ -615,7 +621,6 @@ static const Ladder groupnorm_ladder = {
         {5, "backward", NHWC, FLOATX, "the program's, alone", groupnorm_backward5},
         {6, "forward", NHWC, FLOATX, "the program's, sums from the producer", groupnorm_forward6},
         {6, "backward", NHWC, FLOATX, "the program's, sums from the producer", groupnorm_backward6},
-        {7, "apply", NHWC, FLOATX, "the program's, statistics given", groupnorm_forward7},
 #endif
     }};
 LADDER_MAIN(groupnorm_ladder)

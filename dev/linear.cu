@@ -29,9 +29,10 @@ static void linear_forward0(Problem& p) {
                             {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
 }
 static void linear_backward0(Problem& p) {
-    cpu::product_backward<1>(
-        p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"),
-        {.w = p.in<float>("w"), .dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, cpu::Backward());
+    cpu::Tensor dout = p.tensor_in<float>("dout");
+    cpu::weight_gradient<1>({.dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, dout,
+                            p.tensor_in<float>("x"), cpu::Rows());
+    cpu::input_gradient<1>(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::Backward());
 }
 
 #ifdef __CUDACC__
@@ -151,12 +152,14 @@ static void linear_backward2(Problem& p) {
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void linear_forward3(Problem& p) {
-    linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
-                   {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
+    product_forward<1>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                       {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 static void linear_backward3(Problem& p) {
-    linear_backward(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"),
-                    {.w = p.in<floatX>("w"), .dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")});
+    Tensor dout = p.tensor_in<floatX>("dout");
+    weight_gradient<1>({.dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, dout,
+                       p.tensor_in<floatX>("x"));
+    input_gradient<1>(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
 }
 #endif
 

@@ -148,13 +148,13 @@ static void resblock_forward3(Problem& p) {
            skip = s.widens ? p.tensor_scratch("skip", out) : x;
     norm_alone(normed1, forward_norm(p, "in_layers.0", "1", x));
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
-    conv3x3_forward(h, active1, forward_layer(p, "in_layers.2"));
-    linear_forward(projected, emb, forward_layer(p, "emb_layers.1"));
+    product_forward(h, active1, forward_layer<Conv>(p, "in_layers.2"));
+    product_forward(projected, emb, forward_layer<Linear>(p, "emb_layers.1"));
     each_vector(s.out(), AddEmbeddingVectors{h.data, projected.data, s.T, s.O});
     norm_alone(normed2, forward_norm(p, "out_layers.0", "2", h));
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
-    conv3x3_forward(out, active2, forward_layer(p, "out_layers.3"));
-    if (s.widens) linear_forward(skip, x, forward_layer(p, "skip_connection"));
+    product_forward(out, active2, forward_layer<Conv>(p, "out_layers.3"));
+    if (s.widens) product_forward(skip, x, forward_layer<Linear>(p, "skip_connection"));
     each_vector(s.out(), AddVectors{out.data, skip.data});
 }
 
@@ -170,23 +170,32 @@ static void resblock_backward3(Problem& p) {
            dskip = s.widens ? p.tensor_scratch("dskip", x) : dout,
            dx = s.C2 ? p.tensor_scratch("dx and dx2", x) : p.tensor_out<floatX>("dx");
     Norm norm1 = backward_norm(p, "in_layers.0", "1", x), norm2 = backward_norm(p, "out_layers.0", "2", h);
-    Conv conv1 = backward_layer(p, "in_layers.2"), conv2 = backward_layer(p, "out_layers.3");
+    Conv conv1 = backward_layer<Conv>(p, "in_layers.2"), conv2 = backward_layer<Conv>(p, "out_layers.3");
+    Linear projection = backward_layer<Linear>(p, "emb_layers.1");
 
-    groupnorm_apply(normed2, norm2);
+    // What the norms' backward writes of the normed tensors has been made before, for the SiLU's.
+    each_vector(s.out(), NormVectors{normed2.data, norm2});
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
-    conv3x3_backward(dnormed2, dout, active2, conv2);
+    weight_gradient(conv2, dout, active2);
+    input_gradient(dnormed2, dout, conv2);
     each_vector(s.out(), SiluBackwardVectors{dnormed2.data, dnormed2.data, normed2.data});
-    norm_alone_backward(dh, dnormed2, norm2);
+    norm_alone_backward(dh, normed2, dnormed2, norm2);
 
-    groupnorm_apply(normed1, norm1);
+    each_vector(s.in(), NormVectors{normed1.data, norm1});
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
-    conv3x3_backward(dnormed1, dh, active1, conv1, {.demb = {dprojected.data, s.O}});
+    weight_gradient(conv1, dh, active1, {dprojected.data, s.O});
+    input_gradient(dnormed1, dh, conv1);
     backend_join();  // dprojected is the side lane's
-    linear_backward(demb, dprojected, emb, backward_layer(p, "emb_layers.1"));
+    weight_gradient(projection, dprojected, emb);
+    input_gradient(demb, dprojected, projection);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
     each_vector(s.in(), SiluBackwardVectors{dnormed1.data, dnormed1.data, normed1.data});
-    norm_alone_backward(dx, dnormed1, norm1);
-    if (s.widens) linear_backward(dskip, dout, x, backward_layer(p, "skip_connection"));
+    norm_alone_backward(dx, normed1, dnormed1, norm1);
+    if (s.widens) {
+        Linear skip = backward_layer<Linear>(p, "skip_connection");
+        weight_gradient(skip, dout, x);
+        input_gradient(dskip, dout, skip);
+    }
     each_vector(s.in(), AddVectors{dx.data, dskip.data});
     if (s.C2)
         each_vector(s.in(),
@@ -200,19 +209,21 @@ static void resblock_forward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, false);
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
-    on_side_lane([&] {
-        linear_forward(output_of(&m, embedding, B), p.tensor_in<floatX>("emb"), layer_of(&m, block, RES_EMB));
-    });
+    Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
+    Linear projection = layer_of<Linear>(&m, block, RES_EMB);
+    on_side_lane([=] { product_forward(projected, emb, projection); });
     res_forward(&m, block, B);
 }
 static void resblock_backward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, true);
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
+    Tensor dprojected = output_gradient_of(&m, embedding, B);
+    Linear projection = layer_of<Linear>(&m, block, RES_EMB);
     res_backward(&m, block, B);
-    backend_join();
-    linear_backward(p.tensor_out<floatX>("demb"), output_gradient_of(&m, embedding, B),
-                    p.tensor_in<floatX>("emb"), layer_of(&m, block, RES_EMB));
+    backend_join();  // dprojected is the side lane's
+    weight_gradient(projection, dprojected, p.tensor_in<floatX>("emb"));
+    input_gradient(p.tensor_out<floatX>("demb"), dprojected, projection);
 }
 
 static Work work_of(const Problem& p, bool backward) {

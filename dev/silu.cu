@@ -103,16 +103,18 @@ static void silu_backward3(Problem& p) {
 
 // ---- 4, 5: behind a group norm ----------------------------------------------------------------------------
 
-// The program's group norm, its statistics given, with or without the SiLU.
+// The program's group norm, the moments of x given, with or without the SiLU.
 static void silu_normalise(Problem& p, floatX* out, bool silu) {
-    Norm norm = {.x = p.tensor_in<floatX>("x"),
+    Tensor x = p.tensor_in<floatX>("x");
+    x.moments = (float2*)p.in<float>("moments of x");
+    Norm norm = {.x = x,
                  .groups = SILU_GROUPS,
                  .silu = silu,
                  .w = p.in<float>("w"),
                  .bias = p.in<float>("bias"),
-                 .mean = (float*)p.in<float>("mean"),
-                 .rstd = (float*)p.in<float>("rstd")};
-    groupnorm_apply(p.shaped("x", out), norm);
+                 .mean = p.out<float>("mean"),
+                 .rstd = p.out<float>("rstd")};
+    groupnorm_forward(p.shaped("x", out), norm);
 }
 static void silu_forward4(Problem& p) {
     size_t n = p.find("x").values.size();
@@ -131,7 +133,7 @@ static const Ladder silu_ladder = {
     "silu",
     {{"forward", {"out"}, [](const Problem& p) { return silu_work(p, 2); }},
      {"backward", {"dx"}, [](const Problem& p) { return silu_work(p, 3); }},
-     {"norm", {"normed"}, [](const Problem& p) { return silu_work(p, 2); }}},
+     {"norm", {"normed", "mean", "rstd"}, [](const Problem& p) { return silu_work(p, 2); }}},
     {
         {0, "forward", NCHW, CPU_FP32, "the specification", silu_forward0},
         {0, "backward", NCHW, CPU_FP32, "the specification", silu_backward0},

@@ -1,6 +1,7 @@
 """SiLU in PyTorch: alone, and behind a group norm, where the network has it."""
 import torch.nn.functional as F
 
+import blocks
 import common
 
 GROUPS = 32
@@ -9,8 +10,9 @@ CASES = {"7x5": dict(B=3, C=96, H=7, W=5),
 
 
 def inputs(random, B, C, H, W):
-    return {"x": random(B, C, H, W), "dout": random(B, C, H, W),
-            "w": random(C, scale=0.5, mean=1), "bias": random(C, scale=0.5)}
+    t = {"x": random(B, C, H, W), "dout": random(B, C, H, W),
+         "w": random(C, scale=0.5, mean=1), "bias": random(C, scale=0.5)}
+    return t | blocks.moments_of(t)
 
 
 def forward(t):
@@ -19,9 +21,8 @@ def forward(t):
 
 def all_outputs(t):
     """SiLU, then group norm with its statistics and SiLU."""
-    groups = t["x"].detach().unflatten(1, (GROUPS, -1)).flatten(2)
-    return forward(t) | {"mean": groups.mean(2), "rstd": (groups.var(2, correction=0) + 1e-5).rsqrt(),
-                         "normed": F.silu(F.group_norm(t["x"].detach(), GROUPS, t["w"], t["bias"]))}
+    normed = F.silu(F.group_norm(t["x"].detach(), GROUPS, t["w"], t["bias"]))
+    return forward(t) | {"normed": normed} | blocks.statistics(t["x"], GROUPS)
 
 
 def timings(t):
