@@ -2443,9 +2443,8 @@ static Flags smallest_flags() {
             {"batch_size", "3"}};
 }
 
-enum FileKind { NEW_IMAGES, LABELLED_IMAGES, OLD_IMAGES, WEIGHTS, CHECKPOINT, OLD_WEIGHTS, FILE_KINDS };
-static const char* const KIND_NAMES[] = {"images",  "labelled images", "old images",
-                                         "weights", "checkpoint",      "old weights"};
+enum FileKind { NEW_IMAGES, LABELLED_IMAGES, OLD_IMAGES, WEIGHTS, CHECKPOINT, FILE_KINDS };
+static const char* const KIND_NAMES[] = {"images", "labelled images", "old images", "weights", "checkpoint"};
 
 // A valid file on the disk that is changed in place, read, and mended.
 struct Victim {
@@ -2479,7 +2478,7 @@ static std::string stderr_of(const std::function<void()>& act) {
     std::string path = test_folder + "/stderr";
     fflush(stderr);
     int kept = dup(2), file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0666);
-    ASSERT(kept >= 0 && file >= 0);
+    assert(kept >= 0 && file >= 0);
     dup2(file, 2), close(file);
     act();
     fflush(stderr);
@@ -2497,8 +2496,8 @@ static size_t files_in(const std::string& folder) {
 
 static void write_whole(const std::string& path, const std::vector<char>& content, size_t size) {
     FILE* f = fopen(path.c_str(), "wb");
-    ASSERT(f && fwrite(content.data(), 1, content.size(), f) == content.size());
-    ASSERT(fflush(f) == 0 && ftruncate(fileno(f), (off_t)size) == 0);
+    assert(f && fwrite(content.data(), 1, content.size(), f) == content.size());
+    assert(fflush(f) == 0 && ftruncate(fileno(f), (off_t)size) == 0);
     fclose(f);
 }
 
@@ -2565,15 +2564,6 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
     if (kind == NEW_IMAGES || kind == LABELLED_IMAGES || kind == OLD_IMAGES) {
         content = image_file(kind == OLD_IMAGES ? 9 : 33, 8, kind == OLD_IMAGES, kind == LABELLED_IMAGES);
         write_whole(v.path, content, content.size());
-    } else if (kind == OLD_WEIGHTS) {
-        // the header with garbage in the fields that mean nothing, weights and generator records
-        content.resize(HEADER_BYTES);
-        int32_t* header = (int32_t*)content.data();
-        for (int i = 0; i < HEADER_INTS; i++) header[i] = (int32_t)random_word(3, 1005, i, 0, 0);
-        const int32_t known[10] = {OLD_WEIGHTS_MAGIC, 2, 3, 64, 3, 16, 16, 1000, 0, 1};
-        memcpy(header, known, sizeof known);
-        v.size = HEADER_BYTES + (size_t)20494211 * 4 + (size_t)2 * 3 * 16 * 16 * 48;
-        write_whole(v.path, content, v.size);
     } else {
         Model m = Model();
         build_model(&m, smallest_config(), 1, kind == CHECKPOINT);
@@ -2589,7 +2579,7 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
     v.data_checksum = crc32(content.data() + HEADER_BYTES, content.size() - HEADER_BYTES);
     v.content.swap(content);
     v.fd = open(v.path.c_str(), O_RDWR);
-    ASSERT(v.fd >= 0);
+    assert(v.fd >= 0);
     return v;
 }
 
@@ -2677,7 +2667,7 @@ static void read_victim(const Victim& v, size_t size, bool sealed, bool read_dat
 }
 
 static void put(const Victim& v, size_t offset, const void* data, size_t bytes) {
-    ASSERT(pwrite(v.fd, data, bytes, (off_t)offset) == (ssize_t)bytes);
+    assert(pwrite(v.fd, data, bytes, (off_t)offset) == (ssize_t)bytes);
 }
 
 // The header with its checksum made right again.
@@ -2867,7 +2857,7 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
             int tried = 0;
             for (int32_t changed : values) {
                 // three values will do for a field of a long file that means nothing
-                if (v.kind >= WEIGHTS && v.kind != OLD_WEIGHTS && !value && field > 80 && ++tried > 3) break;
+                if (v.kind >= WEIGHTS && !value && field > 80 && ++tried > 3) break;
                 if (changed == value) continue;
                 std::string what = text("field %d = %d", field, changed);
                 for (bool sealed : {false, true}) {
@@ -2884,8 +2874,8 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
             }
         }
         put(v, 0, v.content.data(), HEADER_BYTES);
-        // fields without a meaning are of no interest to the old formats
-        if (v.kind == OLD_WEIGHTS || v.kind == OLD_IMAGES) {
+        // fields without a meaning are of no interest to the old format
+        if (v.kind == OLD_IMAGES) {
             Tally ignored;
             for (int field = 10; field < HEADER_INTS; field++) {
                 int32_t copy[HEADER_INTS];
@@ -2914,11 +2904,11 @@ static void test_truncated_files(const std::vector<Victim>& victims) {
         std::sort(sizes.rbegin(), sizes.rend());  // shrinking in place; the file is mended afterwards
         for (size_t size : sizes) {
             if (size == v.size) continue;
-            ASSERT(ftruncate(v.fd, (off_t)size) == 0);
+            assert(ftruncate(v.fd, (off_t)size) == 0);
             read_victim(v, size, false, false, text("%zu of %zu bytes", size, v.size), &tally);
         }
         put(v, 0, v.content.data(), v.content.size());
-        ASSERT(ftruncate(v.fd, (off_t)v.size) == 0);
+        assert(ftruncate(v.fd, (off_t)v.size) == 0);
     }
     report(tally.accepted == 0 && tally.bad.empty(), "truncated files",
            "%ld lengths, each refused with one sentence%s", tally.refused, tally.bad.c_str());
@@ -2950,9 +2940,8 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
     for (long i = 0; i < count; i++) {
         // the files of weights are long, so their turn comes less often
         uint32_t turn = dice.below(100);
-        const Victim& v = victims[turn < 12   ? (size_t)WEIGHTS
-                                  : turn < 14 ? (size_t)CHECKPOINT
-                                  : turn < 34 ? (size_t)OLD_WEIGHTS
+        const Victim& v = victims[turn < 24   ? (size_t)WEIGHTS
+                                  : turn < 34 ? (size_t)CHECKPOINT
                                   : turn < 50 ? (size_t)NEW_IMAGES
                                   : turn < 66 ? (size_t)LABELLED_IMAGES
                                   : turn < 82 ? (size_t)OLD_IMAGES
@@ -2986,7 +2975,7 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
                 }
                 case 5: ((char*)header)[dice.below(HEADER_BYTES)] ^= (char)(1 << dice.below(8)); break;
                 case 6: {
-                    if (size <= HEADER_BYTES || v.kind == OLD_WEIGHTS) break;
+                    if (size <= HEADER_BYTES) break;
                     size_t at = HEADER_BYTES + dice.below((uint32_t)(v.content.size() - HEADER_BYTES));
                     bytes.push_back({at, (char)dice.next()});
                     break;
@@ -3015,15 +3004,14 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
             seal_header(v, header, checksum);
         }
         put(v, 0, header, sizeof header);
-        if (size != v.size) ASSERT(ftruncate(v.fd, (off_t)size) == 0);
+        if (size != v.size) assert(ftruncate(v.fd, (off_t)size) == 0);
         bool untouched =
             bytes.empty() && size == v.size && same_bits(header, v.content.data(), sizeof header);
         for (auto& [at, value] : bytes) untouched |= v.content[at] == value;  // written over with itself
-        read_victim(v, size, sealed || untouched, v.kind != OLD_WEIGHTS && v.kind != CHECKPOINT, what,
-                    &tally);
+        read_victim(v, size, sealed || untouched, v.kind != CHECKPOINT, what, &tally);
         sealed_count += sealed;
         if (size != v.size) {
-            ASSERT(ftruncate(v.fd, (off_t)v.size) == 0);
+            assert(ftruncate(v.fd, (off_t)v.size) == 0);
             put(v, 0, v.content.data(), v.content.size());
         } else {
             put(v, 0, v.content.data(), HEADER_BYTES);

@@ -60,6 +60,7 @@
 //        input gradient; weight gradient; launchers
 //  13  HOPPER: tensor copies and warpgroup products; forward and input gradient; weight gradient
 
+#include <cassert>
 #include <cerrno>
 #include <cfloat>
 #include <climits>
@@ -183,16 +184,6 @@ static int guarded(Program program) {
 #define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
 // What went wrong without ending the program.
 static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
-
-// A mistake of ours: the expression that failed, file and line.
-#define ASSERT(condition)                                                                             \
-    do {                                                                                              \
-        if (!(condition)) {                                                                           \
-            fprintf(stderr, "%s:%d: assertion failed: %s (please report this)\n", __FILE__, __LINE__, \
-                    #condition);                                                                      \
-            abort();                                                                                  \
-        }                                                                                             \
-    } while (0)
 
 // "1 picture", "2 pictures"
 static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
@@ -423,7 +414,7 @@ static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT
 template <typename T>
 static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
-    ASSERT(arena->used + bytes <= arena->capacity);  // less was counted than is taken
+    assert(arena->used + bytes <= arena->capacity);  // less was counted than is taken
     T* memory = (T*)(arena->base + arena->used);
     arena->used += bytes;
     return memory;
@@ -516,8 +507,8 @@ template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches);
 static void backend_forget(Recording* recording);
 inline Recording::~Recording() { backend_forget(this); }
-// TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32, and how that was computed; 0: not known.
-static double backend_peak(std::string* source = nullptr);
+// TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
+static double backend_peak();
 
 // PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/profile.cu.
 #ifndef PROFILE
@@ -1196,14 +1187,14 @@ struct Model : OptimiserMemory {
 
 static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
     Tensor tensor = {(floatX*)(m->arena + b.offset), B, H, H, C};
-    ASSERT(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
+    assert(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
     return tensor;
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
     if (!block.moments.bytes) return out;
     out.moments = (float2*)(m->arena + block.moments.offset);
-    ASSERT((size_t)B * norm_parts(out.H * out.W) * out.C * sizeof(float2) <= block.moments.bytes);
+    assert((size_t)B * norm_parts(out.H * out.W) * out.C * sizeof(float2) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
@@ -1432,31 +1423,31 @@ struct AttentionBlock {
     Tensor joined = tensor_at(m, block.inner, B, block.H, block.C);
     Norm norm = norm_of(m, block, ATT_NORM, x);
     float* lse = norm.rstd + (size_t)B * norm.groups;
+    Linear to_qkv = layer_of<Linear>(m, block, ATT_QKV), projection = layer_of<Linear>(m, block, ATT_PROJ);
 };
 
 static void attention_block_forward(Model* m, const Block& block, int B) {
     AttentionBlock a = {m, block, B};
     Tensor normed = take_tensor(m, B, block.H, block.C);
     groupnorm_forward(normed, a.norm);
-    product_forward(a.qkv, normed, layer_of<Linear>(m, block, ATT_QKV));
+    product_forward(a.qkv, normed, a.to_qkv);
     attention_forward(a.joined, a.lse, a.qkv, block.heads);
-    product_forward(output_of(m, block, B), a.joined, layer_of<Linear>(m, block, ATT_PROJ), {.residual = a.x});
+    product_forward(output_of(m, block, B), a.joined, a.projection, {.residual = a.x});
 }
 
 static void attention_block_backward(Model* m, const Block& block, int B) {
     AttentionBlock a = {m, block, B};
-    Linear qkv = layer_of<Linear>(m, block, ATT_QKV), projection = layer_of<Linear>(m, block, ATT_PROJ);
     Tensor dout = output_gradient_of(m, block, B), djoined = take_tensor(m, B, block.H, block.C);
     Tensor dnormed = djoined;  // one after the other
     Tensor dqkv = take_late(m, B, block.H, 3 * block.C), normed = take_late(m, B, block.H, block.C);
     a.norm.sums = take_sums(m, B, block.H, block.C);
-    weight_gradient(projection, dout, a.joined);
-    input_gradient(djoined, dout, projection);
+    weight_gradient(a.projection, dout, a.joined);
+    input_gradient(djoined, dout, a.projection);
     attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, block.heads);
-    input_gradient(dnormed, dqkv, qkv, {.norm = &a.norm});
+    input_gradient(dnormed, dqkv, a.to_qkv, {.norm = &a.norm});
     groupnorm_backward(input_gradient_of(m, block, B), normed, dnormed, a.norm,
                        {.residual = dout, .accumulate = block.accumulate});
-    weight_gradient(qkv, dqkv, normed);
+    weight_gradient(a.to_qkv, dqkv, normed);
 }
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
@@ -1626,8 +1617,9 @@ static void join_projections(Plan* plan) {
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
-    return {&b->out,      &b->hidden,          &b->inner,            &b->moments, &b->stats,
-            &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
+    return {&b->out,   &b->hidden,   &b->inner,           &b->moments,
+            &b->stats, &b->gradient, &b->scratch_forward, &b->scratch_backward,
+            &b->late};
 }
 
 // Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
@@ -1669,8 +1661,9 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
-        int back = 2 * n - 1 - i, forth = i ? i : 2;  // the embedding is made beside the blocks before block 2
-        int kept = plan->training ? back : forth;     // back: the block's moment in backward
+        int forth = i ? i : 2;     // the embedding is made beside the blocks before block 2
+        int back = 2 * n - 1 - i;  // the block's moment in backward
+        int kept = plan->training ? back : forth;
         size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.stats.bytes = aligned(stats * sizeof(float));
@@ -1760,7 +1753,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
             if (level && i == c.num_res_blocks) add_resize(BLOCK_UP);
         }
     }
-    ASSERT(skips.empty());
+    assert(skips.empty());
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     join_projections(&plan);
     size_buffers(&plan, c);
@@ -2541,10 +2534,13 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30.
-static int most_images(const Config& config) {
-    const int GRID_ROWS = 65535, PIXELS = 1 << 30;
-    return std::min(GRID_ROWS, PIXELS / (config.image_size * config.image_size));
+// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30, nor sums
+// of a bias gradient, one a channel and image, than half a lane's workspace holds.
+static int most_images(const Config& c) {
+    const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
+    int widest = 0;
+    for (int i = 0; i < list_length(c.channel_mult); i++) widest = std::max(widest, level_width(c, i));
+    return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
 // Refuses what the host's memory can't hold.
@@ -3835,10 +3831,8 @@ static Dataset read_images(const std::string& path, const Config& c) {
         classes = version ? header[7] : 0, names = version ? header[8] : 0;
     bool bytes = type == IMAGES_UINT8;
     if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
-        fail(
-            "%s has version %d and elements of type %d; this program reads versions 0 and %d, types %d and "
-            "%d",
-            name, version, type, IMAGES_VERSION, IMAGES_UINT8, IMAGES_FLOAT);
+        fail("%s has version %d and elements of type %d, which this program does not read", name, version,
+             type);
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
@@ -3889,7 +3883,7 @@ static int classes_in(const std::string& path) {
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
 
-enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678, RNG_RECORD_BYTES = 48 };
+enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
 enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
@@ -3965,28 +3959,6 @@ static size_t parameters_of(const WeightsFile& file) {
     return make_plan(file.config, 1, false).num_parameters;
 }
 
-// The header of a .bin of this format's first generation: PyTorch order, fp32, an architecture of its own.
-static void read_old_header(WeightsFile* file, const int32_t* header, size_t size) {
-    const char* path = file->path.c_str();
-    int B = header[1], C_in = header[2], base = header[3], C_out = header[4], H = header[5], W = header[6],
-        period = header[7];
-    bool has_adamw = header[8] != 0, has_rng = header[9] != 0;
-    if (C_in != C_out || C_in < 1 || C_in > MAX_CHANNELS || H != W || H < 8 || H > 1024 || B < 1 ||
-        B > 65536 || base < 32 || base > 1024 || period < 2)
-        fail("%s can't be used: batch %d, width %d, max_period %d, %d x %d images from %d to %d channels",
-             path, B, base, period, H, W, C_in, C_out);
-    Config* c = &file->config;
-    c->num_channels = base, c->in_channels = C_in, c->image_size = H, c->max_period = period,
-    c->batch_size = B;
-    c->attention_resolutions[0] = H / 4, c->attention_resolutions[1] = H / 8, c->attention_resolutions[2] = 0;
-    size_t bytes = parameters_of(*file) * sizeof(float),
-           rng = has_rng ? (size_t)B * C_in * H * W * RNG_RECORD_BYTES : 0,
-           expected = HEADER_BYTES + bytes * (has_adamw ? 3 : 1) + rng;
-    if (size != expected)
-        fail("%s is damaged: its header asks for %zu bytes and it has %zu", path, expected, size);
-    file->sections.push_back({"weights", HEADER_BYTES, bytes});
-}
-
 // Where each section lies: they follow the header and each other up to the file's end.
 static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
@@ -4041,12 +4013,11 @@ static WeightsFile open_weights(const std::string& path) {
     in.read(header, std::min(in.size, sizeof header));
     if (header[0] == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
-    if (in.size < HEADER_BYTES || (header[0] != UNET_MAGIC && header[0] != OLD_WEIGHTS_MAGIC))
+    if (header[0] == OLD_WEIGHTS_MAGIC)
+        fail("%s has the first format; python generate.py --model_filename %s --export NEW.bin makes today's",
+             name, shell_word(path).c_str());
+    if (in.size < HEADER_BYTES || header[0] != UNET_MAGIC)
         fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)", name);
-    if (header[0] == OLD_WEIGHTS_MAGIC) {
-        read_old_header(&file, header, in.size);
-        return file;
-    }
     if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
         fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
              header[FIELD_VERSION], UNET_VERSION);
@@ -4886,8 +4857,6 @@ static int run_training(const std::vector<GivenFlag>& given) {
     if (!config.dry_run) prepare_run(&trainer, file);
     for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
     note_attention(config, given);
-    if (file.path.empty() && file_exists("unet_init.bin"))
-        say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
@@ -4999,7 +4968,7 @@ static void backend_replay(Recording*, Launches launches) {
 static void backend_forget(Recording*) {}
 static void backend_mark(int) {}
 static void backend_await(int) {}
-static double backend_peak(std::string*) { return 0; }
+static double backend_peak() { return 0; }
 static size_t backend_memory_available() { return host_memory_available(); }
 #endif
 
@@ -5241,7 +5210,7 @@ struct NormMap {
 // The moments of a group's channels and parts are joined as by Chan, Golub and LeVeque (1979).
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
-    ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
+    assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
 #pragma omp parallel for
     for (int g = 0; g < out.B * norm.groups; g++) {
@@ -5324,16 +5293,20 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
         for (int t = 0; t < T; t++) {
             size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c0);
             const float *upstream = dy.data + pixel * C + c0, *x_t = row(t);
-            float* again = normed.data + pixel * C + c0;
+            float again[SLAB];  // for normed may be dy, and dx x
 #pragma omp simd
             for (int k = 0; k < n; k++) {
-                float x = x_t[k], x_hat = x * map.slope[k] + map.offset[k];
-                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean_dy[k] + x_hat * mean_dyx[k]);
-                float y = x * map.scale[k] + map.shift[k];
+                float y = x_t[k] * map.scale[k] + map.shift[k];
                 again[k] = norm.silu ? y * sigmoid(y) : y;
+            }
+#pragma omp simd
+            for (int k = 0; k < n; k++) {
+                float x_hat = x_t[k] * map.slope[k] + map.offset[k];
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean_dy[k] + x_hat * mean_dyx[k]);
                 if (options.residual) d += options.residual.data[at + k];
                 target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
+            std::copy(again, again + n, normed.data + pixel * C + c0);
         }
     });
 #pragma omp parallel for
@@ -5617,7 +5590,7 @@ static void launch_side_waiting() {
 }
 template <typename Launches>
 static void on_side_lane(Launches launches) {
-    ASSERT(lane == &main_lane);
+    assert(lane == &main_lane);
     launch_side_waiting();
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
     side_calls++;
@@ -5655,7 +5628,7 @@ static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[
 // What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
-static double backend_peak(std::string* source) {
+static double backend_peak() {
     static const std::map<int, std::pair<double, double>> RATES = {
         {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};  // in bf16, in fp32
     auto rate = RATES.find(10 * gpu_properties.major + gpu_properties.minor);
@@ -5664,9 +5637,6 @@ static double backend_peak(std::string* source) {
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
     if (tensor && rate->first == 90) khz = std::min(khz, 1830000);
-    if (source)
-        *source = text("%d multiprocessors at %.0f MHz, %s", gpu_multiprocessors, 1e-3 * khz,
-                       tensor ? "dense bf16" : "fp32");
     return 1e-9 * khz * gpu_multiprocessors * (tensor ? rate->second.first : rate->second.second);
 }
 
@@ -6015,7 +5985,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
-    ASSERT(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
+    assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid s(norm.x, 0);
     auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
     launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
@@ -6470,7 +6440,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, attention_blocks(D,
 // launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
 template <typename Launch>
 static void with_padded_head(int d, Launch launch) {
-    ASSERT(d % 16 == 0 && d <= MAX_HEAD);
+    assert(d % 16 == 0 && d <= MAX_HEAD);
     if (d <= 32)
         launch(std::integral_constant<int, 32>());
     else if (d <= 64)
@@ -6887,7 +6857,7 @@ static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the
 template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
-        ASSERT(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
+        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
 #ifdef HOPPER
     if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
 #endif
@@ -7186,9 +7156,14 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
     if (part == 0 && i < n) sum = *(const float4*)(g.dw + i);
-#pragma unroll 8
-    for (int s = part; s < g.splits; s += REDUCERS)
-        if (i < n) sum += *(const float4*)(g.partial + s * n + i);
+    for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
+        float4 loaded[8] = {};  // so many loads under way
+        for (int k = 0; k < 8; k++) {
+            int s = first + k * REDUCERS;
+            if (s < g.splits) loaded[k] = *(const float4*)(g.partial + s * n + i);
+        }
+        for (float4 more : loaded) sum += more;
+    }
     sums[part][lane] = sum;
     __syncthreads();
     if (part != 0 || i >= n) return;
@@ -7248,22 +7223,13 @@ template <int TAPS>
 static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
-    ASSERT(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
-    // dbias has a part an image, or more. What does not fit into half the workspace goes in several runs.
-    const int run = (int)std::min<size_t>(dout.B, GPU_WORKSPACE_BYTES / 2 / (dout.C * sizeof(float)));
-    for (int b = 0; b < dout.B; b += run) {
-        g.dout.B = g.x.first.B = std::min(run, dout.B - b);
 #ifdef HOPPER
-        if (TAPS > 1)
-            launch_hopper_weight_gradient(g);
-        else
+    if (TAPS > 1) return launch_hopper_weight_gradient(g);
 #endif
-            launch_portable_weight_gradient<TAPS>(g);
-        g.dout.data += g.dout.count(), g.x.first.data += g.x.first.count();
-        if (g.per_image.data) g.per_image.data += (size_t)run * g.per_image.pitch;
-    }
+    launch_portable_weight_gradient<TAPS>(g);
 }
 template <int TAPS>
 static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
@@ -7420,7 +7386,7 @@ static CUtensorMap tensor_map(const Tensor& x, Box box) {
         cudaDriverEntryPointQueryResult found;
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
                                                     cudaEnableDefault, &found));
-        ASSERT(found == cudaDriverEntryPointSuccess);
+        assert(found == cudaDriverEntryPointSuccess);
     }
     CUtensorMap map;
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
@@ -7431,7 +7397,7 @@ static CUtensorMap tensor_map(const Tensor& x, Box box) {
     CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent, steps,
                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    ASSERT(status == CUDA_SUCCESS);
+    assert(status == CUDA_SUCCESS);
     return map;
 }
 
@@ -7791,7 +7757,7 @@ static void launch_hopper_tile(const Gemm& g) {
     int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
         rounds = ceil_div(h.tiles, slots);
     int blocks = TAPS == 1 || h.tiles >= 0.8f * rounds * slots ? std::min(h.tiles, slots) : h.tiles;
-    ASSERT(splits == 1 || blocks == h.tiles);
+    assert(splits == 1 || blocks == h.tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
 }

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(256)
 }
 static void attention_forward2(Problem& p) {
     AttentionShape s = attention_shape(p);
-    ASSERT(s.d <= ATTENTION_SIDE);
+    assert(s.d <= ATTENTION_SIDE);
     int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_SIDE);
     float* scores = p.scratch<float>("scores", (size_t)batch * s.T * s.T);
     float2* parts = (float2*)p.scratch<float>("parts", (size_t)2 * batch * s.T * tiles);
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(256)
 }
 static void attention_backward2(Problem& p) {
     AttentionShape s = attention_shape(p);
-    ASSERT(s.d <= ATTENTION_SIDE);
+    assert(s.d <= ATTENTION_SIDE);
     int batch = s.B * s.heads, tiles = ceil_div(s.T, ATTENTION_SIDE), rows = batch * s.T;
     float *probabilities = p.scratch<float>("probabilities", (size_t)rows * s.T),
           *ds = p.scratch<float>("ds", (size_t)rows * s.T), *dots = p.scratch<float>("dots", rows);
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
 }
 static void attention_forward3(Problem& p) {
     AttentionShape s = attention_shape(p);
-    ASSERT(s.d <= ATTENTION_WIDTH);
+    assert(s.d <= ATTENTION_WIDTH);
     launch(attention_forward_kernel3, dim3(ceil_div(s.T, ATTENTION_THREADS3), s.heads, s.B),
            ATTENTION_THREADS3, 0, p.out<floatX>("out"), p.out<float>("lse"), p.in<floatX>("qkv"), s.T, s.C,
            s.heads, 1 / sqrtf((float)s.d));
@@ -471,7 +471,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
 }
 static void attention_backward3(Problem& p) {
     AttentionShape s = attention_shape(p);
-    ASSERT(s.d <= ATTENTION_WIDTH);
+    assert(s.d <= ATTENTION_WIDTH);
     launch(attention_backward_kernel3, dim3(2 * ceil_div(s.T, ATTENTION_THREADS3), s.heads, s.B),
            ATTENTION_THREADS3, 0, p.out<floatX>("dqkv"), p.in<floatX>("dout"), p.in<floatX>("out"),
            p.in<float>("lse"), p.in<floatX>("qkv"), s.T, s.C, s.heads, 1 / sqrtf((float)s.d));

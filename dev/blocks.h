@@ -291,7 +291,7 @@ struct Plain {
 // element(i) for each i < n / VEC.
 template <typename Element>
 static void each_vector(size_t n, Element element) {
-    ASSERT(n % VEC == 0);
+    assert(n % VEC == 0);
     launch(each_kernel<Element>, ceil_div(n / VEC, 256), 256, 0, element, n / VEC);
 }
 

@@ -176,7 +176,7 @@ struct Problem {
     template <typename Real>
     TensorOf<Real> shaped(const std::string& name, Real* data) const {
         std::vector<int> shape = find(name).shape;
-        ASSERT(shape.size() >= 2 && (layout == NHWC || shape.size() == 2));
+        assert(shape.size() >= 2 && (layout == NHWC || shape.size() == 2));
         shape.resize(4, 1);
         return {data, shape[0], shape[2], shape[3], shape[1]};
     }
@@ -217,7 +217,7 @@ struct Problem {
     T* get(const std::string& name, Role role, Names tensors, size_t count = 0) {
         auto found = slots.find(name);
         if (found == slots.end()) {
-            ASSERT(!frozen);
+            assert(!frozen);
             if (role != SCRATCH && tensors.empty()) tensors = {name};
             for (auto& tensor : tensors) count += find(tensor).values.size();
             Slot slot = {name, role, layout, count, count * sizeof(T), tensors, {}, {}, {}};
@@ -244,7 +244,7 @@ struct Problem {
             found = slots.emplace(name, slot).first;
         }
         Slot& slot = found->second;
-        ASSERT(slot.role == role && (role != SCRATCH || slot.bytes == count * sizeof(T)));
+        assert(slot.role == role && (role != SCRATCH || slot.bytes == count * sizeof(T)));
         return (T*)slot.copies[turn % slot.copies.size()];
     }
 
@@ -470,14 +470,14 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
     auto cases =
         read_cases(std::string(folder ? folder : "../build/dev") + "/" + ladder.stem + ".bin", ladder.stem);
     double bandwidth = 0, peak = 0;
-    std::string source, names;
+    std::string names;
 #ifdef __CUDACC__
-    bandwidth = copy_bandwidth(), peak = backend_peak(&source);
+    bandwidth = copy_bandwidth(), peak = backend_peak();
 #endif
     printf("%s on %s\n", ladder.stem, backend_name().c_str());
     if (bandwidth > 0)
         printf("floors: %.0f GB/s of a copy measured here%s\n", bandwidth,
-               peak > 0 ? text(", %.0f TFLOP/s (%s)", peak, source.c_str()).c_str() : "");
+               peak > 0 ? text(", %.0f TFLOP/s", peak).c_str() : "");
     int checked = 0, failed = 0;
     for (auto& [name, data] : cases) {
         names += " " + name;

@@ -128,7 +128,7 @@ __global__ void gelu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
 }
 static void gelu_forward3(Problem& p) {
     size_t n = p.find("x").values.size();
-    ASSERT(n % VEC == 0);
+    assert(n % VEC == 0);
     launch(gelu_forward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n);
 }
 __global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
@@ -146,7 +146,7 @@ __global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floa
 }
 static void gelu_backward3(Problem& p) {
     size_t n = p.find("x").values.size();
-    ASSERT(n % VEC == 0);
+    assert(n % VEC == 0);
     launch(gelu_backward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
            p.in<floatX>("x"), n);
 }

@@ -273,7 +273,7 @@ __global__ void groupnorm_forward_kernel3(floatX* out, float* mean, float* rstd,
 }
 static void groupnorm_forward3(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    ASSERT(s.T % VEC == 0);
+    assert(s.T % VEC == 0);
     launch(groupnorm_forward_kernel3, s.B * s.G, 512, 0, p.out<floatX>("out"), p.out<float>("mean"),
            p.out<float>("rstd"), p.in<floatX>("x"), p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
 }
@@ -332,7 +332,7 @@ __global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX*
 }
 static void groupnorm_backward3(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    ASSERT(s.T % VEC == 0);
+    assert(s.T % VEC == 0);
     launch(groupnorm_backward_kernel3, s.B * s.G, 512, 0, p.out<floatX>("dx"), p.out<floatX>("out"),
            p.in<floatX>("dout"), p.in<float>("mean"), p.in<float>("rstd"), p.in<floatX>("x"),
            p.in<floatX>("w"), p.in<floatX>("bias"), s.T, s.C, s.G);
@@ -449,7 +449,7 @@ __global__ void groupnorm_forward_kernel4(floatX* out, const float* mean, const 
 }
 static void groupnorm_forward4(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    ASSERT(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
+    assert(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
     int tiles = ceil_div(s.T, GROUPNORM_TILE);
     float *tile_mean = p.scratch<float>("mean of tiles", (size_t)s.B * tiles * s.C),
           *tile_m2 = p.scratch<float>("m2 of tiles", (size_t)s.B * tiles * s.C), *mean = p.out<float>("mean"),
@@ -548,7 +548,7 @@ __global__ void groupnorm_weights_kernel4(float* dw, float* dbias, const float* 
 }
 static void groupnorm_backward4(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    ASSERT(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
+    assert(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
     int tiles = ceil_div(s.T, GROUPNORM_TILE);
     float *partials = p.scratch<float>("partials", (size_t)2 * s.B * tiles * s.C),
           *sums = p.scratch<float>("sums", (size_t)2 * s.B * s.C);

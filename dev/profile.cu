@@ -217,8 +217,7 @@ static int run_program(int argc, char** argv) {
     backend_init();
     printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
     check_config(config);
-    std::string source = "not known";
-    double peak = backend_peak(&source), bandwidth = copy_bandwidth();
+    double peak = backend_peak(), bandwidth = copy_bandwidth();
     int B = config.batch_size, drawn = microbatch_of(config);
     double step_ms = time_step(config, B, 10, 3);
 
@@ -242,9 +241,9 @@ static int run_program(int argc, char** argv) {
     size_t bytes_to_train = t.model.bytes + workspace_bytes(),
            ema = ema_count(config) * plan.num_floats * sizeof(float);
     printf(
-        "floor: the longer of the time of the operations at the peak (%s: %.3g TFLOP/s)\n"
+        "floor: the longer of the time of the operations at the peak (%.3g TFLOP/s, 0: not known)\n"
         "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",
-        source.c_str(), peak, bandwidth);
+        peak, bandwidth);
     print_table(&Entry::kind, true, peak, bandwidth);
     print_table(&Entry::block, false, peak, bandwidth);
     if (uncounted) printf("launches that no line counts: %d\n", uncounted);

@@ -79,7 +79,7 @@ __global__ void silu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
     *(uint4*)(out + i) = pack(value);
 }
 static void launch_silu_forward3(floatX* out, const floatX* x, size_t n) {
-    ASSERT(n % VEC == 0);
+    assert(n % VEC == 0);
     launch(silu_forward_kernel3, ceil_div(n, 256 * VEC), 256, 0, out, x, n);
 }
 static void silu_forward3(Problem& p) {
@@ -96,7 +96,7 @@ __global__ void silu_backward_kernel3(floatX* dx, const floatX* dout, const floa
 }
 static void silu_backward3(Problem& p) {
     size_t n = p.find("x").values.size();
-    ASSERT(n % VEC == 0);
+    assert(n % VEC == 0);
     launch(silu_backward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
            p.in<floatX>("x"), n);
 }

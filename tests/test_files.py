@@ -76,11 +76,15 @@ def test_old_weights(cpp, tmp_path):
     assert same_bits(read.sections["weights"], weights) and read.config.max_period == 1000
     unet_io.write_checkpoint(tmp_path / "new.bin", Checkpoint(read.config, {"weights": train_unet.to_numpy(
         train_unet.load_model(str(tmp_path / "old.bin"))[0].parameters())}))
-    cpp(TEST, "--same", tmp_path / "old.bin", tmp_path / "new.bin")
+    result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "old.bin", status=1)
+    assert f"generate.py --model_filename {tmp_path / 'old.bin'} --export NEW.bin" in result.stderr
+    assert call(generate, "--model_filename", tmp_path / "old.bin", "--export", tmp_path / "out.bin") == ""
+    cpp(TEST, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     plain = np.fromfile(tmp_path / "old.bin", np.uint8)[:1024 + 4 * len(weights)]
     plain[:1024].view("<i4")[8:10] = 0
     plain.tofile(tmp_path / "plain.bin")
-    cpp(TEST, "--same", tmp_path / "plain.bin", tmp_path / "new.bin")
+    assert call(generate, "--model_filename", tmp_path / "plain.bin", "--export", tmp_path / "out.bin") == ""
+    cpp(TEST, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     short = plain[:-4]
     short.tofile(tmp_path / "short.bin")
     result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "short.bin", status=1)
