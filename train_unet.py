@@ -166,7 +166,8 @@ class AttentionBlock(nn.Module):
         B, C, H, W = x.shape
         qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
         parts = (self.heads, 3) if self.legacy else (3, self.heads)
-        q, k, v = qkv.reshape(B, *parts, -1, H * W).transpose(-1, -2).unbind(parts.index(3) + 1)
+        qkv = qkv.reshape(B, *parts, -1, H * W).transpose(-1, -2).contiguous()  # as fused attention wants it
+        q, k, v = qkv.unbind(parts.index(3) + 1)
         h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H*W, d), softmax(q k^T / sqrt(d)) v
         return x + self.proj_out(h.transpose(-1, -2).reshape(B, C, H * W)).reshape(B, C, H, W)
 

@@ -138,7 +138,6 @@ def first_gradients(program, config, folder, data):
     batch = train_unet.make_batch(unet_io.read_images(str(data)), config, 0)
     for precision, dtype in (("bf16", torch.float32), ("fp32", torch.float64)):
         trainer = train_unet.Trainer(model, unet_io.read_images(str(data)), config, device, dtype, precision)
-        trainer.model.to(memory_format=torch.channels_last)  # without it attention falls back to fp32
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.loss(*batch).backward()
         found.append({name: p.grad.double().cpu().numpy() for name, p in trainer.model.named_parameters()})
