@@ -1284,18 +1284,15 @@ struct EmbedBlock {
 
 static void embed_forward(Model* m, const Block& block, int B) {
     EmbedBlock e = {m, block, B};
-    Tensor active = take_tensor(m, B, 1, e.E), out = output_of(m, block, B);
+    Tensor active = take_tensor(m, B, 1, e.E);
     double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-    TimestepEmbedding<floatX> sinusoids = {e.sinusoids, m->timesteps + m->first, m->config.max_period, unit};
-    on_side_lane([=] {  // the first residual block waits for it
-        run(sinusoids);
-        product_forward(e.hidden, e.sinusoids, e.linear1_layer);
-        run(SiluForward<floatX>{.out = active, .x = e.hidden});
-        if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
-        product_forward(e.linear2, active, e.linear2_layer, {.residual = e.labels ? e.linear2 : Tensor()});
-        run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
-        product_forward(out, e.embedding, e.projections);
-    });
+    run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period, unit});
+    product_forward(e.hidden, e.sinusoids, e.linear1_layer);
+    run(SiluForward<floatX>{.out = active, .x = e.hidden});
+    if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
+    product_forward(e.linear2, active, e.linear2_layer, {.residual = e.labels ? e.linear2 : Tensor()});
+    run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
+    product_forward(output_of(m, block, B), e.embedding, e.projections);
 }
 
 static void embed_backward(Model* m, const Block& block, int B) {
@@ -1661,9 +1658,7 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
-        int forth = i ? i : 2;     // the embedding is made beside the blocks before block 2
-        int back = 2 * n - 1 - i;  // the block's moment in backward
-        int kept = plan->training ? back : forth;
+        int back = 2 * n - 1 - i, kept = plan->training ? back : i;  // the block's moment in backward
         size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
         b.stats.bytes = aligned(stats * sizeof(float));
@@ -1673,7 +1668,7 @@ static void size_buffers(Plan* plan, const Config& c) {
         bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
         size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
         b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
-        b.scratch_forward = {0, forward, i, forth};
+        b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given; the ends' are read late
             b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
             b.scratch_backward = {0, backward, back, back}, b.late = {0, late, back, back + 1};
@@ -5953,9 +5948,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
         return make_float2(n * d, m.y + n * d * d);
     };
-    float scale[VEC], shift[VEC];
     float2 sum = norm_group_sum(p, parts, item, [&] {
-        norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     });
@@ -5968,6 +5961,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (p.rank == 0 && c0 >= p.slab) p.mean[threadIdx.x] = middle, p.rstd[threadIdx.x] = r;
     }
     __syncthreads();
+    float scale[VEC], shift[VEC];
+    norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
     });
