@@ -27,6 +27,7 @@
 //              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
+//              What weight gradients read stays until the side lane is done with it: see unet_backward.
 // Layers       Declared once, in room 3. namespace cpu holds the specification of each; namespace gpu, in the
 //              CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
 //              options by name; tensors and parameters are values that know their sizes. Launchers own their
@@ -780,8 +781,8 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
-// layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)); demb = dout.sum((1, 2)), where it is wanted. On the
-// GPU a call of the side lane's: they are under way until backend_join.
+// layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)); demb, where it is wanted, = dout.sum((1, 2)). On
+// the GPU a call of the side lane's: they are under way until backend_join.
 template <int TAPS>
 static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {});
 
@@ -796,7 +797,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 // part and channel.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
-// normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing is added to.
+// normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
 static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm,
                                NormOptions options = {});
 
@@ -1300,7 +1301,6 @@ static void embed_backward(Model* m, const Block& block, int B) {
     Tensor active = take_tensor(m, B, 1, e.E), dlinear2 = take_tensor(m, B, 1, e.E),
            dhidden = take_tensor(m, B, 1, e.E);
     Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-    backend_join(side_calls - 1);  // what made dprojected, but not the first convolution's weight gradient
     Tensor dprojected = output_gradient_of(m, block, B);
     weight_gradient(e.projections, dprojected, e.embedding);
     input_gradient(dembedding, dprojected, e.projections);
@@ -1482,7 +1482,7 @@ static void resample_backward(Model* m, const Block& block, int B) {
         weight_gradient(conv, large, x);
         input_gradient(dx, large, conv, {.accumulate = block.accumulate});
     }
-    backend_join();
+    backend_join();  // the weight gradient reads scratch, and dout
 }
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
@@ -1664,12 +1664,12 @@ static void size_buffers(Plan* plan, const Config& c) {
         b.stats.bytes = aligned(stats * sizeof(float));
         for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
             read_again->first = i, read_again->last = kept;
-        if (plan->training) b.hidden.last++;  // a residual block's: dh is read as `late` is
+        if (plan->training && b.kind == BLOCK_RES) b.hidden.last++;  // dh, which is read as `late` is
         bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
         size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
         b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
         b.scratch_forward = {0, forward, i, i};
-        if (plan->training) {  // before the walk back the network's gradient is given; the ends' are read late
+        if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
             b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
             b.scratch_backward = {0, backward, back, back}, b.late = {0, late, back, back + 1};
         }
@@ -1808,8 +1808,8 @@ static floatX* unet_output_gradient(const Model* m) {
     return output_gradient_of(m, m->plan.blocks.back(), 1).data;
 }
 
-// The last block's output gradient -> every weight gradient (added to). The side lane is waited for but for the
-// last thing that the block gave it, a weight gradient that may go on beside the next block.
+// The last block's output gradient -> every weight gradient (added to). The side lane is waited for but for
+// the last thing that the block gave it, a weight gradient that may go on beside the next block.
 static void unet_backward(Model* m, int B) {
     int calls = 0;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
@@ -2529,8 +2529,8 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30, nor sums
-// of a bias gradient, one a channel and image, than half a lane's workspace holds.
+// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30, nor
+// sums of a bias gradient, one a channel and image, than half a lane's workspace holds.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = 0;
@@ -2562,6 +2562,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
                        human_bytes(available).c_str());
         while (fits > 0 && !has_memory(plan_model(m.config, fits, m.plan.training))) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+        if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
              m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
              fits);
@@ -3440,11 +3441,11 @@ static const Flag FLAGS[] = {
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
     {FIELD(init_image), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "begin with this picture (the first of an image file), noised, instead of noise alone"},
+     "begin with this picture, the first of a .bin of prepare_data.py, noised, instead of noise alone"},
     {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "0", 0, 1,
      "how much of the noising it undergoes; 0: 0.5, with --mask 1"},
     {FIELD(mask), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "keep what is white in this image file's first picture, of one channel, and draw the rest anew"},
+     "keep what is white in the first picture of this .bin, made with --channels 1; draw the rest to fit"},
     {FIELD(jump_length), INT, SAMPLING, FREE, 0, "10", 1, 1e5, "steps that --mask goes back at a time"},
     {FIELD(jump_n_sample), INT, SAMPLING, FREE, 0, "10", 1, 1e3,
      "how often it draws them; 1: it never goes back"},
@@ -3820,7 +3821,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     int32_t header[HEADER_INTS] = {0};
     in.read(header, std::min(in.size, sizeof header));
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
-        fail("%s is no image file (prepare_data.py makes one)", name);
+        fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
     int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
             type = version ? header[6] : IMAGES_FLOAT,  // this and what follows are new in version 1
         classes = version ? header[7] : 0, names = version ? header[8] : 0;
@@ -3944,6 +3945,7 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
         }
     }
+    if (!config->num_heads) config->num_heads_upsample = 0;  // as files from before it was refused mean it
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
@@ -4476,10 +4478,9 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     upload_schedule(&t->model);
     initialise_weights(&t->model, config.seed);
     prepare_steps(t);
-    send_orders(t, t->source.slots - 1);  // as many epochs as there is room for; then they come again
 }
 
-// Milliseconds of a training step of `batch` images: of 20, or as many as fit into `seconds`, at least `least`.
+// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow, at least `least`.
 static double time_step(Config config, int batch, double seconds, int least) {
     Trainer t;
     config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
@@ -4489,9 +4490,11 @@ static double time_step(Config config, int batch, double seconds, int least) {
     for (; n < least || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
-        await_step(&t);
+        if (!await_step(&t).finite) fail("a step on grey images leaves the numbers: its time can't be told");
     }
-    return 1e3 * (seconds_now() - start) / n;
+    double taken = seconds_now() - start;
+    backend_wait();  // for what is still under way
+    return 1e3 * taken / n;
 }
 
 // Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
@@ -4879,8 +4882,9 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const char* name : {"generate", "strip", "output_dir", "guide_weights",
-                             "init_image"}) {  // that was typed, and would do nothing
+    for (const char* name :  // that was typed, and would do nothing
+         {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
+          "jump_n_sample"}) {
         const GivenFlag* g = was_given(given, name);
         if (!draws && g && g->origin.empty())
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
@@ -5571,8 +5575,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_lane.stream));
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
-// Launches of the side lane's, until the main lane has launched its next kernel, which so gets multiprocessors
-// first; a step of an H100 at B = 1 takes 3% longer without.
+// Launches of the side lane's, until the main lane has launched its next kernel, which so gets the
+// multiprocessors first; a step of an H100 at B = 1 takes 3% longer without.
 static std::function<void()> side_waiting;
 static void launch_side_waiting() {
     if (!side_waiting || lane == &side_lane) return;
@@ -5927,8 +5931,8 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
 }
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
-// reads its groups' moments. They are joined as by Chan, Golub and LeVeque (1979), about the mean of the group's
-// first channel and part.
+// reads its groups' moments. They are joined as by Chan, Golub and LeVeque (1979), about the mean of the
+// group's first channel and part.
 template <bool MODULATED>  // asked in each thread: a training step takes 1.6% longer on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
@@ -6053,9 +6057,9 @@ __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
 }
 
 // dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`; and normed
-// again. Device memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each;
-// before that each block reads its groups' sums. normed may be dy, dx dresidual or, if normed is not, dy. The
-// first weight_blocks blocks make dw and dbias.
+// again. Device memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once
+// each; before that each block reads its groups' sums. normed may be dy, dx dresidual or, if normed is not,
+// dy. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE, bool MODULATED>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
@@ -6097,7 +6101,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         coefficients[threadIdx.x] = make_float4(r, slope, r * sum.x / n - middle * slope, middle);
     }
     __syncthreads();
-    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers they are too many: 2% slower.
+    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower, they spill.
     const int slot = p.c - p.slab;
     float scale[VEC], more[VEC];
     norm_affine<MODULATED>(scale, more, norm, p.b, p.c);

@@ -1070,6 +1070,8 @@ def _unpack_config(header, path):
         elif field.name == "seed":
             value &= 0xFFFFFFFF
         setattr(config, field.name, value)
+    if not config.num_heads:
+        config.num_heads_upsample = 0  # as files from before it was refused mean it
     return config.check(path)
 
 

@@ -236,6 +236,7 @@ static int run_program(int argc, char** argv) {
 
     Trainer t;
     prepare_trial_run(&t, config);
+    send_orders(&t, t.source.slots - 1);  // of as many epochs as there is room for; then they come again
     measure_entries(&t);
     const Plan& plan = t.model.plan;
     size_t bytes_to_train = t.model.bytes + workspace_bytes(),
