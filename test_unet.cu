@@ -2363,7 +2363,8 @@ static void test_batches() {
         backend_upload(m.input, &input[first * image], n * image * sizeof(float));
         backend_upload(m.timesteps, &timesteps[first], n * sizeof(int));
         unet_forward(&m, n);
-        backend_upload(unet_output_gradient(&m), &dout[first * image], n * image * sizeof(float));
+        backend_upload(output_gradient_of(&m, m.plan.blocks.back(), n).data, &dout[first * image],
+                       n * image * sizeof(float));
         unet_backward(&m, n);
         return output_values(&m, n);
     };

@@ -488,9 +488,8 @@ static void backend_download(void* to, const void* from, size_t bytes) { backend
 // A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there.
 static void backend_mark(int slot);
 static void backend_await(int slot);
-// Launches on a side stream, which may be called later: they take what they need by value. They wait for
-// everything launched so far, and run at the same time as what comes next, until backend_join. side_calls
-// counts these calls.
+// Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
+// next, until backend_join. side_calls counts these calls.
 template <typename Launches>
 static void on_side_lane(Launches launches);
 static int side_calls;
@@ -1359,7 +1358,7 @@ static void res_forward(Model* m, const Block& block, int B) {
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
     r.modulate({});
     if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
-    if (r.widens) on_side_lane([=] { product_forward(residual, r.x, r.skip); });
+    if (r.widens) on_side_lane([&] { product_forward(residual, r.x, r.skip); });
     groupnorm_forward(before, r.norm1);
     if (r.resizes) resize(normed1, before), resize(residual, r.x.first);
     backend_join();
@@ -1692,7 +1691,7 @@ static void place_buffers(Plan* plan) {
     for (Block& block : plan->blocks)
         for (Buffer* buffer : buffers_of(&block))
             if (buffer->bytes) buffers.push_back(buffer);
-    std::ranges::stable_sort(buffers, std::greater(), &Buffer::bytes);  // the same order everywhere
+    std::ranges::sort(buffers, {}, [](Buffer* b) { return std::pair(~b->bytes, b); });  // never alike
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
             if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
@@ -1804,9 +1803,6 @@ static void unet_forward(Model* m, int B, int first = 0) {
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
-static floatX* unet_output_gradient(const Model* m) {
-    return output_gradient_of(m, m->plan.blocks.back(), 1).data;
-}
 
 // The last block's output gradient -> every weight gradient (added to). The side lane is waited for but for
 // the last thing that the block gave it, a weight gradient that may go on beside the next block.
@@ -2861,7 +2857,7 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
 
 // The losses of the B samples under way, from `first` on, and the gradient of the network's output.
 static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
-    floatX *out = unet_output(m), *dout = unet_output_gradient(m);
+    floatX *out = unet_output(m), *dout = output_gradient_of(m, m->plan.blocks.back(), 1).data;
     const Timestep* chain = m->config.learn_sigma ? m->chain : nullptr;
     run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, m->images, chain});
 }
@@ -3827,8 +3823,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
         classes = version ? header[7] : 0, names = version ? header[8] : 0;
     bool bytes = type == IMAGES_UINT8;
     if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
-        fail("%s has version %d and elements of type %d, which this program does not read", name, version,
-             type);
+        fail("%s has version %d and elements of type %d, unknown here", name, version, type);
     if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
         fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
              classes, names);
@@ -4855,6 +4850,8 @@ static int run_training(const std::vector<GivenFlag>& given) {
     if (!config.dry_run) prepare_run(&trainer, file);
     for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
     note_attention(config, given);
+    if (file.path.empty() && file_exists("unet_init.bin"))
+        say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
@@ -5575,8 +5572,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_lane.stream));
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
-// Launches of the side lane's, until the main lane has launched its next kernel, which so gets the
-// multiprocessors first; a step of an H100 at B = 1 takes 3% longer without.
+// Launches for the side lane that were put off until the main lane has launched its next kernel, which so
+// gets the multiprocessors first; a step of an H100 at B = 1 takes 3% longer without.
 static std::function<void()> side_waiting;
 static void launch_side_waiting() {
     if (!side_waiting || lane == &side_lane) return;
@@ -5587,13 +5584,17 @@ static void launch_side_waiting() {
     lane = &main_lane;
     CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
 }
-template <typename Launches>
-static void on_side_lane(Launches launches) {
+static void put_off(std::function<void()> launches) {
     assert(lane == &main_lane);
     launch_side_waiting();
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
     side_calls++;
-    side_waiting = launches;
+    side_waiting = std::move(launches);
+}
+template <typename Launches>
+static void on_side_lane(Launches launches) {
+    put_off(launches);
+    launch_side_waiting();
 }
 static void backend_join(int call) {
     if (call >= side_calls) call = side_calls, launch_side_waiting();
@@ -7232,7 +7233,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
 }
 template <int TAPS>
 static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
-    on_side_lane([=] { launch_weight_gradient(layer, dout, x, demb); });
+    put_off([=] { launch_weight_gradient(layer, dout, x, demb); });
 }
 
 }  // namespace gpu
