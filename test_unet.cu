@@ -2603,6 +2603,8 @@ static std::string use_file(const Victim& v, bool read_data) {
     Reader(v.path).read(header, sizeof header);
     int32_t fields[HEADER_INTS];
     flags_to_fields(fields, file.config);
+    const Flag *heads = find_flag("num_heads"), *upsample = find_flag("num_heads_upsample");
+    if (!header[heads->field]) header[upsample->field] = 0;  // without the former the latter means nothing
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
         if (header[0] == UNET_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
             memcmp(header + flag.field, fields + flag.field, flag.size))
