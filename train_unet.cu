@@ -7783,11 +7783,11 @@ static bool launch_hopper(const Gemm& asked) {
         else
             launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(g);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 4, 2>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 7, 2>>(g);
     } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) >= 3 * gpu_multiprocessors) {
         launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(g);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 4, 2>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 8, 2>>(g);
     }
     if (!sums) launch_gemm_sums(asked);
     return true;
