@@ -411,19 +411,31 @@ static std::string forced() {
     return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
 }
 
+// Whether a layer's weight gradients are added to: every other layer's are.
+struct Accumulates {
+    bool value;
+    Accumulates() {
+        static bool last = false;
+        value = last = !last;
+    }
+    operator bool() const { return value; }
+    Before before() const { return value ? KEPT : WRITTEN; }
+};
+
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS>
 struct Weights {
     Layer w, bias;
     Floats dw, dbias;
+    Accumulates accumulate;
     Weights(int O, int C)
         : w((size_t)O * TAPS * C, 1 / sqrtf((float)TAPS * C)), bias(O), dw(w.host.size()), dbias(O) {}
     std::vector<Output> gradients(double limit) {
-        return {{&dw, KEPT, "dw", limit}, {&dbias, KEPT, "dbias", limit}};
+        return {{&dw, accumulate.before(), "dw", limit}, {&dbias, accumulate.before(), "dbias", limit}};
     }
     template <typename On>
     auto operator()(On on) {
-        return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias)};
+        return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias), accumulate};
     }
 };
 
@@ -450,6 +462,7 @@ static void test_conv(const ConvTest& s) {
     if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
     std::vector<float> before = weights.dw.host;
+    if (!weights.accumulate) before.assign(before.size(), 0.0f);
     auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
 #pragma omp parallel for
         for (int o = 0; o < O; o++) {
@@ -518,6 +531,7 @@ struct NormTensors {
     Sums moments, moments2, sums;
     bool modulated;
     Layer modulation, dmodulation;  // rows longer than what is read of them
+    Accumulates accumulate;
     NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0,
                 bool modulated = false)
         : B(B),
@@ -559,6 +573,7 @@ struct NormTensors {
                             on(bias),
                             on(dw),
                             on(dbias),
+                            accumulate,
                             on(mean),
                             on(rstd),
                             on(sums),
@@ -604,8 +619,8 @@ static void test_norm(const NormTest& s) {
     for (bool over_dy : {false, true}) {  // where normed is written
         if (over_dy && in_place) continue;
         // dy is rounded on the way to dx: up to half as much again
-        std::vector<Output> outputs = {{&norm.dw, KEPT, "dw", FLOAT_LIMIT},
-                                       {&norm.dbias, KEPT, "dbias", FLOAT_LIMIT},
+        std::vector<Output> outputs = {{&norm.dw, norm.accumulate.before(), "dw", FLOAT_LIMIT},
+                                       {&norm.dbias, norm.accumulate.before(), "dbias", FLOAT_LIMIT},
                                        {in_place ? &dy : &dx, before, "dx", 1.5 * LIMIT},
                                        {over_dy ? &dy : &out, over_dy ? KEPT : WRITTEN, "normed", LIMIT}};
         if (s.C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
@@ -673,8 +688,8 @@ static void test_normed_product(const NormedProductTest& s) {
     split.mean.upload(), split.rstd.upload();
     std::vector<Output> outputs = {{&dx, WRITTEN, "dx", 2 * LIMIT},
                                    {&out, WRITTEN, "normed", LIMIT},
-                                   {&split.dw, KEPT, "dw", LIMIT},
-                                   {&split.dbias, KEPT, "dbias", LIMIT}};
+                                   {&split.dw, split.accumulate.before(), "dw", LIMIT},
+                                   {&split.dbias, split.accumulate.before(), "dbias", LIMIT}};
     if (s.C2) outputs.push_back({&dx2, WRITTEN, "dx2", 2 * LIMIT});
     check(TAPS == 9 ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
           [&](auto on) {
@@ -863,10 +878,13 @@ static void test_embedding(int B, int C) {
         typename decltype(on)::Tensor out = {on(rows), B, 1, 1, C};
         on.run(LabelForward<typename decltype(on)::T>{out, on(table), on(labels)});
     });
-    check("label embedding backward", shape, {{&dtable, KEPT, "dtable", FLOAT_LIMIT}}, [&](auto on) {
-        typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
-        on.run(LabelBackward<typename decltype(on)::T>{on(dtable), from, on(labels), 8});
-    });
+    Accumulates accumulate;
+    check("label embedding backward", shape, {{&dtable, accumulate.before(), "dtable", FLOAT_LIMIT}},
+          [&](auto on) {
+              typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
+              on.run(
+                  LabelBackward<typename decltype(on)::T>{on(dtable), from, on(labels), 8, accumulate});
+          });
     auto round_there = [](floatX* to, const float* from, size_t n) {
         run(RoundWeights<floatX>{.to = to, .from = from, .n = n});
     };

@@ -22,9 +22,10 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Weight gradients accumulate (+=). Activation gradients overwrite, except where a tensor feeds
-//              two consumers: an encoder output is read by the next block and, as a skip, by the decoder. The
-//              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
+// Gradients    Weight gradients overwrite in the first part of a batch and add up over the others:
+//              Model.accumulate. Activation gradients overwrite, except where a tensor feeds two consumers: an
+//              encoder output is read by the next block and, as a skip, by the decoder. The decoder's
+//              backward runs first and overwrites, the encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side lane is done with it: see unet_backward.
@@ -688,12 +689,13 @@ struct RowsOf {
     int pitch = 0;
 };
 
-// The parameters of a product of so many taps, nine or one, and their gradients, which are added to:
-// w (O, 3, 3, C) or (O, C), bias (O).
+// The parameters of a product of so many taps, nine or one, w (O, 3, 3, C) or (O, C) and bias (O), and their
+// gradients, which are overwritten or, to accumulate, added to.
 template <typename Real, int TAPS>
 struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
+    bool accumulate = true;
 };
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
@@ -705,6 +707,7 @@ struct NormOf {
     bool silu = false;
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
+    bool accumulate = true;  // as a product's
     float *mean = nullptr, *rstd = nullptr;
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
@@ -780,7 +783,7 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
-// layer.dw += dout^T x; layer.dbias += dout.sum((0, 1, 2)); demb, where it is wanted, = dout.sum((1, 2)). On
+// layer.dw [+]= dout^T x; layer.dbias [+]= dout.sum((0, 1, 2)); demb, where it is wanted, = dout.sum((1, 2)). On
 // the GPU a call of the side lane's: they are under way until backend_join.
 template <int TAPS>
 static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {});
@@ -790,7 +793,7 @@ static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
-//   dw += sum dy x^,  dbias += sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
+//   dw [+]= sum dy x^,  dbias [+]= sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is an image's, modulated, and dw and dbias count each image's sums so.
 // First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by
 // part and channel.
@@ -994,6 +997,7 @@ struct LabelBackward {
     TensorOf<T> dout;
     const int* labels;
     int rows;
+    bool accumulate;
 
     size_t items() const { return (size_t)rows * dout.C; }
     HOST_DEVICE void operator()(size_t i) const {
@@ -1001,7 +1005,7 @@ struct LabelBackward {
         float sum = 0;
         for (int b = 0; b < dout.B; b++)
             if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
-        dtable[i] += sum;
+        dtable[i] = (accumulate ? dtable[i] : 0) + sum;
     }
 };
 
@@ -1167,6 +1171,7 @@ struct Model : OptimiserMemory {
     float* images;             // (B, C, H, W): clean, planar, as in the files
     int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
     int first;                 // the sample of the batch that this part begins with
+    bool accumulate = true;    // weight gradients are added to what earlier parts of the batch left
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
@@ -1219,7 +1224,7 @@ static Joined input_gradient_of(const Model* m, const Block& block, int B) {
 
 template <typename Layer>
 static Layer layer_at(const Model* m, size_t w, size_t bias) {
-    Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
+    Layer layer = {.w = m->weights + w, .bias = m->weights + bias, .accumulate = m->accumulate};
     if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
     return layer;
 }
@@ -1235,6 +1240,7 @@ static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pai
     const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
     norm.w = m->fp32_params + tensors[0].offset, norm.bias = m->fp32_params + tensors[1].offset;
     norm.dw = layer_of<Linear>(m, block, n).dw, norm.dbias = layer_of<Linear>(m, block, n).dbias;
+    norm.accumulate = m->accumulate;
     size_t statistics = (size_t)x.first.B * norm.groups;
     norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
     norm.rstd = norm.mean + statistics;
@@ -1304,7 +1310,7 @@ static void embed_backward(Model* m, const Block& block, int B) {
     weight_gradient(e.projections, dprojected, e.embedding);
     input_gradient(dembedding, dprojected, e.projections);
     run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
-    if (e.labels) run(LabelBackward<floatX>{e.table.dw, dlinear2, e.labels, label_rows(m->config)});
+    if (e.labels) run(LabelBackward<floatX>{e.table.dw, dlinear2, e.labels, label_rows(m->config), m->accumulate});
     run(SiluForward<floatX>{.out = active, .x = e.hidden});
     weight_gradient(e.linear2_layer, dlinear2, active);
     input_gradient(dactive, dlinear2, e.linear2_layer);
@@ -2871,16 +2877,15 @@ static void enqueue_step(Trainer* t) {
     size_t P = m->plan.num_floats;
     BatchLoss loss = batch_loss(m, batch);
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    backend_zero(m->gradients, P * sizeof(float));
     for (int first = 0; first < batch; first += m->plan.batch) {
         int B = std::min(m->plan.batch, batch - first);
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
         add_noise(m, B, first, m->timesteps + first, &m->state->step);
-        m->dropping = &m->state->step;
+        m->dropping = &m->state->step, m->accumulate = first > 0;
         unet_forward(m, B, first);
         loss_backward(m, loss, first, B);
         unet_backward(m, B);
-        m->dropping = nullptr;
+        m->dropping = nullptr, m->accumulate = true;
     }
     run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
     run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
@@ -4946,7 +4951,6 @@ static void* backend_allocate(size_t bytes, bool) {
 }
 static void backend_free(void* memory, bool) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) {
-    PROFILE("zeroing", {0, (double)bytes});
     memset(memory, 0, bytes);
 }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
@@ -5120,8 +5124,10 @@ static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
     }
 }
 
-static void bias_backward(float* dbias, Rows per_image, const float* dout, int B, int T, int O) {
-    PROFILE("bias gradient", {0, (double)sizeof(floatX) * B * T * O});
+template <int TAPS>
+static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
+    PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
+    int B = dout.B, T = dout.H * dout.W, O = dout.C;
     Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
     for (int piece = 0; piece < channels.count; piece++) {
@@ -5130,7 +5136,7 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
         for (int b = 0; b < B; b++) {
             double image[16] = {};
             sum_pixels(image, 0, T, [&](float* sum, int t) {
-                const float* row = dout + ((size_t)b * T + t) * O + o0;
+                const float* row = dout.data + ((size_t)b * T + t) * O + o0;
 #pragma omp simd
                 for (int o = 0; o < n; o++) sum[o] += row[o];
             });
@@ -5139,7 +5145,8 @@ static void bias_backward(float* dbias, Rows per_image, const float* dout, int B
                 if (per_image.data) per_image.data[(size_t)b * per_image.pitch + o0 + o] = (float)image[o];
             }
         }
-        for (int o = 0; o < n; o++) dbias[o0 + o] += (float)total[o];
+        for (int o = 0; o < n; o++)
+            layer.dbias[o0 + o] = (layer.accumulate ? layer.dbias[o0 + o] : 0) + (float)total[o];
     }
 }
 
@@ -5311,7 +5318,8 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
             double gain = norm.gain(i / parts, c);
             dbias += gain * norm.sums[(size_t)i * C + c].x, dw += gain * norm.sums[(size_t)i * C + c].y;
         }
-        norm.dw[c] += (float)dw, norm.dbias[c] += (float)dbias;
+        norm.dw[c] = (norm.accumulate ? norm.dw[c] : 0) + (float)dw;
+        norm.dbias[c] = (norm.accumulate ? norm.dbias[c] : 0) + (float)dbias;
     }
 }
 
@@ -5393,7 +5401,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
 template <int TAPS>
 static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     int M = dout.rows(), O = dout.C, K = TAPS * x.C();
-    bias_backward(layer.dbias, demb, dout.data, dout.B, dout.H * dout.W, O);
+    bias_backward(layer, demb, dout);
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
     int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
     for (const Tensor& source : {x.first, x.second}) {
@@ -5405,7 +5413,7 @@ static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows dem
                           int p1 = std::min(p0 + step, M);
                           matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
                                  transposed(dout.data + (size_t)p0 * O + o0, O),
-                                 pixels_of<TAPS>(source, p0, p1, j0, j1), true);
+                                 pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
                       }
                   });
     }
@@ -5564,7 +5572,6 @@ static void backend_free(void* memory, bool on_host) {  // the next check report
     on_host ? cudaFreeHost(memory) : cudaFree(memory);
 }
 static void backend_zero(void* memory, size_t bytes) {
-    PROFILE("zeroing", {0, (double)bytes});
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
@@ -6035,7 +6042,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     launch(kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (C) += sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
+// dbias, dw (C) [+]= sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
 // row.
 template <bool MODULATED>
 __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
@@ -6053,7 +6060,8 @@ __device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
     __syncthreads();
     if (warp > 0) return;
     for (int i = 1; i < WARPS; i++) total.x += shared_sums[i][lane].x, total.y += shared_sums[i][lane].y;
-    norm.dbias[c] += total.x, norm.dw[c] += total.y;
+    if (norm.accumulate) total.x += norm.dbias[c], total.y += norm.dw[c];
+    norm.dbias[c] = total.x, norm.dw[c] = total.y;
 }
 
 // dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`; and normed
@@ -6091,8 +6099,6 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     float r = 0, middle = 0;
     float2 sum = norm_group_sum(p, parts, item, [&] {
-        for (const float* parameter : {norm.w, norm.bias})  // they have no registers yet
-            asm volatile("prefetch.global.L1 [%0];" ::"l"(parameter + p.c));
         if ((int)threadIdx.x < p.groups) r = p.rstd[threadIdx.x], middle = p.mean[threadIdx.x];
         if (p.t < T) load();
     });
@@ -6888,7 +6894,8 @@ static void launch_gemm(Gemm g) {
 // ---- weight gradient
 
 struct WeightGradient {
-    float *dw, *dbias;  // (O, taps, C), (O): added to; dbias null: not wanted
+    float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
+    bool accumulate;
     Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
     Joined x;           // (B, H, W, C)
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
@@ -7109,11 +7116,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         if (o0 + o >= O || c0 + c >= channels) return;
         size_t row = (size_t)(o0 + o) * TAPS + tap;
         float2* p = (float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c);
-        *p = g.partial ? value : make_float2(p->x + value.x, p->y + value.y);
+        *p = g.partial || !g.accumulate ? value : make_float2(p->x + value.x, p->y + value.y);
     });
 }
 
-// per_image = and dbias += from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel.
+// per_image = and dbias [+]= from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel.
 // These share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
@@ -7141,10 +7148,10 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
     if (y != 0 || o >= O) return;
     for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
     if (g.per_image.data && B == 1) g.per_image.data[o] = (floatX)total;
-    g.dbias[o] += total;
+    g.dbias[o] = (g.accumulate ? g.dbias[o] : 0) + total;
 }
 
-// dw += the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
+// dw [+]= the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
 // b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
@@ -7155,7 +7162,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
-    if (part == 0 && i < n) sum = *(const float4*)(g.dw + i);
+    if (part == 0 && i < n && g.accumulate) sum = *(const float4*)(g.dw + i);
     for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
         for (int k = 0; k < 8; k++) {
@@ -7225,7 +7232,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
     assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
-    WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
+    WeightGradient g = {layer.dw, layer.dbias, layer.accumulate, dout, x, demb, TAPS};
 #ifdef HOPPER
     if (TAPS > 1) return launch_hopper_weight_gradient(g);
 #endif
@@ -7680,6 +7687,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(HopperGemmShared<Tile>*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
+    if (threadIdx.x == Tile::READERS)  // soon to be read
+        for (const CUtensorMap* map : {&g.x_map.first, &g.w_map})
+            asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
     if (threadIdx.x == 0) {
         shared.patch.init(Tile::WARPGROUPS), shared.stage.init(Tile::WARPGROUPS);
         barrier_publish();
@@ -7696,14 +7706,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+        HopperEpilogue<Tile> epilogue = {g, Tile::warpgroup(Tile::origin(g, tile), block.warpgroup)};
+        if (Tile::WARPGROUPS == 1) epilogue.load();  // two have no registers for it yet
         float c[64];
         block.multiply(c, patch, stage);
         if (block.splits > 1) block.combine(c);
         if (block.rank > 0) return;
 
-        HopperEpilogue<Tile> epilogue = {g, Tile::warpgroup(Tile::origin(g, tile), block.warpgroup)};
         uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[block.warpgroup]);
-        epilogue.load();
+        if (Tile::WARPGROUPS > 1) epilogue.load();
         shared.patch.full[patch.slot].wait(patch.parity);
         epilogue.finish(c, outputs);
         fence_shared();
@@ -7924,7 +7935,7 @@ struct HopperWeightBlock {
             int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
             if (o >= O || column >= C) continue;
             float* p = to + ((size_t)o * 9 + tap) * C + column;
-            if (g.partial)
+            if (g.partial || !g.accumulate)
                 *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
             else
                 add_global(p, c[2 * i], c[2 * i + 1]);
