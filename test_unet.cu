@@ -882,8 +882,8 @@ static void test_embedding(int B, int C) {
     check("label embedding backward", shape, {{&dtable, accumulate.before(), "dtable", FLOAT_LIMIT}},
           [&](auto on) {
               typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
-              on.run(
-                  LabelBackward<typename decltype(on)::T>{on(dtable), from, on(labels), 8, accumulate});
+              typename decltype(on)::template Product<1> of = {.dw = on(dtable), .accumulate = accumulate};
+              on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
           });
     auto round_there = [](floatX* to, const float* from, size_t n) {
         run(RoundWeights<floatX>{.to = to, .from = from, .n = n});

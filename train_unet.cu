@@ -22,10 +22,9 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Weight gradients overwrite in the first part of a batch and add up over the others:
-//              Model.accumulate. Activation gradients overwrite, except where a tensor feeds two consumers: an
-//              encoder output is read by the next block and, as a skip, by the decoder. The decoder's
-//              backward runs first and overwrites, the encoder's then adds: Block.accumulate.
+// Gradients    Those of weights overwrite in a batch's first part, then add up: Model.accumulate.
+//              Those of activations overwrite, but for what feeds two consumers, an encoder's output: the
+//              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side lane is done with it: see unet_backward.
@@ -689,8 +688,8 @@ struct RowsOf {
     int pitch = 0;
 };
 
-// The parameters of a product of so many taps, nine or one, w (O, 3, 3, C) or (O, C) and bias (O), and their
-// gradients, which are overwritten or, to accumulate, added to.
+// The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O). Their
+// gradients are overwritten or, to accumulate, added to.
 template <typename Real, int TAPS>
 struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
@@ -783,7 +782,7 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
-// layer.dw [+]= dout^T x; layer.dbias [+]= dout.sum((0, 1, 2)); demb, where it is wanted, = dout.sum((1, 2)). On
+// layer.dw [+]= dout^T x; layer.dbias [+]= dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). On
 // the GPU a call of the side lane's: they are under way until backend_join.
 template <int TAPS>
 static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {});
@@ -990,14 +989,13 @@ struct LabelForward {
         out.data[i] = table[(size_t)labels[i / out.C] * out.C + i % out.C];
     }
 };
-// dtable (rows, E) += for each row the sum of dout's rows that have its label. An item is an element.
+// table.dw (rows, E) [+]= for each row the sum of dout's rows that have its label. An item is an element.
 template <typename T>
 struct LabelBackward {
-    float* dtable;
+    ProductOf<T, 1> table;  // without bias
     TensorOf<T> dout;
     const int* labels;
     int rows;
-    bool accumulate;
 
     size_t items() const { return (size_t)rows * dout.C; }
     HOST_DEVICE void operator()(size_t i) const {
@@ -1005,7 +1003,7 @@ struct LabelBackward {
         float sum = 0;
         for (int b = 0; b < dout.B; b++)
             if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
-        dtable[i] = (accumulate ? dtable[i] : 0) + sum;
+        table.dw[i] = (table.accumulate ? table.dw[i] : 0) + sum;
     }
 };
 
@@ -1236,11 +1234,10 @@ static Layer layer_of(const Model* m, const Block& block, int n) {
 }
 // Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
 static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
+    Linear layer = layer_of<Linear>(m, block, n);  // whose parameters lie alike
     Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
-    const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-    norm.w = m->fp32_params + tensors[0].offset, norm.bias = m->fp32_params + tensors[1].offset;
-    norm.dw = layer_of<Linear>(m, block, n).dw, norm.dbias = layer_of<Linear>(m, block, n).dbias;
-    norm.accumulate = m->accumulate;
+    norm.w = m->fp32_params + (layer.w - m->weights), norm.bias = m->fp32_params + (layer.bias - m->weights);
+    norm.dw = layer.dw, norm.dbias = layer.dbias, norm.accumulate = layer.accumulate;
     size_t statistics = (size_t)x.first.B * norm.groups;
     norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
     norm.rstd = norm.mean + statistics;
@@ -1310,7 +1307,7 @@ static void embed_backward(Model* m, const Block& block, int B) {
     weight_gradient(e.projections, dprojected, e.embedding);
     input_gradient(dembedding, dprojected, e.projections);
     run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
-    if (e.labels) run(LabelBackward<floatX>{e.table.dw, dlinear2, e.labels, label_rows(m->config), m->accumulate});
+    if (e.labels) run(LabelBackward<floatX>{e.table, dlinear2, e.labels, label_rows(m->config)});
     run(SiluForward<floatX>{.out = active, .x = e.hidden});
     weight_gradient(e.linear2_layer, dlinear2, active);
     input_gradient(dactive, dlinear2, e.linear2_layer);
@@ -5176,23 +5173,21 @@ static void channel_moments(Tensor x) {
     each_slab(x, [&](int b, int c, int n, auto row) {
         for (int part = 0; part < parts; part++) {
             int t0 = part * NORM_PART, t1 = std::min(t0 + NORM_PART, T);
-            double mean[SLAB] = {}, squares[SLAB] = {};
-            sum_pixels(mean, t0, t1, [&](float* sum, int t) {
-                const float* x_t = row(t);
-#pragma omp simd
-                for (int k = 0; k < n; k++) sum[k] += x_t[k];
-            });
-            for (double& m : mean) m = (float)(m / (t1 - t0));
-            sum_pixels(squares, t0, t1, [&](float* sum, int t) {
+            const float* pivot = row(t0);
+            double total[2 * SLAB] = {};  // of x - pivot, which is one of them, so that little cancels
+            sum_pixels(total, t0, t1, [&](float* sum, int t) {
                 const float* x_t = row(t);
 #pragma omp simd
                 for (int k = 0; k < n; k++) {
-                    float d = x_t[k] - (float)mean[k];
-                    sum[k] += d * d;
+                    float d = x_t[k] - pivot[k];
+                    sum[k] += d, sum[SLAB + k] += d * d;
                 }
             });
             float2* moments = x.moments + ((size_t)b * parts + part) * x.C + c;
-            for (int k = 0; k < n; k++) moments[k] = {(float)mean[k], (float)squares[k]};
+            for (int k = 0; k < n; k++) {
+                double shift = total[k] / (t1 - t0), squares = total[SLAB + k] - total[k] * shift;
+                moments[k] = {(float)(pivot[k] + shift), (float)std::max(0.0, squares)};
+            }
         }
     });
 }
@@ -5522,15 +5517,11 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher
-// splits no further than fits; the stream's next one takes from the whole of it again.
+// A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher takes
+// from a copy, since the next one has the whole again, and splits no further than fits.
 struct Lane {
     cudaStream_t stream;
     Arena workspace;
-    Arena* whole_workspace() {
-        workspace.used = 0;
-        return &workspace;
-    }
 };
 static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
@@ -6881,7 +6872,8 @@ static void launch_gemm(Gemm g) {
     if (forced_tile >= 0) tile = forced_tile;
     if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
     if (!TRANSPOSED && g.N() <= 16) tile = 3, g.splits = 1;  // an image
-    if (g.splits > 1) g.partial = take<float>(lane->whole_workspace(), (size_t)g.splits * g.M() * g.N());
+    Arena workspace = lane->workspace;
+    if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
     if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
@@ -7151,8 +7143,8 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
     g.dbias[o] = (g.accumulate ? g.dbias[o] : 0) + total;
 }
 
-// dw [+]= the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet. Block
-// b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
+// dw [+]= the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet.
+// Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     if (blockIdx.x >= (unsigned)weight_blocks) {
         reduce_bias(g, blockIdx.x - weight_blocks);
@@ -7182,9 +7174,9 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 static void take_partial_sums(WeightGradient* g) {
     const Patch& patch = g->patch;
     size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
-    Arena* workspace = lane->whole_workspace();
-    if (g->dbias) g->bias_parts = take<float>(workspace, bias_rows * patch.images * g->dout.C);
-    if (g->splits > 1) g->partial = take<float>(workspace, g->splits * g->count());
+    Arena workspace = lane->workspace;
+    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * patch.images * g->dout.C);
+    if (g->splits > 1) g->partial = take<float>(&workspace, g->splits * g->count());
 }
 // Adds up what the splits have left there.
 static void launch_weight_reduction(const WeightGradient& g) {
@@ -7687,9 +7679,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(HopperGemmShared<Tile>*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
-    if (threadIdx.x == Tile::READERS)  // soon to be read
-        for (const CUtensorMap* map : {&g.x_map.first, &g.w_map})
-            asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
     if (threadIdx.x == 0) {
         shared.patch.init(Tile::WARPGROUPS), shared.stage.init(Tile::WARPGROUPS);
         barrier_publish();
