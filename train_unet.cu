@@ -489,9 +489,9 @@ static void backend_download(void* to, const void* from, size_t bytes) { backend
 static void backend_mark(int slot);
 static void backend_await(int slot);
 // Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
-// next, until backend_join. side_calls counts these calls.
-template <typename Launches>
-static void on_side_lane(Launches launches);
+// next, until backend_join; put off, they are launched after the main lane's next kernel, which so gets the
+// multiprocessors first: otherwise a step of an H100 at B = 1 takes 3% longer. side_calls counts these calls.
+static void on_side_lane(std::function<void()> launches, bool put_off = false);
 static int side_calls;
 // What follows waits for the launches of the call of that number, from 1, and of all earlier ones; without a
 // number, for all.
@@ -782,10 +782,14 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
-// layer.dw [+]= dout^T x; layer.dbias [+]= dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). On
-// the GPU a call of the side lane's: they are under way until backend_join.
+// layer.dw [+]= dout^T x; layer.dbias [+]= dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). A
+// call of the side lane's: under way until backend_join.
 template <int TAPS>
-static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {});
+static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
+template <int TAPS>
+static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
+    on_side_lane([=] { launch_weight_gradient(layer, dout, x, demb); }, true);
+}
 
 // x.moments, of a tensor that no product wrote.
 static void channel_moments(Tensor x);
@@ -4953,11 +4957,10 @@ static void backend_zero(void* memory, size_t bytes) {
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_wait() {}
 
-template <typename Launches>
-static void on_side_lane(Launches launches) {
-    launches();
-}
+#ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
+static void on_side_lane(std::function<void()> launches, bool) { launches(); }
 static void backend_join(int) {}
+#endif
 template <typename Launches>
 static void backend_replay(Recording*, Launches launches) {
     launches();
@@ -5394,7 +5397,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
 
 // Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
 template <int TAPS>
-static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     int M = dout.rows(), O = dout.C, K = TAPS * x.C();
     bias_backward(layer, demb, dout);
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
@@ -5542,6 +5545,9 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
+    if (gpu_properties.major > 9)
+        note(text("%s is newer than Hopper, for which the fastest kernels are; the portable ones run, as PTX",
+                  gpu_properties.name));
     gpu_multiprocessors = gpu_properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
@@ -5569,9 +5575,7 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_lane.stream));
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
-// Launches for the side lane that were put off until the main lane has launched its next kernel, which so
-// gets the multiprocessors first; a step of an H100 at B = 1 takes 3% longer without.
-static std::function<void()> side_waiting;
+static std::function<void()> side_waiting;  // launches that were put off
 static void launch_side_waiting() {
     if (!side_waiting || lane == &side_lane) return;
     auto launches = std::exchange(side_waiting, nullptr);
@@ -5581,17 +5585,13 @@ static void launch_side_waiting() {
     lane = &main_lane;
     CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
 }
-static void put_off(std::function<void()> launches) {
+static void on_side_lane(std::function<void()> launches, bool put_off) {
     assert(lane == &main_lane);
     launch_side_waiting();
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
     side_calls++;
     side_waiting = std::move(launches);
-}
-template <typename Launches>
-static void on_side_lane(Launches launches) {
-    put_off(launches);
-    launch_side_waiting();
+    if (!put_off) launch_side_waiting();
 }
 static void backend_join(int call) {
     if (call >= side_calls) call = side_calls, launch_side_waiting();
@@ -7229,10 +7229,6 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     if (TAPS > 1) return launch_hopper_weight_gradient(g);
 #endif
     launch_portable_weight_gradient<TAPS>(g);
-}
-template <int TAPS>
-static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
-    put_off([=] { launch_weight_gradient(layer, dout, x, demb); });
 }
 
 }  // namespace gpu

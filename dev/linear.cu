@@ -30,8 +30,8 @@ static void linear_forward0(Problem& p) {
 }
 static void linear_backward0(Problem& p) {
     cpu::Tensor dout = p.tensor_in<float>("dout");
-    cpu::weight_gradient<1>({.dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, dout,
-                            p.tensor_in<float>("x"), cpu::Rows());
+    cpu::launch_weight_gradient<1>({.dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, dout,
+                                   p.tensor_in<float>("x"), cpu::Rows());
     cpu::input_gradient<1>(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::Backward());
 }
 

@@ -2,6 +2,9 @@
 //
 //   make profile                            in the folder above: builds and runs this
 //   make profile FLAGS="--batch_size 1"     with flags of the program
+//   make profile FLAGS="--profile_trace step.json"
+//                                           also writes one step's timeline, a row a lane, in Chrome's trace
+//                                           format: chrome://tracing and ui.perfetto.dev open it
 //
 // It is the program with hooks in its launchers. Each opens a scope at its head, PROFILE("3x3 dW", {operations,
 // bytes}) or PROFILE(layer), that lasts until it returns; a scope within another is a part of it. PROFILE(name) says of which
@@ -36,10 +39,10 @@ static int run_program(int argc, char** argv);
 typedef cudaEvent_t Stamp;
 static void take_stamp(Stamp* stamp) {
     cudaStreamCaptureStatus capturing;
-    CUDA_CHECK(cudaStreamIsCapturing(main_lane.stream, &capturing));
+    CUDA_CHECK(cudaStreamIsCapturing(lane->stream, &capturing));
     if (!*stamp) CUDA_CHECK(cudaEventCreate(stamp));
     CUDA_CHECK(cudaEventRecordWithFlags(
-        *stamp, main_lane.stream,
+        *stamp, lane->stream,
         capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
 }
 static float milliseconds_between(Stamp begin, Stamp end) {
@@ -47,16 +50,19 @@ static float milliseconds_between(Stamp begin, Stamp end) {
     CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
     return ms;
 }
+static bool on_side_lane() { return lane == &side_lane; }
 #else
 typedef double Stamp;
 static void take_stamp(Stamp* stamp) { *stamp = seconds_now(); }
 static float milliseconds_between(Stamp begin, Stamp end) { return (float)(1e3 * (end - begin)); }
+static bool on_side_lane() { return false; }
 #endif
 
 struct Entry {
     std::string kind, block;
     Work work;
     int launches;
+    bool side;  // launched on the side lane
     Stamp begin, end;
     std::vector<float> ms;  // of each repetition
 };
@@ -68,7 +74,7 @@ static int depth = 0, uncounted = 0;  // scopes open; launches outside of any
 
 static LauncherScope open_scope(const char* kind, const Work& work) {
     if (measuring && depth++ == 0) {
-        if (opened == entries.size()) entries.push_back({kind, block, work, 0, {}, {}, {}});
+        if (opened == entries.size()) entries.push_back({kind, block, work, 0, on_side_lane(), {}, {}, {}});
         Entry* entry = &entries[opened++];
         entry->launches = 0;
         take_stamp(&entry->begin);
@@ -159,11 +165,9 @@ static LauncherScope open_scope(const Layer& layer) {
 
 // ---- what is measured and printed -------------------------------------------------------------------------
 
-// Fills `entries`, of a training step whose launches run one after another.
+// Fills `entries` of a training step.
 static void measure_entries(Trainer* t) {
-#ifdef __CUDACC__
-    side_lane.stream = main_lane.stream;
-#endif
+    entries.clear();
     const int WARMUP = STEPS_IN_FLIGHT, RUNS = 20;  // on the GPU the second is recorded
     Recording recording;
     double start = seconds_now();
@@ -178,6 +182,22 @@ static void measure_entries(Trainer* t) {
         if (n < WARMUP) continue;
         for (Entry& entry : entries) entry.ms.push_back(milliseconds_between(entry.begin, entry.end));
     }
+}
+
+// The last step measured, as events of Chrome's trace format: times in microseconds from the first on.
+static void write_trace(const std::string& path) {
+    std::string events;
+    for (int tid : {0, 1})
+        events += text("{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": 0, \"tid\": %d, "
+                       "\"args\": {\"name\": \"%s lane\"}},\n", tid, tid ? "side" : "main");
+    for (const Entry& e : entries)
+        events += text("{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"%s\", \"pid\": 0, \"tid\": %d, "
+                       "\"ts\": %.2f, \"dur\": %.2f},\n", e.kind.c_str(), e.block.c_str(), (int)e.side,
+                       1e3 * milliseconds_between(entries[0].begin, e.begin),
+                       1e3 * milliseconds_between(e.begin, e.end));
+    events.resize(events.size() - 2);  // without the last comma
+    write_text(path, "{\"traceEvents\": [\n" + events + "\n]}\n");
+    say("%s: the step's timeline, for chrome://tracing or ui.perfetto.dev", path.c_str());
 }
 
 // A table of the entries, summed up by the member `name`, in the order of the step or the slowest first.
@@ -209,6 +229,13 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
 // Times a training step on grey images and one call of the network as it is made to draw, then the parts of
 // the step.
 static int run_program(int argc, char** argv) {
+    std::string trace;
+    for (int i = 1; i + 1 < argc; i++)
+        if (!strcmp(argv[i], "--profile_trace")) {
+            trace = argv[i + 1];
+            argc -= 2;
+            std::rotate(argv + i, argv + i + 2, argv + argc + 2);
+        }
     Config config = given_config(parse_command_line(argc, argv));
     if (config.help) {
         print_help();
@@ -237,6 +264,13 @@ static int run_program(int argc, char** argv) {
     Trainer t;
     prepare_trial_run(&t, config);
     send_orders(&t, t.source.slots - 1);  // of as many epochs as there is room for; then they come again
+    if (!trace.empty()) {
+        measure_entries(&t);
+        write_trace(trace);
+    }
+#ifdef __CUDACC__
+    side_lane.stream = main_lane.stream;  // from now on launches run one after another
+#endif
     measure_entries(&t);
     const Plan& plan = t.model.plan;
     size_t bytes_to_train = t.model.bytes + workspace_bytes(),

@@ -88,9 +88,10 @@ def profile_tables(text):
     return tables
 
 
-def test_profile():
-    """Both tables add up and agree; the operations of a step are those that PyTorch counts."""
-    result = run(variant("profile"), "--batch_size", 1)
+def test_profile(tmp_path):
+    """Both tables add up and agree; the operations of a step are those that PyTorch counts. The timeline has
+    the same kinds and blocks, and on a lane one after another."""
+    result = run(variant("profile"), "--batch_size", 1, "--profile_trace", tmp_path / "step.json")
     assert re.match(r"train_unet on .+, batch 1\n", result.stdout) and "no line counts" not in result.stdout
     kinds, blocks = profile_tables(result.stdout)
     assert kinds["sum of the parts"] == blocks["sum of the parts"]
@@ -100,6 +101,14 @@ def test_profile():
         assert abs(sum(row[1] for row in table.values()) - ms) < 1e-3 * len(table)
         assert abs(sum(row[2] for row in table.values()) - 100) < 0.05 * len(table) + 1e-6
     assert {f"{size} {what}" for size in ("3x3", "1x1") for what in ("forward", "dX", "dW")} < kinds.keys()
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    timed = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in timed} == set(kinds) and {e["cat"] for e in timed} == set(blocks)
+    assert lanes == {0: "main lane", 1: "side lane"} and len(events) == len(timed) + 2
+    for lane in lanes:
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in timed if e["tid"] == lane]
+        assert all(begin >= end - 0.02 for (_, end), (begin, _) in zip(spans, spans[1:]))  # in their order
     plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
     assert [name for name in blocks if name != "step"] == plan and len(plan) > 40
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
