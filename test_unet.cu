@@ -735,6 +735,14 @@ static void test_attention(int B, int T, int heads, int d) {
     });
 }
 
+// What head_channels goes by; an RTX 30 or 40 lets a block have 99 KB.
+static_assert(sizeof(gpu::AttentionBackwardShared<MAX_HEAD>) <= 131 << 10 &&
+                  sizeof(gpu::AttentionForwardShared<MAX_HEAD>) <= 131 << 10,
+              "heads of 256 channels");
+static_assert(sizeof(gpu::AttentionBackwardShared<MAX_HEAD / 2>) <= 99 << 10 &&
+                  sizeof(gpu::AttentionForwardShared<MAX_HEAD / 2>) <= 99 << 10,
+              "heads of 128 channels");
+
 // T pixels of one image and head, as many as the CPU can't do in full: every `stride`-th query, and every
 // such key's gradients, in double. The rest of the device's tensors enters only by what was checked for rows
 // of the same kernel: out and lse.

@@ -241,7 +241,7 @@ static double seconds_now() {
 // ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
-enum { MAX_HEAD = 256 };  // channels of an attention's head, on a GPU
+static std::pair<int, int> head_channels();  // those of attention's heads: a multiple of this, up to that
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
@@ -362,10 +362,9 @@ static void check_config(const Config& c) {
                 fail("--%s %d does not divide the %d channels of the attention at %dx%d",
                      c.num_heads ? "num_heads" : "num_head_channels",
                      c.num_heads ? heads : c.num_head_channels, width, size, size);
-#ifdef __CUDACC__
-            if (attention && (d % 16 || d > MAX_HEAD))
-                fail("heads of %d channels: a GPU's attention takes multiples of 16 up to %d", d, MAX_HEAD);
-#endif
+            auto [multiple, most] = head_channels();
+            if (attention && (d % multiple || d > most))
+                fail("heads of %d channels: the attention takes multiples of %d up to %d", d, multiple, most);
         }
     }
     if (c.class_cond && !c.num_classes)
@@ -4969,6 +4968,7 @@ static void backend_forget(Recording*) {}
 static void backend_mark(int) {}
 static void backend_await(int) {}
 static double backend_peak() { return 0; }
+static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
 static size_t backend_memory_available() { return host_memory_available(); }
 #endif
 
@@ -5546,8 +5546,7 @@ static void backend_init() {
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
     if (gpu_properties.major > 9)
-        note(text("%s is newer than Hopper, for which the fastest kernels are; the portable ones run, as PTX",
-                  gpu_properties.name));
+        note("this GPU is newer than Hopper, which has kernels of its own: the portable ones run here");
     gpu_multiprocessors = gpu_properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
@@ -5637,6 +5636,11 @@ static double backend_peak() {
     return 1e-9 * khz * gpu_multiprocessors * (tensor ? rate->second.first : rate->second.second);
 }
 
+enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32; what there is may not be known yet
+static std::pair<int, int> head_channels() {
+    size_t shared = gpu_properties.sharedMemPerBlockOptin;
+    return {16, sizeof(floatX) == 4 && shared && shared < (131 << 10) ? MAX_HEAD / 2 : MAX_HEAD};
+}
 static size_t backend_memory_available() {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));

@@ -63,7 +63,7 @@ def test_gpu_missing():
 
 
 def test_gpu_refuses_what_it_can_not(tmp_path):
-    refused(on_gpu("bf16"), "--num_head_channels", 8, "--dry_run", says="--num_head_channels 8")
+    refused(on_gpu("bf16"), "--num_head_channels", 8, "--dry_run", says="heads of 8 channels")
 
 
 def test_gpu_too_little_memory(tmp_path):
