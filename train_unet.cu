@@ -364,7 +364,8 @@ static void check_config(const Config& c) {
                      c.num_heads ? heads : c.num_head_channels, width, size, size);
             auto [multiple, most] = head_channels();
             if (attention && (d % multiple || d > most))
-                fail("heads of %d channels: the attention takes multiples of %d up to %d", d, multiple, most);
+                fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", d, multiple,
+                     most, most < 256 ? " in fp32, here" : "");
         }
     }
     if (c.class_cond && !c.num_classes)
@@ -1810,7 +1811,7 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient (added to). The side lane is waited for but for
+// The last block's output gradient -> every weight gradient. The side lane is waited for but for
 // the last thing that the block gave it, a weight gradient that may go on beside the next block.
 static void unet_backward(Model* m, int B) {
     int calls = 0;
@@ -4950,9 +4951,7 @@ static void* backend_allocate(size_t bytes, bool) {
     return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
 }
 static void backend_free(void* memory, bool) { free(memory); }
-static void backend_zero(void* memory, size_t bytes) {
-    memset(memory, 0, bytes);
-}
+static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_wait() {}
 
@@ -5545,8 +5544,6 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    if (gpu_properties.major > 9)
-        note("this GPU is newer than Hopper, which has kernels of its own: the portable ones run here");
     gpu_multiprocessors = gpu_properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
@@ -5556,7 +5553,8 @@ static void backend_init() {
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
-    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
+    const char* in = gpu_properties.major > 9 ? "bf16, with portable kernels: newer than Hopper" : "bf16";
+    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? in : "fp32");
 }
 static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;

@@ -46,17 +46,17 @@ static void take_stamp(Stamp* stamp) {
         *stamp, lane->stream,
         capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
 }
-static float milliseconds_between(Stamp begin, Stamp end) {
+static double milliseconds_between(Stamp begin, Stamp end) {
     float ms = 0;
     CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
     return ms;
 }
-static bool on_side_lane() { return lane == &side_lane; }
+static bool is_side_lane() { return lane == &side_lane; }
 #else
 typedef double Stamp;
 static void take_stamp(Stamp* stamp) { *stamp = seconds_now(); }
-static float milliseconds_between(Stamp begin, Stamp end) { return (float)(1e3 * (end - begin)); }
-static bool on_side_lane() { return false; }
+static double milliseconds_between(Stamp begin, Stamp end) { return 1e3 * (end - begin); }
+static bool is_side_lane() { return false; }
 #endif
 
 struct Entry {
@@ -75,7 +75,7 @@ static int depth = 0, uncounted = 0;  // scopes open; launches outside of any
 
 static LauncherScope open_scope(const char* kind, const Work& work) {
     if (measuring && depth++ == 0) {
-        if (opened == entries.size()) entries.push_back({kind, block, work, 0, on_side_lane(), {}, {}, {}});
+        if (opened == entries.size()) entries.push_back({kind, block, work, 0, is_side_lane(), {}, {}, {}});
         Entry* entry = &entries[opened++];
         entry->launches = 0;
         take_stamp(&entry->begin);
@@ -186,7 +186,7 @@ static void measure_entries(Trainer* t) {
         backend_mark(0);
         backend_await(0);
         if (n < WARMUP) continue;
-        for (Entry& entry : entries) entry.ms.push_back(milliseconds_between(entry.begin, entry.end));
+        for (Entry& entry : entries) entry.ms.push_back((float)milliseconds_between(entry.begin, entry.end));
     }
 }
 
@@ -218,7 +218,7 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
         auto row = std::find_if(rows.begin(), rows.end(), [&](Row& r) { return r.name == e.*name; });
         if (row == rows.end()) row = rows.insert(row, {e.*name, 0, 0, 0, 0, 0});
         for (Row* r : {&*row, &sum}) {
-            r->launches += std::max(1, e.launches), r->ms += median(e.ms);  // a memset, the CPU: one
+            r->launches += std::max(1, e.launches), r->ms += median(e.ms);  // the CPU: one
             r->operations += e.work.operations, r->bytes += e.work.bytes;
             if (peak) r->floor_ms += std::max(e.work.operations / peak / 1e9, e.work.bytes / bandwidth / 1e6);
         }
@@ -236,13 +236,18 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
 // the step.
 static int run_program(int argc, char** argv) {
     std::string trace;
-    for (int i = 1; i + 1 < argc; i++)
-        if (!strcmp(argv[i], "--profile_trace")) {
-            trace = argv[i + 1];
-            argc -= 2;
-            std::rotate(argv + i, argv + i + 2, argv + argc + 2);
+    std::vector<char*> others;
+    for (int i = 0; i < argc; i++) {
+        std::vector<std::string> words = split(argv[i], '=');
+        if (words[0] != "--profile_trace") {
+            others.push_back(argv[i]);
+            continue;
         }
-    Config config = given_config(parse_command_line(argc, argv));
+        if (words.size() == 1 && i + 1 < argc) words.push_back(argv[++i]);
+        if (words.size() != 2 || words[1].empty()) fail_usage("--profile_trace needs the name of a file");
+        trace = words[1];
+    }
+    Config config = given_config(parse_command_line((int)others.size(), others.data()));
     if (config.help) {
         print_help();
         return 0;

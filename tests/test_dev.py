@@ -108,7 +108,7 @@ def test_profile(tmp_path):
     assert lanes == {0: "main lane", 1: "side lane"} and len(events) == len(timed) + 2
     for lane in lanes:
         spans = [(e["ts"], e["ts"] + e["dur"]) for e in timed if e["tid"] == lane]
-        assert all(begin >= end - 0.02 for (_, end), (begin, _) in zip(spans, spans[1:]))  # in their order
+        assert all(begin >= end - 0.1 for (_, end), (begin, _) in zip(spans, spans[1:]))  # in their order
     plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
     assert [name for name in blocks if name != "step"] == plan and len(plan) > 40
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
