@@ -22,9 +22,9 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Those of weights overwrite in a batch's first part, then add up: Model.accumulate.
-//              Those of activations overwrite, but for what feeds two consumers, an encoder's output: the
-//              decoder's backward runs first and overwrites, the encoder's then adds: Block.accumulate.
+// Gradients    Those of weights overwrite in a batch's first part, then add up: Model.accumulate. Those of
+//              activations overwrite, but for what feeds two consumers, an encoder's output: the decoder's
+//              backward runs first and overwrites, the encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side lane is done with it: see unet_backward.
@@ -1811,8 +1811,8 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient. The side lane is waited for but for
-// the last thing that the block gave it, a weight gradient that may go on beside the next block.
+// The last block's output gradient -> every weight gradient. The side lane is waited for but for the last
+// thing that the block gave it, a weight gradient that may go on beside the next block.
 static void unet_backward(Model* m, int B) {
     int calls = 0;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
