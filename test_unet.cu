@@ -1513,11 +1513,12 @@ static std::deque<std::function<void()>> side_lane_calls;  // that are not done
 static void do_side_lane(size_t left) {
     for (; side_lane_calls.size() > left; side_lane_calls.pop_front()) side_lane_calls.front()();
 }
-static void on_side_lane(std::function<void()> launches, bool) {
-    static uint32_t draws = 0;
+template <typename Launches>
+static void on_side_lane(Launches launches, bool) {
     side_calls++;
     side_lane_calls.push_back(launches);
-    size_t some = random_below((uint32_t)side_lane_calls.size() + 1, 1, STREAM_PERTURB, draws++, 0, 0);
+    uint32_t waiting = (uint32_t)side_lane_calls.size(), draw = (uint32_t)side_calls;
+    uint32_t some = random_below(waiting + 1, 1, STREAM_PERTURB, draw, 0, 0);
     do_side_lane(side_lane == AT_ONCE ? 0 : side_lane == LATE ? SIZE_MAX : some);
 }
 static void backend_join(int call) { do_side_lane(call >= side_calls ? 0 : side_calls - call); }

@@ -491,10 +491,10 @@ static void backend_await(int slot);
 // Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
 // next, until backend_join; put off, they are launched after the main lane's next kernel, which so gets the
 // multiprocessors first: otherwise a step of an H100 at B = 1 takes 3% longer. side_calls counts these calls.
-static void on_side_lane(std::function<void()> launches, bool put_off = false);
+template <typename Launches>
+static void on_side_lane(Launches launches, bool put_off = false);
 static int side_calls;
-// What follows waits for the launches of the call of that number, from 1, and of all earlier ones; without a
-// number, for all.
+// What follows waits for the call of that number, from 1, and all earlier ones; without a number, for all.
 static void backend_join(int call = INT_MAX);
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
 // launch sets up once), recorded as a graph the second, replayed from then on.
@@ -4956,7 +4956,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, 
 static void backend_wait() {}
 
 #ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
-static void on_side_lane(std::function<void()> launches, bool) { launches(); }
+template <typename Launches>
+static void on_side_lane(Launches launches, bool) { launches(); }
 static void backend_join(int) {}
 #endif
 template <typename Launches>
@@ -5582,12 +5583,13 @@ static void launch_side_waiting() {
     lane = &main_lane;
     CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
 }
-static void on_side_lane(std::function<void()> launches, bool put_off) {
+template <typename Launches>
+static void on_side_lane(Launches launches, bool put_off) {
     assert(lane == &main_lane);
     launch_side_waiting();
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
     side_calls++;
-    side_waiting = std::move(launches);
+    side_waiting = launches;
     if (!put_off) launch_side_waiting();
 }
 static void backend_join(int call) {

@@ -94,7 +94,7 @@ static BlockScope open_scope(const char* name) {
 }
 BlockScope::~BlockScope() {
 #ifdef __CUDACC__
-    launch_side_waiting();  // this block's
+    if (measuring) launch_side_waiting();  // counted for this block; otherwise when the program would
 #endif
     block = "step";
 }
@@ -255,6 +255,7 @@ static int run_program(int argc, char** argv) {
     backend_init();
     printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
     check_config(config);
+    if (!trace.empty()) Writer trial(trace);  // what can't be written is better said now
     double peak = backend_peak(), bandwidth = copy_bandwidth();
     int B = config.batch_size, drawn = microbatch_of(config);
     double step_ms = time_step(config, B, 10, 3);
