@@ -1265,6 +1265,11 @@ static void check_products(const Plan& plan) {
         test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .C2 = 64}, taps);
         test_normed_product({.B = 780, .H = 8, .W = 8, .C = 64, .C2 = 64}, taps);
     }
+    // Hopper's tiles of two parts: one below the other, whose weights stay; side by side; the second outside.
+    test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64}, 9);
+    test_normed_product({.B = 210, .H = 16, .W = 16, .C = 64, .C2 = 64}, 9);
+    test_normed_product({.B = 105, .H = 16, .W = 24, .C = 64}, 9);
+    test_normed_product({.B = 25, .H = 48, .W = 48, .C = 96, .C2 = 32}, 9);
     test_linear({.M = 3, .C = 256, .O = 3712});
     std::vector<std::vector<int>> seen;
     auto first = [&](std::vector<int> shape) {

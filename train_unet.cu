@@ -6170,19 +6170,25 @@ struct AttentionTile {
     enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 64 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
 };
 
-// Rows t0 and on of a head, zeros outside (T, d). The pad of 16 bytes a row keeps ldmatrix free of conflicts.
+// q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
+template <typename X>
+struct AttentionHead {
+    X* data;
+    int stride, T, d;
+    __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
+    __device__ bool holds(int t, int c) const { return t < T && c < d; }
+};
+// Rows t0 and on of a head, zeros outside. The pad of 16 bytes a row keeps ldmatrix free of conflicts.
 template <int D>
 struct AttentionRow {
     floatX at[D + VEC];
 };
 template <int ROWS, int D>
-__device__ static void attention_load(AttentionRow<D>* tile, const floatX* source, size_t stride, int t0,
-                                      int T, int d) {
+__device__ static void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
     for (int i = threadIdx.x; i < ROWS * (D / VEC); i += AttentionTile<D>::THREADS) {
         int row = i / (D / VEC), c = i % (D / VEC) * VEC;
-        bool inside = t0 + row < T && c < d;
-        copy_async(shared_address(&tile[row].at[c]), inside ? source + (t0 + row) * stride + c : source,
-                   inside);
+        bool inside = source.holds(t0 + row, c);
+        copy_async(shared_address(&tile[row].at[c]), inside ? source.at(t0 + row, c) : source.data, inside);
     }
 }
 
@@ -6253,22 +6259,22 @@ __device__ static void attention_weigh(float (&sum)[D / 8][4], const float (&p)[
 #endif
     }
 }
-// The warp's rows of sum (ROWS, D), by way of its rows of `scratch`, to target, in pieces of 16 bytes.
+// The warp's rows of sum (ROWS, D), times a factor a row of the lane, by way of its rows of `scratch`, to
+// target, in pieces of 16 bytes.
 template <int D>
-__device__ static void attention_store(floatX* target, size_t stride, int t0, int T, int d,
-                                       AttentionRow<D>* scratch, const float sum[D / 8][4], float factor0,
-                                       float factor1) {
+__device__ static void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
+                                       const float sum[D / 8][4], float2 factors) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
     UNROLLED_FOR (int n = 0; n < D / 8; n++) {
         int c = n * 8 + lane % 4 * 2;
-        store_pair(&scratch[row0 + lane / 4].at[c], sum[n][0] * factor0, sum[n][1] * factor0);
-        store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factor1, sum[n][3] * factor1);
+        store_pair(&scratch[row0 + lane / 4].at[c], sum[n][0] * factors.x, sum[n][1] * factors.x);
+        store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factors.y, sum[n][3] * factors.y);
     }
     __syncwarp();
     for (int i = lane; i < 16 * (D / VEC); i += 32) {
         int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
-        if (t0 + row < T && c < d) *(uint4*)(target + (t0 + row) * stride + c) = *(uint4*)&scratch[row].at[c];
+        if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
     }
 }
 
@@ -6291,10 +6297,12 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS,
     extern __shared__ uint4 attention_shared[];
     AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
-    const floatX *q = qkv + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-    attention_load<ROWS>(s.q, q, 3 * C, t0, T, d);
-    attention_load<COLUMNS>(s.k[0], k, 3 * C, 0, T, d);
-    attention_load<COLUMNS>(s.v[0], v, 3 * C, 0, T, d);
+    qkv += (size_t)b * T * 3 * C + head * d;
+    AttentionHead<const floatX> q = {qkv, 3 * C, T, d}, k = {qkv + C, 3 * C, T, d},
+                                v = {qkv + 2 * C, 3 * C, T, d};
+    attention_load<ROWS>(s.q, q, t0);
+    attention_load<COLUMNS>(s.k[0], k, 0);
+    attention_load<COLUMNS>(s.v[0], v, 0);
     copy_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
     float sum[D / 8][4] = {}, total[2] = {};
@@ -6302,8 +6310,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS,
     for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
         if ((j + 1) * COLUMNS < T) {
-            attention_load<COLUMNS>(s.k[!stage], k, 3 * C, (j + 1) * COLUMNS, T, d);
-            attention_load<COLUMNS>(s.v[!stage], v, 3 * C, (j + 1) * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
+            attention_load<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
         }
         copy_commit();
         copy_wait<1>();
@@ -6334,25 +6342,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS,
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
     }
-    attention_store(out + (size_t)b * T * C + head * d, C, t0, T, d, s.q, sum, 1 / total[0], 1 / total[1]);
-}
-
-// dots (ROWS): each row's D_i = sum_j dout_ij out_ij; normalisers (ROWS): lse in units of ln 2, +inf past T,
-// so that the probabilities there are 0.
-template <int ROWS, int D>
-__device__ static void attention_dots(float* dots, float* normalisers, const AttentionRow<D>* dout,
-                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
-    const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
-    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
-    float sum = 0;
-    for (int c = c0; c < D; c += lanes * VEC) {
-        float a[VEC], b[VEC];
-        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
-        for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
-    }
-    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (c0) return;
-    dots[row] = sum, normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
+    attention_store({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
+                    {1 / total[0], 1 / total[1]});
 }
 
 template <int D>
@@ -6365,25 +6356,53 @@ struct AttentionBackwardShared {
     static_assert(2 * COLUMNS >= ROWS && COLUMNS <= ROWS, "what out, dots and normalisers hold");
 };
 
+// s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse in units of ln 2, +inf past T,
+// so that the probabilities there are 0.
+template <int ROWS, int D>
+__device__ static void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
+                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
+    const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
+    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
+    float sum = 0;
+    for (int c = c0; c < D; c += lanes * VEC) {
+        float a[VEC], b[VEC];
+        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
+        for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
+    }
+    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (c0) return;
+    s.dots[row] = sum, s.normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
+}
+
+// What backward reads and writes; lse (heads of all images, T). A block moves the pointers to its head.
+struct AttentionBackward {
+    floatX* dqkv;
+    const floatX *dout, *out;
+    const float* lse;
+    const floatX* qkv;
+    int T, C, d;
+    float scale;
+};
+
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, bool KEYS>
-__device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout, const floatX* out,
-                                               const float* lse, const floatX* qkv, int t0, int T, int C,
-                                               int d, float scale) {
+__device__ static void attention_backward_rows(AttentionBackward a, int t0) {
     extern __shared__ uint4 attention_shared[];
     AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
-    const floatX *q = qkv, *k = qkv + C, *v = qkv + 2 * C;
-    int lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    attention_load<ROWS>(s.row1, KEYS ? k : q, 3 * C, t0, T, d);
-    attention_load<ROWS>(s.row2, KEYS ? v : dout, KEYS ? 3 * C : C, t0, T, d);
-    if (!KEYS) attention_load<ROWS>(s.out, out, C, t0, T, d);
+    int T = a.T, C = a.C, d = a.d, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    AttentionHead<const floatX> q = {a.qkv, 3 * C, T, d}, k = {a.qkv + C, 3 * C, T, d},
+                                v = {a.qkv + 2 * C, 3 * C, T, d}, dout = {a.dout, C, T, d},
+                                out = {a.out, C, T, d};
+    attention_load<ROWS>(s.row1, KEYS ? k : q, t0);
+    attention_load<ROWS>(s.row2, KEYS ? v : dout, t0);
+    if (!KEYS) attention_load<ROWS>(s.out, out, t0);
     auto load = [&](int j) {
         int stage = j % 2;
         if (j < tiles) {
-            attention_load<COLUMNS>(s.column1[stage], KEYS ? q : k, 3 * C, j * COLUMNS, T, d);
-            attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, KEYS ? C : 3 * C, j * COLUMNS, T, d);
-            if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, C, j * COLUMNS, T, d);
+            attention_load<COLUMNS>(s.column1[stage], KEYS ? q : k, j * COLUMNS);
+            attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, j * COLUMNS);
+            if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, j * COLUMNS);
         }
         copy_commit();
     };
@@ -6395,10 +6414,9 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
         copy_wait<1>();
         __syncthreads();
         if (KEYS)
-            attention_dots<COLUMNS>(s.dots, s.normalisers, s.column2[stage], s.out + stage * COLUMNS, lse,
-                                    j * COLUMNS, T);
+            attention_dots<COLUMNS>(s, s.column2[stage], s.out + stage * COLUMNS, a.lse, j * COLUMNS, T);
         else if (j == 0)
-            attention_dots<ROWS>(s.dots, s.normalisers, s.row2, s.out, lse, t0, T);
+            attention_dots<ROWS>(s, s.row2, s.out, a.lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
         attention_scores(p, s.row1, s.column1[stage]);
@@ -6408,15 +6426,15 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
             UNROLLED_FOR (int i = 0; i < 4; i++) {
                 int query =
                     KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-                p[n][i] = exp2_fast(p[n][i] * (scale * 1.44269504f) - s.normalisers[query]);
+                p[n][i] = exp2_fast(p[n][i] * (a.scale * 1.44269504f) - s.normalisers[query]);
                 ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
             }
         attention_weigh(sum1, ds, s.column1[stage]);
         if (KEYS) attention_weigh(sum2, p, s.column2[stage]);
         __syncthreads();  // the stage is free
     }
-    attention_store(dqkv + (KEYS ? C : 0), 3 * C, t0, T, d, s.row1, sum1, scale, scale);
-    if (KEYS) attention_store(dqkv + 2 * C, 3 * C, t0, T, d, s.row2, sum2, 1, 1);
+    attention_store({a.dqkv + (KEYS ? C : 0), 3 * C, T, d}, t0, s.row1, sum1, {a.scale, a.scale});
+    if (KEYS) attention_store({a.dqkv + 2 * C, 3 * C, T, d}, t0, s.row2, sum2, {1, 1});
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
@@ -6424,17 +6442,16 @@ __device__ static void attention_backward_rows(floatX* dqkv, const floatX* dout,
 // make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D>
 __global__ void __launch_bounds__(AttentionTile<D>::THREADS, attention_blocks(D, ATTENTION_BLOCKS))
-    attention_backward_kernel(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
-                              const floatX* qkv, int T, int C, int d, float scale) {
+    attention_backward_kernel(AttentionBackward a) {
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2,
         t0 = blockIdx.x % tiles * AttentionTile<D>::ROWS;
-    size_t at = (size_t)b * T * C + head * d, at3 = (size_t)b * T * 3 * C + head * d;
-    lse += ((size_t)b * gridDim.y + head) * T;
-    dqkv += at3, qkv += at3, dout += at, out += at;
+    size_t at = (size_t)b * a.T * a.C + head * a.d, at3 = (size_t)b * a.T * 3 * a.C + head * a.d;
+    a.lse += ((size_t)b * gridDim.y + head) * a.T;
+    a.dqkv += at3, a.qkv += at3, a.dout += at, a.out += at;
     if (blockIdx.x < tiles)
-        attention_backward_rows<D, true>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
+        attention_backward_rows<D, true>(a, t0);
     else
-        attention_backward_rows<D, false>(dqkv, dout, out, lse, qkv, t0, T, C, d, scale);
+        attention_backward_rows<D, false>(a, t0);
 }
 
 // launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
@@ -6466,9 +6483,9 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
     PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
     with_padded_head(d, [&](auto D) {
         dim3 grid(2 * ceil_div(T, AttentionTile<D>::ROWS), heads, B);
+        AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d)};
         launch(attention_backward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(AttentionBackwardShared<D>), dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d,
-               1 / sqrtf((float)d));
+               sizeof(AttentionBackwardShared<D>), a);
     });
 }
 
@@ -7291,6 +7308,7 @@ struct Ring {
     __device__ void next() {
         if (++slot == N) slot = 0, parity ^= 1;
     }
+    __device__ void skip(int buffers) { slot += buffers, parity ^= slot / N & 1, slot %= N; }
 };
 // A warpgroup's threads meet, at the barrier of that number; 0 is __syncthreads.
 __device__ inline void warpgroup_barrier(int warpgroup) {
@@ -7313,6 +7331,15 @@ __device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, P
         "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(from)
         : "memory");
 }
+// A thread's registers from here on, of those that its block was given; whole warpgroups change theirs.
+template <int MORE, int REGISTERS>
+__device__ inline void set_registers() {
+    if (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -7356,11 +7383,12 @@ __device__ inline void wgmma_wait() {
 #define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
 #define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
 #define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
+#define NAMES_120 NAMES_90 "," NAMES_10(9) "," NAMES_10(10) "," NAMES_10(11)
 // c (64, N) += a (64, 16) b (16, N); thread t's c[4 j + e]: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
 // 8 j + t % 4 * 2 + e % 2.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
-    static_assert(N == 64 || N == 128 || N == 192, "");
+    static_assert(N == 64 || N == 128 || N == 192 || N == 256, "");
 #define WGMMA(n, c_names, a_name, b_name, a_order, b_order, ...)                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names "}, %" #a_name \
                  ", %" #b_name ", 1, 1, 1, %" #a_order ", %" #b_order ";"                            \
@@ -7372,6 +7400,9 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
     if constexpr (N == 192)
         WGMMA(192, NAMES_90 ",%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, REGISTERS_32(c, 0),
               REGISTERS_32(c, 32), REGISTERS_32(c, 64));
+    if constexpr (N == 256)
+        WGMMA(256, NAMES_120 ",%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131,
+              REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64), REGISTERS_32(c, 96));
 }
 
 // Pixels of a copy.
@@ -7419,29 +7450,38 @@ struct HopperGemm : Gemm {
     int share;  // the chunks of one of a cluster's blocks
 };
 
-// 64 channels by 128 WARPGROUPS pixels a block. A warpgroup owns 128 of the pixels: 16 lines of 8; with
-// PAIRS, for images no larger than 8 x 8, two whole images; 1x1, where all are one line, 128 in a row.
-template <int TAPS_, bool TRANSPOSED_, bool PAIRS_, int WARPGROUPS_, int STAGES_, int RESIDENT_>
+// A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
+// 8 x 8; or two parts of 16 lines of 8, side by side or one below the other.
+enum TileShape { ONE_PART, TWO_IMAGES, PARTS_BESIDE, PARTS_BELOW };
+// 64 channels by such pixels. With two parts, two warpgroups take tiles in turn: one puts its outputs
+// together while the other multiplies.
+template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, int RESIDENT_>
 struct HopperTile {
-    static constexpr int TAPS = TAPS_, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = PAIRS_;
-    static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;  // one more warp: the producer
+    static constexpr int TAPS = TAPS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
+    static constexpr bool BESIDE = SHAPE == PARTS_BESIDE, BELOW = SHAPE == PARTS_BELOW;
+    static constexpr int PARTS = BESIDE || BELOW ? 2 : 1;  // and warpgroups that multiply
+    // One more warp, the producer, with both its tasks in one thread; or in two warps; or in a warpgroup that
+    // leaves its registers to the others.
+    static constexpr int READERS = PARTS * 128;
+    static constexpr int THREADS = READERS + (PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
     static constexpr int BORDER = TAPS > 1;
-    static constexpr Box OUTPUTS = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static_assert(!PAIRS || WARPGROUPS == 1, "warpgroups lie side by side in an image");
-    static constexpr Box PIXELS = {WARPGROUPS * OUTPUTS.width, OUTPUTS.height, OUTPUTS.images};
+    static constexpr Box PART = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
+    static constexpr Box PIXELS = {PART.width << BESIDE, PART.height << BELOW, PART.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : 2;
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : PARTS == 1 ? 2 : STAGES < 9 ? 4 : 3;
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
     __device__ static Pixel origin(const HopperGemm& g, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
         return {tile / (g.tiles_x * g.tiles_y) * PIXELS.images, tile / g.tiles_x % g.tiles_y * PIXELS.height,
                 tile % g.tiles_x * PIXELS.width};
     }
-    // A warpgroup's first pixel, in a tile that begins at `at`.
-    __device__ static Pixel warpgroup(Pixel at, int k) { return {at.b, at.y, at.x + OUTPUTS.width * k}; }
+    // A part's first pixel, in a tile that begins at `at`.
+    __device__ static Pixel part(Pixel at, int k) {
+        return {at.b, at.y + BELOW * k * PART.height, at.x + BESIDE * k * PART.width};
+    }
 };
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
@@ -7449,11 +7489,12 @@ template <class Tile>
 struct HopperGemmShared {
     union Patch {
         unsigned char pixels[(Tile::PATCH_ROWS + 7) / 8 * 1024];
-        Rows64 outputs[Tile::WARPGROUPS][2];
+        Rows64 outputs[Tile::PARTS][2];
     } patches[Tile::PATCHES];  // the cluster's sums go here when the chunks have been read
     Rows64 w[Tile::STAGES];
     RingBarriers<Tile::PATCHES> patch;
     RingBarriers<Tile::STAGES> stage;
+    Barrier turn[Tile::PARTS];  // to multiply
     static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
 };
 
@@ -7463,67 +7504,71 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
-// The products of gemm_kernel, for 64 channels by a tile of pixels at a time. One warp has the patches of a
-// tile's 64-channel chunks and its taps' weights copied into two rings, and after the last chunk what is
-// added to the outputs, where these are then put together; it is soon a tile ahead of the warpgroups that
-// multiply. Block (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks
-// take the same tile, and a share of its chunks each. Per tile its patch and 64 channels' weights come once.
+// The products of gemm_kernel, for 64 channels by a tile of pixels at a time. The copy engine fills two rings
+// for the warpgroups that multiply, and is soon a tile ahead: with the patches of a tile's 64-channel chunks,
+// and then with what is added to the outputs, where these are put together; and with the taps' weights. Block
+// (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks take the same
+// tile, and a share of its chunks each. Per tile its patch and 64 channels' weights come once; weights that
+// the ring holds all of, once for all of a block's tiles.
 template <class Tile>
 struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
-                         WARPGROUPS = Tile::WARPGROUPS;
+                         PARTS = Tile::PARTS;
     const HopperGemm& g;
     HopperGemmShared<Tile>& shared;
     const int o = blockIdx.y * 64, warpgroup = threadIdx.x / 128;
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
-    const int splits = WARPGROUPS == 1 ? gridDim.x : 1, rank = WARPGROUPS == 1 ? blockIdx.x : 0;
+    const int splits = PARTS == 1 ? gridDim.x : 1, rank = PARTS == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
+    const bool keeps = (last - first) * TAPS <= STAGES;  // the weights, for all of the block's tiles
 
-    __device__ __forceinline__ void produce() {  // one thread
+    // By one thread: patches and what is added, or weights, or both.
+    __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
             const Pixel at = Tile::origin(g, tile);
-            auto load_patch = [&](int chunk) {
-                auto& to = shared.patches[patch.slot];
-                Barrier& full = shared.patch.full[patch.slot];
-                shared.patch.empty[patch.slot].wait(patch.parity);
-                if (chunk < last) {
-                    full.expect(Tile::PATCH_ROWS * 128);
-                    copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                             {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
-                } else if (g.extra_map.columns && rank == 0) {  // where the outputs will be put together
-                    full.expect(sizeof to.outputs);
-                    for (int k = 0; k < WARPGROUPS; k++)
-                        copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o),
-                                 Tile::warpgroup(at, k));
-                } else {
-                    full.arrive();
-                }
-                patch.next();
-            };
-            load_patch(first);
-            for (int chunk = first; chunk < last; chunk++)
-                for (int tap = 0; tap < TAPS; tap++, stage.next()) {
-                    if (TAPS > 1 && tap == (STAGES < TAPS ? STAGES : TAPS - 1))
-                        load_patch(chunk + 1);  // every warpgroup has begun this chunk, or will without it
+            for (int chunk = first; chunk <= last; chunk++) {
+                if (patches) load_patch(at, chunk, patch.slot, patch.parity), patch.next();
+                const int channel =
+                    g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
+                const bool wanted = weights && chunk < last && (!keeps || tile == blockIdx.z);
+                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    int channel =
-                        g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
                     if (Tile::TRANSPOSED)
                         copy_box(shared.w[stage.slot], g.w_map, full, o, {0, channel, TAPS - 1 - tap});
                     else
                         copy_box(shared.w[stage.slot], g.w_map, full, channel, {0, o, tap});
-                    if (TAPS == 1) load_patch(chunk + 1);
                 }
+            }
+        }
+    }
+    // A chunk's patch, or after the last chunk what is added, where the outputs will be put together.
+    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int slot, int parity) {
+        auto& to = shared.patches[slot];
+        Barrier& full = shared.patch.full[slot];
+        shared.patch.empty[slot].wait(parity);
+        if (chunk < last) {
+            full.expect(Tile::PATCH_ROWS * 128);
+            copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
+                     {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
+        } else if (g.extra_map.columns && rank == 0) {
+            full.expect(sizeof to.outputs);
+            for (int k = 0; k < PARTS; k++)
+                copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o), Tile::part(at, k));
+        } else {
+            full.arrive();
         }
     }
 
-    // c = a warpgroup's sums over this block's chunks: rows are channels, columns pixels.
-    __device__ __forceinline__ void multiply(float (&c)[64], Ring<PATCHES>& patch, Ring<STAGES>& stage) {
-        UNROLLED_FOR (float& sum : c) sum = 0;
+    // c = a tile's sums over this block's chunks: rows are channels, columns a part's pixels.
+    __device__ __forceinline__ void multiply(float (&c)[PARTS][64], Ring<PATCHES>& patch,
+                                             Ring<STAGES>& stage) {
+        UNROLLED_FOR (auto& part : c)
+            UNROLLED_FOR (float& sum : part) sum = 0;
+        if (keeps) stage = {};
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             shared.patch.full[patch.slot].wait(patch.parity);
@@ -7535,15 +7580,13 @@ struct HopperGemmBlock {
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
                     uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
-                    uint32_t from = shifted + warpgroup * Tile::OUTPUTS.width * 128 + k * 32;
-                    uint64_t b = shared_matrix(from, Tile::PITCH * 128);
-                    if (Tile::PAIRS) {
-                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, b);
-                        b = shared_matrix(from + Tile::IMAGE_ROWS * 128, Tile::PITCH * 128);
-                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b);
-                    } else {
-                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, b);
-                    }
+                    auto b = [&](int row) {
+                        return shared_matrix(shifted + row * 128 + k * 32, Tile::PITCH * 128);
+                    };
+                    constexpr int N = Tile::BELOW ? 256 : Tile::PAIRS ? 64 : 128;
+                    wgmma<N, Tile::TRANSPOSED, 0>(c[0], a, b(0));
+                    if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c[0] + 32, a, b(Tile::IMAGE_ROWS));
+                    if (Tile::BESIDE) wgmma<128, Tile::TRANSPOSED, 0>(c[PARTS - 1], a, b(Tile::PART.width));
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
@@ -7553,6 +7596,10 @@ struct HopperGemmBlock {
                 }
             }
         }
+        // All buffers up to here have been full: the other warpgroup's waits for the next can't mistake their
+        // phases.
+        shared.patch.full[patch.slot].wait(patch.parity);
+        if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
         wgmma_wait<0>();
         if (leads)
             shared.stage.empty[stage.previous()].arrive(), shared.patch.empty[patch.previous()].arrive();
@@ -7560,7 +7607,7 @@ struct HopperGemmBlock {
 
     // The first of the cluster adds the others' sums to its own, rank by rank.
     __device__ __forceinline__ void combine(float (&c)[64]) {
-        static_assert(WARPGROUPS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
+        static_assert(PARTS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
@@ -7578,20 +7625,20 @@ struct HopperGemmBlock {
     }
 };
 
-// What becomes of a warpgroup's sums. A thread has channels row and row + 8, and of each 32 pixels.
+// What becomes of a part's sums. A thread has channels row and row + 8, and of each 32 pixels.
 template <class Tile>
 struct HopperEpilogue {
-    // Images whose pixels a warpgroup may hold.
+    // Images whose pixels a part may hold.
     static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;
     const HopperGemm& g;
-    const Pixel at;  // the warpgroup's first
+    Pixel at;  // the part's first
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
     const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
     const bool gradient = Tile::TRANSPOSED && g.norm.mean;
     // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
-    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2];
-    float sum[IMAGES][2] = {}, product[IMAGES][2] = {};
+    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+    float sum[IMAGES][2], product[IMAGES][2];
 
     __device__ __forceinline__ void load() {
         UNROLLED_FOR (int i = 0; i < IMAGES; i++)
@@ -7603,30 +7650,49 @@ struct HopperEpilogue {
                 if (!gradient) continue;
                 int of = b * g.norm.groups + n / (g.N() / g.norm.groups);
                 float2 affine = g.norm.affine(b, n);
-                mean[i][h] = g.norm.mean[of], scale[i][h] = g.norm.rstd[of] * affine.x;
+                mean[i][h] = g.norm.mean[of], rstd[i][h] = g.norm.rstd[of];
+                scale[i][h] = rstd[i][h] * affine.x;
                 shift[i][h] = affine.y - mean[i][h] * scale[i][h];
             }
     }
 
-    // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came.
-    __device__ __forceinline__ void finish(float (&c)[64], uint32_t outputs) {
+    // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came. The
+    // compiler knows which: branches between the elements made each wait for the one before, and a step of
+    // the default model at batch 32 take 5% longer.
+    __device__ __forceinline__ void finish(float (&c)[64], Pixel first, uint32_t outputs) {
+        at = first;
+        UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
+        if (gradient && g.norm.silu)
+            finish_with<NORM_SILU>(c, outputs);
+        else if (gradient)
+            finish_with<NORM>(c, outputs);
+        else if (g.extra_map.columns)
+            finish_with<ADDED>(c, outputs);
+        else
+            finish_with<NOTHING>(c, outputs);
+    }
+    enum Extra { NOTHING, ADDED, NORM, NORM_SILU };
+    template <Extra EXTRA>
+    __device__ __forceinline__ void finish_with(float (&c)[64], uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
+        uint32_t there[4][4];  // four loads before the first store: none waits for another
         UNROLLED_FOR (int j = 0; j < 16; j += 2) {
             const int i = j * IMAGES / 16;
-            uint32_t r[4];
-            if (g.extra_map.columns) load_matrices_transposed(r, rows + j * 1024);
+            uint32_t(&r)[4] = there[j / 2 % 4];
+            if (j % 8 == 0 && EXTRA != NOTHING)
+                UNROLLED_FOR (int k = 0; k < 4; k++)
+                    load_matrices_transposed(there[k], rows + (j + 2 * k) * 1024);
             UNROLLED_FOR (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
                 float extra = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
                 if (!Tile::TRANSPOSED) value += added[i][h];
-                if (gradient) {
-                    if (g.norm.silu) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
-                    sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
-                } else if (g.extra_map.columns) {
+                if (EXTRA == NORM_SILU) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
+                if (EXTRA == ADDED)
                     value += extra;
-                }
+                else if (EXTRA != NOTHING)
+                    sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
             }
             UNROLLED_FOR (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
             store_matrices_transposed(rows + j * 1024, r);
@@ -7661,11 +7727,10 @@ struct HopperEpilogue {
             if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
                 int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows())
+                if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows() ||
+                    (Tile::BESIDE && at.x >= g.x.first.W))
                     continue;
-                if (gradient)
-                    product[i][h] *= g.norm.rstd[min(image + i, g.x.first.B - 1) * g.norm.groups +
-                                                 n / (g.N() / g.norm.groups)];
+                if (gradient) product[i][h] *= rstd[i][h];
                 g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
             }
         }
@@ -7680,39 +7745,50 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     auto& shared = *(HopperGemmShared<Tile>*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
-        shared.patch.init(Tile::WARPGROUPS), shared.stage.init(Tile::WARPGROUPS);
+        shared.patch.init(1), shared.stage.init(1);
+        for (Barrier& turn : shared.turn) turn.init(1);
         barrier_publish();
     }
     __syncthreads();
 
     if (threadIdx.x >= Tile::READERS) {
-        if (threadIdx.x == Tile::READERS) block.produce();
+        if (Tile::PARTS > 1) set_registers<false, 40>();
+        if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
+        if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
         if (block.splits > 1) cluster_barrier(), cluster_barrier();  // as in combine
         return;
     }
 
+    if (Tile::PARTS > 1) set_registers<true, 232>();
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
-    for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
-        HopperEpilogue<Tile> epilogue = {g, Tile::warpgroup(Tile::origin(g, tile), block.warpgroup)};
-        if (Tile::WARPGROUPS == 1) epilogue.load();  // two have no registers for it yet
-        float c[64];
+    const int chunks = block.last - block.first;
+    auto skip = [&](int tiles) { patch.skip(tiles * (chunks + 1)), stage.skip(tiles * chunks * Tile::TAPS); };
+    skip(block.warpgroup);
+    int turn = block.warpgroup == 0;
+    for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.tiles;
+         tile += Tile::PARTS * gridDim.z, skip(Tile::PARTS - 1)) {
+        const Pixel at = Tile::origin(g, tile);
+        HopperEpilogue<Tile> epilogue = {g, at};
+        epilogue.load();
+        float c[Tile::PARTS][64];
+        if (Tile::PARTS > 1) shared.turn[block.warpgroup].wait(turn), turn ^= 1;
         block.multiply(c, patch, stage);
-        if (block.splits > 1) block.combine(c);
+        if (block.splits > 1) block.combine(c[0]);
         if (block.rank > 0) return;
 
-        uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[block.warpgroup]);
-        if (Tile::WARPGROUPS > 1) epilogue.load();
-        shared.patch.full[patch.slot].wait(patch.parity);
-        epilogue.finish(c, outputs);
-        fence_shared();
-        warpgroup_barrier(block.warpgroup);
-        if (block.leads) {
-            store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        UNROLLED_FOR (int part = 0; part < Tile::PARTS; part++) {
+            uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[part]);
+            epilogue.finish(c[part], Tile::part(at, part), outputs);
+            fence_shared();
+            warpgroup_barrier(block.warpgroup);
+            if (block.leads) {
+                store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
+                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            }
+            if (g.sums) epilogue.write_sums(c[part]);
         }
-        if (g.sums) epilogue.write_sums(c);
         if (block.leads) {  // the copy engine has read the outputs
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             shared.patch.empty[patch.slot].arrive();
@@ -7737,17 +7813,17 @@ static void launch_hopper_tile(const Gemm& g) {
     static_cast<Gemm&>(h) = g;
     h.x_map = joined(g.x, Tile::PATCH);
     h.x_map.columns = g.chunks1() * 64;
-    h.out_map = joined(g.out, Tile::OUTPUTS);
+    h.out_map = joined(g.out, Tile::PART);
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
     const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
-    if (extra.first) h.extra_map = joined(extra, Tile::OUTPUTS);
+    if (extra.first) h.extra_map = joined(extra, Tile::PART);
     h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
     h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     int splits = 1;
-    while (Tile::WARPGROUPS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
+    while (Tile::PARTS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
            g.chunks() * TAPS >= 18 * splits)
         splits *= 2;
     h.share = ceil_div(g.chunks(), splits);
@@ -7756,7 +7832,8 @@ static void launch_hopper_tile(const Gemm& g) {
     // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
     int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
         rounds = ceil_div(h.tiles, slots);
-    int blocks = TAPS == 1 || h.tiles >= 0.8f * rounds * slots ? std::min(h.tiles, slots) : h.tiles;
+    bool turns = TAPS == 1 || Tile::PARTS > 1 || h.tiles >= 0.8f * rounds * slots;
+    int blocks = turns ? std::min(h.tiles, slots) : h.tiles;
     assert(splits == 1 || blocks == h.tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
@@ -7779,15 +7856,19 @@ static bool launch_hopper(const Gemm& asked) {
         // many tiles: more of them on a multiprocessor; few: more loads under way in each
         bool many = ceil_div(g.M(), 128) * ceil_div(g.N(), 64) > 2 * gpu_multiprocessors;
         if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, false, 1, 3, 3>>(g);
+            launch_hopper_tile<HopperTile<1, true, ONE_PART, 3, 3>>(g);
         else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, false, 1, 4, 2>>(g);
+            launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4, 2>>(g);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, true, 1, 7, 2>>(g);
-    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) >= 3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 2, 3, 2>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7, 2>>(g);
+    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) < 3 * gpu_multiprocessors) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8, 2>>(g);
+    } else if (H % 32 == 0 && g.chunks() == 1) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 9, 1>>(g);
+    } else if (H % 32 == 0) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 6, 1>>(g);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, false, 1, 8, 2>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BESIDE, 7, 1>>(g);
     }
     if (!sums) launch_gemm_sums(asked);
     return true;
