@@ -1177,8 +1177,8 @@ struct Model : OptimiserMemory {
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    StepState* state;  // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
-    float* losses;     // (batch_size, loss_parts)
+    StepState* state;          // of the step under way
+    float* losses;             // (batch_size, loss_parts)
     float* variance_losses = nullptr;  // likewise, with --learn_sigma
     float* norm_parts;                 // one a NORM_CHUNK of the parameters
     Timestep* chain;                   // (diffusion_steps)
@@ -2366,7 +2366,7 @@ struct StepState {
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
-enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
+enum { RESULT_SLOTS = 8 };    // step n's state goes to the host's slot n mod RESULT_SLOTS, until it is read
 
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
@@ -2512,7 +2512,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(B * pixels * PIXEL, m->input, m->target, m->images);
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
-    place(1 + RESULT_SLOTS, m->state);
+    place(1, m->state);
     place(c.diffusion_steps, m->chain, m->loss_weights);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
@@ -2716,7 +2716,7 @@ struct LoadImages {
 };
 
 // The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
-// they decide; state[1 + step % RESULT_SLOTS] is for the host. One team does it.
+// they decide. One team does it.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -2727,7 +2727,6 @@ struct FinishStep {
     enum { THREADS = 256 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        StepState* result = state + 1 + state->step % RESULT_SLOTS;
         enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
         Sum sums[SUMS] = {};
         int parts = loss_parts(loss.pixels);
@@ -2751,9 +2750,6 @@ struct FinishStep {
                 state->quartile_counts[q] = (int)sums[COUNT + q];
             conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
         }
-        team_wait();
-        for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
-            ((int*)result)[i] = ((const int*)state)[i];
     }
 };
 
@@ -2907,7 +2903,7 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_copy(t->results.as<StepState>() + slot, t->model.state + 1 + slot, sizeof(StepState));
+    backend_copy(t->results.as<StepState>() + slot, t->model.state, sizeof(StepState));
     backend_mark(slot);
     t->begun++;
 }
