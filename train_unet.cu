@@ -1886,14 +1886,6 @@ static std::vector<Timestep> make_chain(const std::vector<double>& abar, int pre
     return chain;
 }
 
-// The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
-static std::vector<int> space_timesteps(int T, int count) {
-    std::vector<int> taken;
-    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, position = 0;
-    for (int i = 0; i < count; i++, position += stride) taken.push_back((int)nearbyint(position));
-    return taken;
-}
-
 // ---- noising ----------------------------------------------------------------------------------------------
 
 // An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
@@ -2087,10 +2079,13 @@ static float strength_of(const Config& c) {
     return c.strength > 0 ? c.strength : *c.mask ? 1 : 0.5f;
 }
 
-// The timesteps of that part, rising: 0 is always one.
+// The timesteps of that part, rising, 0 among them: guided-diffusion's space_timesteps(T, [count]).
 static std::vector<int> drawn_timesteps(const Config& c) {
-    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
-    std::erase_if(timesteps, [&](int t) { return t >= strength_of(c) * c.diffusion_steps; });
+    std::vector<int> timesteps;
+    int T = c.diffusion_steps, count = sampler_steps(c);
+    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, t = 0;
+    for (int i = 0; i < count; i++, t += stride)
+        if (nearbyint(t) < strength_of(c) * T) timesteps.push_back((int)nearbyint(t));
     return timesteps;
 }
 
