@@ -1596,7 +1596,7 @@ typedef std::vector<std::pair<std::string, std::string>> Flags;
 
 static Config config_of(const Flags& flags) {
     Config config = default_config();
-    for (auto& [name, value] : flags) set_flag(&config, *find_flag(name), value);
+    for (auto& [name, value] : flags) set_flag(&config, flag_named(name), value);
     return config;
 }
 
@@ -2673,8 +2673,8 @@ static std::string use_file(const Victim& v, bool read_data) {
     Reader(v.path).read(header, sizeof header);
     int32_t fields[HEADER_INTS];
     flags_to_fields(fields, file.config);
-    const Flag *heads = find_flag("num_heads"), *upsample = find_flag("num_heads_upsample");
-    if (!header[heads->field]) header[upsample->field] = 0;  // without the former the latter means nothing
+    const Flag &heads = flag_named("num_heads"), &upsample = flag_named("num_heads_upsample");
+    if (!header[heads.field]) header[upsample.field] = 0;  // without the former the latter means nothing
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
         if (header[0] == UNET_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
             memcmp(header + flag.field, fields + flag.field, flag.size))
@@ -2876,7 +2876,7 @@ static void test_config_files() {
                  {"channel_mult 1,2", "channel_mult", "1,2"}};
     for (auto& form : forms) {
         Config config = given_config({parse_config_line(form.line, "here")});
-        if (flag_text(config, *find_flag(form.flag)) != form.value) bad += form.line;
+        if (flag_text(config, flag_named(form.flag)) != form.value) bad += form.line;
     }
     report(bad.empty(), "lines of a configuration", "%zu ways to write them%s", sizeof forms / sizeof *forms,
            bad.c_str());
@@ -3830,7 +3830,7 @@ static void test_microbatch(double limit) {
                                {"batch_size", "5"},
                                {"min_snr_gamma", "5"},
                                {"lr", "0"}})
-        set_flag(&config, *find_flag(name), value);
+        set_flag(&config, flag_named(name), value);
     double losses = 0, gradients = 0, quartiles = 0;
     std::vector<double> whole_gradient;
     StepState whole = StepState();

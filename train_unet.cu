@@ -3506,9 +3506,32 @@ static const Preset PRESETS[] = {
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
 static bool begins_group(const Flag& flag) { return &flag == FLAGS || flag.group != (&flag)[-1].group; }
 
-static const Flag* find_flag(const std::string& name) {
+// Edits (insert, delete, replace) that turn a into b.
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
+    std::iota(edits.begin(), edits.end(), 0);
+    for (char letter : a) {
+        size_t replaced = edits[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
+            replaced = std::exchange(edits[j], best);
+        }
+    }
+    return edits.back();
+}
+
+// The name in a table (FLAGS, PRESETS) that `name` resembles most.
+template <typename Entry, size_t N>
+static const char* nearest(const Entry (&table)[N], const std::string& name) {
+    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
+    return std::ranges::min_element(table, {}, distance)->name;
+}
+
+static const Flag& flag_named(const std::string& name) {
     auto flag = std::ranges::find(FLAGS, name, &Flag::name);
-    return flag == std::end(FLAGS) ? nullptr : flag;
+    if (flag != std::end(FLAGS)) return *flag;
+    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
+               nearest(FLAGS, name.substr(0, 64)));
 }
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
@@ -3987,7 +4010,7 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
         std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
         in->seek(s->offset);
         in->read(&value[0], value.size());
-        std::string why = failure_of([&] { set_flag(&file->config, *find_flag(name), value); });
+        std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
     }
@@ -4076,13 +4099,13 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     for (auto [section, _] : arrays_of(m)) declare(section, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
     for (const char* name : TEXT_SECTIONS)
-        if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
+        if (size_t length = flag_text(c, flag_named(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
     for (auto [_, parameters] : arrays_of(m)) write_parameters(&out, parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, *find_flag(name)));
+    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, flag_named(name)));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4232,27 +4255,6 @@ inline Metrics::~Metrics() {
 
 // ---- flags as they are typed ------------------------------------------------------------------------------
 
-// Edits (insert, delete, replace) that turn a into b.
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
-    std::iota(edits.begin(), edits.end(), 0);
-    for (char letter : a) {
-        size_t replaced = edits[0]++;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
-            replaced = std::exchange(edits[j], best);
-        }
-    }
-    return edits.back();
-}
-
-// The name in a table (FLAGS, PRESETS) that `name` resembles most.
-template <typename Entry, size_t N>
-static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
-    return std::ranges::min_element(table, {}, distance)->name;
-}
-
 static void print_help() {
     printf(
         "train_unet: trains a UNet diffusion model on images\n\n"
@@ -4296,7 +4298,7 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
                    nearest(PRESETS, name.substr(0, 64)));
     std::vector<std::string> words = split(preset->flags, ' ');
     for (size_t i = 0; i + 1 < words.size(); i += 2)
-        given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
+        given.push_back({&flag_named(words[i].substr(2)), words[i + 1], "--preset " + name});
     return given;
 }
 
@@ -4308,12 +4310,6 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
 // What a configuration file holds: everything but what is to be done this time.
 static bool is_setting(const Flag& flag) { return flag.group != OTHER && !is_named(flag, "resume"); }
 
-static const Flag& known_flag(const std::string& name) {
-    if (const Flag* flag = find_flag(name)) return *flag;
-    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-               nearest(FLAGS, name.substr(0, 64)));
-}
-
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
@@ -4321,7 +4317,7 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     if (value.starts_with('=')) value = trimmed(value.substr(1));
     if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
         value = value.substr(1, value.size() - 2);
-    const Flag& flag = known_flag(name);
+    const Flag& flag = flag_named(name);
     if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
 }
@@ -4385,7 +4381,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const Flag& flag = known_flag(name);
+        const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume",
              next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
@@ -4610,7 +4606,7 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                             {"jump_length", "mask"},
                                             {"jump_n_sample", "mask"}};
     for (auto [name, needed] : NEEDED)
-        if (is_asked(was_given(given, name)) && flag_text(config, *find_flag(needed)).empty())
+        if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
     if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
@@ -4668,7 +4664,7 @@ static void load_guide(Model* guide, const Config& c) {
     const Config& g = file.config;
     for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
                              "zero_terminal_snr", "num_classes"}) {
-        const Flag& flag = *find_flag(name);
+        const Flag& flag = flag_named(name);
         bool classes = is_named(flag, "num_classes");
         if (classes ? g.class_cond && g.num_classes != (c.class_cond ? c.num_classes : 0)
                     : flag_text(g, flag) != flag_text(c, flag))
@@ -4853,7 +4849,7 @@ static int run_training(const std::vector<GivenFlag>& given) {
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
         printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
-               flag_text(config, *find_flag("lr_schedule")).c_str());
+               flag_text(config, flag_named("lr_schedule")).c_str());
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model, config.num_samples, "lower --num_samples");
