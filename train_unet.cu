@@ -3964,13 +3964,6 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
-// The parameters of a file's configuration, which must be one that can work.
-static size_t parameters_of(const WeightsFile& file) {
-    std::string why = failure_of([&] { check_config(file.config); });
-    if (!why.empty()) fail("%s holds a configuration that can't work: %s", file.path.c_str(), why.c_str());
-    return make_plan(file.config, 1, false).num_parameters;
-}
-
 // Where each section lies: they follow the header and each other up to the file's end.
 static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
@@ -4039,7 +4032,9 @@ static WeightsFile open_weights(const std::string& path) {
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
-    size_t parameters = parameters_of(file);
+    std::string why = failure_of([&] { check_config(file.config); });
+    if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
+    size_t parameters = make_plan(file.config, 1, false).num_parameters;
     if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              header[FIELD_PARAMETERS], file.step, file.smoothed);
