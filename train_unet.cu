@@ -2070,8 +2070,6 @@ struct SamplerStep {
     float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
 };
 
-static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-
 // The part of the chain that pictures go through, of which an --init_image leaves out the beginning: Meng et
 // al., "SDEdit" (2022).
 static float strength_of(const Config& c) {
@@ -4202,13 +4200,12 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
     std::string old = read_text(path);
     for (const std::string& line : whole_lines(old)) {
         long step;
+        int validates = 0;
         double loss = NAN;  // of weights that are no numbers it says null
-        if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
+        int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+        if (read < 1 || step > resumed_step) continue;
         m->kept += line + "\n";
-        size_t at = line.find("\"val_loss\": ");
-        if (at == std::string::npos) continue;
-        sscanf(&line[at], "\"val_loss\": %lf", &loss);
-        (*validated)[step] = loss;
+        if (validates) (*validated)[step] = loss;
     }
     m->drops = m->kept.size() < old.size();
 }
@@ -4572,7 +4569,8 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
 }
 
 static std::string sampler_text(const Config& c) {
-    std::string line = SAMPLER_NAMES[c.sampler];
+    static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
+    std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
