@@ -2397,7 +2397,6 @@ static void test_threads() {
         Config config = config_of(
             with(toy_flags(), {{"image_size", "16"}, {"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
         build_model(&t.model, config, config.batch_size, true);
-        upload_schedule(&t.model);
         perturbed_weights(&t.model, 1);
         t.images = random_images(7, 16, 5);
         prepare_steps(&t);
@@ -3537,7 +3536,6 @@ static void test_model(const char* weights, const char* state) {
     backend_upload(m.timesteps, t.data(), B * sizeof(int));
     std::vector<float> x0(c.at("x0").begin(), c.at("x0").end());
     backend_upload(m.images, x0.data(), x0.size() * sizeof(float));
-    upload_schedule(&m);
     if (m.labels) {
         std::vector<int> labels(c.at("y").begin(), c.at("y").end());
         backend_upload(m.labels, labels.data(), B * sizeof(int));
@@ -3841,7 +3839,6 @@ static void test_microbatch(double limit) {
         Model* m = &t.model;
         config.microbatch = microbatch;
         build_model(m, config, microbatch_of(config), true);
-        upload_schedule(m);
         initialise_weights(m, 1);
         std::vector<float> values(m->plan.num_floats);
         backend_download(values.data(), m->master, values.size() * sizeof(float));

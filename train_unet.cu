@@ -2580,6 +2580,11 @@ static void allocate_model(Model* m) {
              human_bytes(memory_of(*m)).c_str());
     backend_zero(m->memory.as<char>(), m->bytes);
     lay_out_model(m, m->memory.as<char>());
+    std::vector<double> abar = make_abar(m->config);
+    std::vector<Timestep> chain = make_chain(abar, m->config.predict);
+    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
+    backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
+    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
 }
 
 static void build_model(Model* m, const Config& config, int batch, bool training) {
@@ -2797,14 +2802,6 @@ struct Trainer {
     double quartile_sums[4] = {0};
     long quartile_counts[4] = {0};
 };
-
-static void upload_schedule(Model* m) {
-    std::vector<double> abar = make_abar(m->config);
-    std::vector<Timestep> chain = make_chain(abar, m->config.predict);
-    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
-    backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
-    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
-}
 
 // Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
 // device's memory where they fit, otherwise in host memory that the device reads.
@@ -4455,7 +4452,6 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     build_model(&t->model, config, microbatch_of(config), true);
-    upload_schedule(&t->model);
     initialise_weights(&t->model, config.seed);
     prepare_steps(t);
 }
@@ -4801,7 +4797,6 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     if (*c.val_file) t->validation = read_images(c.val_file, c);
     lock_folder(t);
     allocate_model(&t->model);
-    upload_schedule(&t->model);
     load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
