@@ -3701,13 +3701,6 @@ static std::string read_text(const std::string& path) {
     return contents;
 }
 
-// Its lines; what follows the last line feed was cut short.
-static std::vector<std::string> whole_lines(const std::string& contents) {
-    std::vector<std::string> lines = split(contents, '\n');
-    lines.pop_back();
-    return lines;
-}
-
 // The names in a folder.
 static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
     std::vector<std::string> names;
@@ -4195,7 +4188,9 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
     std::string old = read_text(path);
-    for (const std::string& line : whole_lines(old)) {
+    std::vector<std::string> lines = split(old, '\n');
+    lines.pop_back();  // what follows the last line feed was cut short
+    for (const std::string& line : lines) {
         long step;
         int validates = 0;
         double loss = NAN;  // of weights that are no numbers it says null
@@ -4350,7 +4345,7 @@ static std::string config_text(const Config& config) {
 // config.txt of a run's folder: its configuration, and in comments what was changed on resuming.
 static void write_config(const Config& config, long step, const std::vector<std::string>& changes) {
     std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
-    for (const std::string& line : whole_lines(read_text(path))) {
+    for (const std::string& line : split(read_text(path), '\n')) {
         long changed;
         if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step)
             contents += line + "\n";
