@@ -2706,9 +2706,8 @@ struct LoadImages {
     size_t items() const { return (size_t)B * source.channels * source.size * source.size; }
     HOST_DEVICE void operator()(size_t i) const {
         int W = source.size, image = source.channels * W * W, chosen = sources[i / image], e = i % image;
-        bool mirrored = chosen < 0;
-        size_t at =
-            (size_t)(mirrored ? -1 - chosen : chosen) * image + (mirrored ? e - e % W + (W - 1 - e % W) : e);
+        if (chosen < 0) chosen = -1 - chosen, e += W - 1 - 2 * (e % W);  // mirrored
+        size_t at = (size_t)chosen * image + e;
         images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
     }
 };
