@@ -3604,9 +3604,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        float real = (float)number;
-        uint32_t whole = (uint32_t)number;
-        memcpy(target + i * sizeof whole, flag.kind == FLOAT ? (void*)&real : &whole, sizeof whole);
+        uint32_t bits = flag.kind == FLOAT ? std::bit_cast<uint32_t>((float)number) : (uint32_t)number;
+        memcpy(target + i * sizeof bits, &bits, sizeof bits);
     }
 }
 
@@ -5097,10 +5096,9 @@ template <int TAPS>
 static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     int B = dout.B, T = dout.H * dout.W, O = dout.C;
-    Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
-    for (int piece = 0; piece < channels.count; piece++) {
-        int o0 = channels.begin(piece), n = channels.end(piece) - o0;
+    for (int o0 = 0; o0 < O; o0 += 16) {
+        int n = std::min(16, O - o0);
         double total[16] = {};
         for (int b = 0; b < B; b++) {
             double image[16] = {};
