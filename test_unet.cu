@@ -2679,16 +2679,16 @@ static std::string use_file(const Victim& v, bool read_data) {
             memcmp(header + flag.field, fields + flag.field, flag.size))
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
-    if (!file.find("weights") || file.step < 0) return "no weights or a negative step";
+    if (!file.sections.contains("weights") || file.step < 0) return "no weights or a negative step";
     for (const SamplerStep& s : make_sampler(file.config))
         if (!std::isfinite(s.from_x + s.from_out + s.to_x0 + s.to_x)) return "a sampler that is no numbers";
     std::string written = config_text(file.config), again = test_folder + "/config_of_file.txt";
     write_whole(again, std::vector<char>(written.begin(), written.end()), written.size());
     if (config_text(given_config(read_config_file(again))) != written) return "a configuration that changes";
     for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"}) {
-        const Section* s = file.find(section);
-        if (!s) continue;
-        if (s->bytes != plan.num_parameters * sizeof(float) || s->offset < HEADER_BYTES)
+        if (!file.sections.contains(section)) continue;
+        auto [offset, bytes] = file.sections.at(section);
+        if (bytes != plan.num_parameters * sizeof(float) || offset < HEADER_BYTES)
             return text("a section %s of a wrong length", section);
         if (!read_data) continue;
         std::vector<float> values(plan.num_floats);
@@ -3138,9 +3138,9 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
     const Victim& v = victims[CHECKPOINT];
     WeightsFile file = open_weights(v.path);
     Sections whole;
-    for (const Section& s : file.sections)  // two sets of parameters are enough
-        if (s.name != "ema_2" && s.name != "adam_m" && s.name != "adam_v")
-            whole.push_back({s.name, std::string(&v.content[s.offset], s.bytes)});
+    for (auto& [name, section] : file.sections)  // two sets of parameters are enough
+        if (name != "ema_2" && name != "adam_m" && name != "adam_v")
+            whole.insert(whole.begin(), {name, std::string(&v.content[section.offset], section.bytes)});
     const char* const names[] = {"weights",
                                  "ema",
                                  "ema_2",

@@ -3886,7 +3886,6 @@ enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 struct Section {
-    std::string name;
     size_t offset, bytes;
 };
 
@@ -3897,11 +3896,7 @@ struct WeightsFile {
     long step = 0;
     float smoothed = 0;
     History history = History();
-    std::vector<Section> sections;
-    const Section* find(const char* name) const {
-        auto at = std::ranges::find(sections, name, &Section::name);
-        return at == sections.end() ? nullptr : &*at;
-    }
+    std::map<std::string, Section> sections;  // by name
 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -3962,8 +3957,8 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
         if (bytes > size - offset) fail("%s is damaged: it ends inside its section %d", path, i + 1);
-        if (file->find(name)) fail("%s is damaged: two sections have the same name", path);
-        file->sections.push_back({name, offset, (size_t)bytes});
+        if (!file->sections.insert({name, {offset, (size_t)bytes}}).second)
+            fail("%s is damaged: two sections have the same name", path);
         offset += bytes;
     }
     if (offset != size)
@@ -3971,11 +3966,11 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
 }
 
 static void read_history(WeightsFile* file, Reader* in) {
-    const Section* s = file->find("state");
-    if (!s) return;
+    if (!file->sections.contains("state")) return;
+    auto [offset, bytes] = file->sections["state"];
     History* h = &file->history;
-    bool sound = s->bytes == sizeof *h;
-    in->seek(s->offset);
+    bool sound = bytes == sizeof *h;
+    in->seek(offset);
     if (sound) in->read(h, sizeof *h);
     sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
     sound &= all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
@@ -3984,10 +3979,11 @@ static void read_history(WeightsFile* file, Reader* in) {
 
 static void read_text_flags(WeightsFile* file, Reader* in) {
     for (const char* name : TEXT_SECTIONS) {
-        const Section* s = file->find(name);
-        if (!s || !s->bytes) continue;
-        std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
-        in->seek(s->offset);
+        if (!file->sections.contains(name)) continue;
+        auto [offset, bytes] = file->sections[name];
+        std::string value(std::min(bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
+        if (value.empty()) continue;
+        in->seek(offset);
         in->read(&value[0], value.size());
         std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
         if (!why.empty())
@@ -4024,9 +4020,9 @@ static WeightsFile open_weights(const std::string& path) {
     if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              header[FIELD_PARAMETERS], file.step, file.smoothed);
-    if (!file.find("weights")) fail("%s holds no weights", name);
+    if (!file.sections.contains("weights")) fail("%s holds no weights", name);
     for (const char* section : ARRAY_SECTIONS)
-        if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
+        if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
     read_history(&file, &in);
     read_text_flags(&file, &in);
@@ -4037,7 +4033,7 @@ static WeightsFile open_weights(const std::string& path) {
 static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
     Reader in(file.path);
     std::vector<float> stored, reordered;
-    in.seek(file.find(section)->offset);
+    in.seek(file.sections.at(section).offset);
     for (const Parameter& t : plan.tensors) {
         stored.resize(t.count), reordered.resize(t.size);
         in.read(stored.data(), t.count * sizeof(float));
@@ -4591,9 +4587,9 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
         if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
-    if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
+    if (config.use_ema == 1 && !file->sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
-    if (!file->find(section))
+    if (!file->sections.contains(section))
         fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section, config.use_ema);
     std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
@@ -4655,7 +4651,7 @@ static void load_guide(Model* guide, const Config& c) {
     }
     *guide = plan_model(g, c.batch_size, false);
     allocate_model(guide);
-    read_parameters(guide->master, file, ARRAY_SECTIONS[file.find("ema") ? 1 : 0], guide->plan);
+    read_parameters(guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")], guide->plan);
     use_weights(guide, guide->master);
 }
 
@@ -4773,7 +4769,7 @@ static void load_start(Trainer* t, const WeightsFile& file) {
         return start_from_master(m);
     }
     for (auto [section, parameters] : arrays_of(*m)) {
-        if (!file.find(section))
+        if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
                  file.path.c_str(), section);
         read_parameters(parameters, file, section, m->plan);
