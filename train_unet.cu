@@ -2429,8 +2429,7 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return rate;
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = (double)(s - c.warmup_steps) / span, last = c.final_lr_fraction;
-    if (done > 1) done = 1;
+           done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
     return rate *
            (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
 }
@@ -5120,8 +5119,7 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
 enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
-    int T = x.first.H * x.first.W, slabs = ceil_div(x.first.C, SLAB),
-        all = slabs + ceil_div(x.second.C, SLAB);
+    int T = x.first.T(), slabs = ceil_div(x.first.C, SLAB), all = slabs + ceil_div(x.second.C, SLAB);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < x.first.B; b++)
         for (int i = 0; i < all; i++) {
