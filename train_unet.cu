@@ -4954,25 +4954,13 @@ static float* thread_floats() {
     return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
 }
 
-// `total` work items cut into even pieces of at most `most`; shapes decide, never the number of threads.
-struct Pieces {
-    int count, size, total;
-    int begin(int i) const { return std::min(i * size, total); }
-    int end(int i) const { return std::min((i + 1) * size, total); }
-};
-static Pieces cut(int total, int most, int multiple = 1) {
-    int count = (total + most - 1) / most;
-    int size = ((total + count - 1) / count + multiple - 1) / multiple * multiple;
-    return {(total + size - 1) / size, size, total};
-}
-
-// work(m0, m1, n0, n1) for every tile of a product, dealt out to the threads.
+// work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads. Shapes
+// decide what a tile is, never the number of threads.
 template <typename Work>
-static void each_tile(Pieces rows, Pieces columns, Work work) {
+static void each_tile(int M, int rows, int N, int columns, Work work) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int i = 0; i < rows.count; i++)
-        for (int j = 0; j < columns.count; j++)
-            work(rows.begin(i), rows.end(i), columns.begin(j), columns.end(j));
+    for (int m = 0; m < M; m += rows)
+        for (int n = 0; n < N; n += columns) work(m, std::min(m + rows, M), n, std::min(n + columns, N));
 }
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
@@ -5309,8 +5297,8 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
 }
 // So many pixels at a time that they fit there.
 template <int TAPS>
-static Pieces bands_of(Tensor x) {
-    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
+static int band_of(Tensor x) {
+    return TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C));
 }
 
 template <int TAPS>
@@ -5319,7 +5307,7 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
     const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
+    each_tile(out.rows(), band_of<TAPS>(x.first), O, 128, [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
         Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
@@ -5346,7 +5334,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     for (const Tensor& target : {dx.first, dx.second}) {
         int C = target.C, first = target.data == dx.first.data ? 0 : dx.first.C;
         if (!C) continue;
-        each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+        each_tile(dout.rows(), band_of<TAPS>(dout), C, 128, [&](int p0, int p1, int c0, int c1) {
             Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
                 matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
@@ -5362,19 +5350,18 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     int M = dout.rows(), O = dout.C, K = TAPS * x.C();
     bias_backward(layer, demb, dout);
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
-    int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+    int rows = TAPS == 1 ? 72 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
     for (const Tensor& source : {x.first, x.second}) {
         int C = source.C, first = source.data == x.first.data ? 0 : x.first.C;
         if (!C) continue;
-        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
-                  [&](int o0, int o1, int j0, int j1) {
-                      for (int p0 = 0; p0 < M; p0 += step) {
-                          int p1 = std::min(p0 + step, M);
-                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                                 transposed(dout.data + (size_t)p0 * O + o0, O),
-                                 pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
-                      }
-                  });
+        each_tile(O, rows, TAPS * C, columns, [&](int o0, int o1, int j0, int j1) {
+            for (int p0 = 0; p0 < M; p0 += step) {
+                int p1 = std::min(p0 + step, M);
+                matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
+                       transposed(dout.data + (size_t)p0 * O + o0, O),
+                       pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
+            }
+        });
     }
 }
 
