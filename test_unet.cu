@@ -1126,7 +1126,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     }
     Config config = default_config();
     config.optimiser.skip_outliers = 6, config.optimiser.grad_clip = (float)sqrt(norm) / 2;
-    Pair<StepState> state(std::vector<StepState>(1 + RESULT_SLOTS, before));
+    Pair<StepState> state(std::vector<StepState>(1, before));
     std::vector<Output> outputs;
     static const std::pair<int, const char*> EXACTLY[] = {{STEP, "step"},       {LR, "lr"},
                                                           {FINITE, "finite"},   {ACCEPTED, "accepted"},
@@ -1144,12 +1144,12 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
         BatchLoss batch_loss = {on(losses), on(t), on(weights), batch, elements / PIXEL, PIXEL, 1000};
         on.run(FinishStep{on(state), batch_loss, on(norms), parameters, config.optimiser});
     });
-    const StepState &after = state.host[0], &result = state.host[1 + before.step % RESULT_SLOTS];
+    const StepState& after = state.host[0];
     bool counts = broken != 1 && broken != 2, skipped = broken == 3 || broken == 4;
     if (after.step != before.step + counts || after.accepted != (counts && !skipped) ||
         after.history.skipped != skipped ||
         after.history.seen != before.history.seen + (counts && !skipped) ||
-        result.accepted != after.accepted || (counts && fabs(after.update.clip - 0.5f) > 1e-3f))
+        (counts && fabs(after.update.clip - 0.5f) > 1e-3f))
         fault("finish step", shape + ": the specification errs");
 }
 
@@ -1601,7 +1601,7 @@ typedef std::vector<std::pair<std::string, std::string>> Flags;
 
 static Config config_of(const Flags& flags) {
     Config config = default_config();
-    for (auto& [name, value] : flags) set_flag(&config, *find_flag(name), value);
+    for (auto& [name, value] : flags) set_flag(&config, flag_named(name), value);
     return config;
 }
 
@@ -2402,7 +2402,6 @@ static void test_threads() {
         Config config = config_of(
             with(toy_flags(), {{"image_size", "16"}, {"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
         build_model(&t.model, config, config.batch_size, true);
-        upload_schedule(&t.model);
         perturbed_weights(&t.model, 1);
         t.images = random_images(7, 16, 5);
         prepare_steps(&t);
@@ -2678,23 +2677,23 @@ static std::string use_file(const Victim& v, bool read_data) {
     Reader(v.path).read(header, sizeof header);
     int32_t fields[HEADER_INTS];
     flags_to_fields(fields, file.config);
-    const Flag *heads = find_flag("num_heads"), *upsample = find_flag("num_heads_upsample");
-    if (!header[heads->field]) header[upsample->field] = 0;  // without the former the latter means nothing
+    const Flag &heads = flag_named("num_heads"), &upsample = flag_named("num_heads_upsample");
+    if (!header[heads.field]) header[upsample.field] = 0;  // without the former the latter means nothing
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
         if (header[0] == UNET_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
             memcmp(header + flag.field, fields + flag.field, flag.size))
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
-    if (!file.find("weights") || file.step < 0) return "no weights or a negative step";
+    if (!file.sections.contains("weights") || file.step < 0) return "no weights or a negative step";
     for (const SamplerStep& s : make_sampler(file.config))
         if (!std::isfinite(s.from_x + s.from_out + s.to_x0 + s.to_x)) return "a sampler that is no numbers";
     std::string written = config_text(file.config), again = test_folder + "/config_of_file.txt";
     write_whole(again, std::vector<char>(written.begin(), written.end()), written.size());
     if (config_text(given_config(read_config_file(again))) != written) return "a configuration that changes";
     for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"}) {
-        const Section* s = file.find(section);
-        if (!s) continue;
-        if (s->bytes != plan.num_parameters * sizeof(float) || s->offset < HEADER_BYTES)
+        if (!file.sections.contains(section)) continue;
+        auto [offset, bytes] = file.sections.at(section);
+        if (bytes != plan.num_parameters * sizeof(float) || offset < HEADER_BYTES)
             return text("a section %s of a wrong length", section);
         if (!read_data) continue;
         std::vector<float> values(plan.num_floats);
@@ -2881,7 +2880,7 @@ static void test_config_files() {
                  {"channel_mult 1,2", "channel_mult", "1,2"}};
     for (auto& form : forms) {
         Config config = given_config({parse_config_line(form.line, "here")});
-        if (flag_text(config, *find_flag(form.flag)) != form.value) bad += form.line;
+        if (flag_text(config, flag_named(form.flag)) != form.value) bad += form.line;
     }
     report(bad.empty(), "lines of a configuration", "%zu ways to write them%s", sizeof forms / sizeof *forms,
            bad.c_str());
@@ -3144,9 +3143,9 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
     const Victim& v = victims[CHECKPOINT];
     WeightsFile file = open_weights(v.path);
     Sections whole;
-    for (const Section& s : file.sections)  // two sets of parameters are enough
-        if (s.name != "ema_2" && s.name != "adam_m" && s.name != "adam_v")
-            whole.push_back({s.name, std::string(&v.content[s.offset], s.bytes)});
+    for (auto& [name, section] : file.sections)  // two sets of parameters are enough
+        if (name != "ema_2" && name != "adam_m" && name != "adam_v")
+            whole.insert(whole.begin(), {name, std::string(&v.content[section.offset], section.bytes)});
     const char* const names[] = {"weights",
                                  "ema",
                                  "ema_2",
@@ -3482,13 +3481,13 @@ static void pointwise_case(const Case& c, Verdict* v) {
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         BatchLoss loss = {losses.data(), t.data(), weights.data(), B, n / PIXEL, PIXEL, T};
         cpu::run(PredictionLoss<float>{loss, 0, B, x.data(), target.data(), dx.data()});
-        std::vector<StepState> state(1 + RESULT_SLOTS);
-        cpu::run(FinishStep{state.data(), loss, no_norm.data(), 1, default_config().optimiser});
-        v->compare("loss", {state[0].loss}, c.at("loss"));
-        const float* sums = state[0].quartile_sums;
+        StepState state = StepState();
+        cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
+        v->compare("loss", {state.loss}, c.at("loss"));
+        const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
-            v->note("samples of a quartile", state[0].quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
@@ -3542,7 +3541,6 @@ static void test_model(const char* weights, const char* state) {
     backend_upload(m.timesteps, t.data(), B * sizeof(int));
     std::vector<float> x0(c.at("x0").begin(), c.at("x0").end());
     backend_upload(m.images, x0.data(), x0.size() * sizeof(float));
-    upload_schedule(&m);
     if (m.labels) {
         std::vector<int> labels(c.at("y").begin(), c.at("y").end());
         backend_upload(m.labels, labels.data(), B * sizeof(int));
@@ -3835,7 +3833,7 @@ static void test_microbatch(double limit) {
                                {"batch_size", "5"},
                                {"min_snr_gamma", "5"},
                                {"lr", "0"}})
-        set_flag(&config, *find_flag(name), value);
+        set_flag(&config, flag_named(name), value);
     double losses = 0, gradients = 0, quartiles = 0;
     std::vector<double> whole_gradient;
     StepState whole = StepState();
@@ -3846,7 +3844,6 @@ static void test_microbatch(double limit) {
         Model* m = &t.model;
         config.microbatch = microbatch;
         build_model(m, config, microbatch_of(config), true);
-        upload_schedule(m);
         initialise_weights(m, 1);
         std::vector<float> values(m->plan.num_floats);
         backend_download(values.data(), m->master, values.size() * sizeof(float));

@@ -1177,8 +1177,8 @@ struct Model : OptimiserMemory {
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    StepState* state;  // (1 + RESULT_SLOTS): of the step under way, then the results of the last steps
-    float* losses;     // (batch_size, loss_parts)
+    StepState* state;          // of the step under way
+    float* losses;             // (batch_size, loss_parts)
     float* variance_losses = nullptr;  // likewise, with --learn_sigma
     float* norm_parts;                 // one a NORM_CHUNK of the parameters
     Timestep* chain;                   // (diffusion_steps)
@@ -1886,14 +1886,6 @@ static std::vector<Timestep> make_chain(const std::vector<double>& abar, int pre
     return chain;
 }
 
-// The `count` timesteps of a shortened chain, rising: guided-diffusion's space_timesteps(T, [count]).
-static std::vector<int> space_timesteps(int T, int count) {
-    std::vector<int> taken;
-    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, position = 0;
-    for (int i = 0; i < count; i++, position += stride) taken.push_back((int)nearbyint(position));
-    return taken;
-}
-
 // ---- noising ----------------------------------------------------------------------------------------------
 
 // An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
@@ -2078,8 +2070,6 @@ struct SamplerStep {
     float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
 };
 
-static const char* const SAMPLER_NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-
 // The part of the chain that pictures go through, of which an --init_image leaves out the beginning: Meng et
 // al., "SDEdit" (2022).
 static float strength_of(const Config& c) {
@@ -2087,10 +2077,13 @@ static float strength_of(const Config& c) {
     return c.strength > 0 ? c.strength : *c.mask ? 1 : 0.5f;
 }
 
-// The timesteps of that part, rising: 0 is always one.
+// The timesteps of that part, rising, 0 among them: guided-diffusion's space_timesteps(T, [count]).
 static std::vector<int> drawn_timesteps(const Config& c) {
-    std::vector<int> timesteps = space_timesteps(c.diffusion_steps, sampler_steps(c));
-    std::erase_if(timesteps, [&](int t) { return t >= strength_of(c) * c.diffusion_steps; });
+    std::vector<int> timesteps;
+    int T = c.diffusion_steps, count = sampler_steps(c);
+    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, t = 0;
+    for (int i = 0; i < count; i++, t += stride)
+        if (nearbyint(t) < strength_of(c) * T) timesteps.push_back((int)nearbyint(t));
     return timesteps;
 }
 
@@ -2366,7 +2359,7 @@ struct StepState {
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
-enum { RESULT_SLOTS = 8 };    // step n's state is kept in slot n mod RESULT_SLOTS until the host has read it
+enum { RESULT_SLOTS = 8 };    // step n's state goes to the host's slot n mod RESULT_SLOTS, until it is read
 
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
@@ -2436,8 +2429,7 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return rate;
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = (double)(s - c.warmup_steps) / span, last = c.final_lr_fraction;
-    if (done > 1) done = 1;
+           done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
     return rate *
            (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
 }
@@ -2512,7 +2504,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(B * pixels * PIXEL, m->input, m->target, m->images);
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
-    place(1 + RESULT_SLOTS, m->state);
+    place(1, m->state);
     place(c.diffusion_steps, m->chain, m->loss_weights);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
@@ -2587,6 +2579,11 @@ static void allocate_model(Model* m) {
              human_bytes(memory_of(*m)).c_str());
     backend_zero(m->memory.as<char>(), m->bytes);
     lay_out_model(m, m->memory.as<char>());
+    std::vector<double> abar = make_abar(m->config);
+    std::vector<Timestep> chain = make_chain(abar, m->config.predict);
+    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
+    backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
+    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
 }
 
 static void build_model(Model* m, const Config& config, int batch, bool training) {
@@ -2708,15 +2705,14 @@ struct LoadImages {
     size_t items() const { return (size_t)B * source.channels * source.size * source.size; }
     HOST_DEVICE void operator()(size_t i) const {
         int W = source.size, image = source.channels * W * W, chosen = sources[i / image], e = i % image;
-        bool mirrored = chosen < 0;
-        size_t at =
-            (size_t)(mirrored ? -1 - chosen : chosen) * image + (mirrored ? e - e % W + (W - 1 - e % W) : e);
+        if (chosen < 0) chosen = -1 - chosen, e += W - 1 - 2 * (e % W);  // mirrored
+        size_t at = (size_t)chosen * image + e;
         images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
     }
 };
 
 // The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
-// they decide; state[1 + step % RESULT_SLOTS] is for the host. One team does it.
+// they decide. One team does it.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -2727,7 +2723,6 @@ struct FinishStep {
     enum { THREADS = 256 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        StepState* result = state + 1 + state->step % RESULT_SLOTS;
         enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
         Sum sums[SUMS] = {};
         int parts = loss_parts(loss.pixels);
@@ -2751,9 +2746,6 @@ struct FinishStep {
                 state->quartile_counts[q] = (int)sums[COUNT + q];
             conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
         }
-        team_wait();
-        for (size_t i = team.thread; i < sizeof *state / sizeof(int); i += team.threads)
-            ((int*)result)[i] = ((const int*)state)[i];
     }
 };
 
@@ -2808,14 +2800,6 @@ struct Trainer {
     double quartile_sums[4] = {0};
     long quartile_counts[4] = {0};
 };
-
-static void upload_schedule(Model* m) {
-    std::vector<double> abar = make_abar(m->config);
-    std::vector<Timestep> chain = make_chain(abar, m->config.predict);
-    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
-    backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
-    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
-}
 
 // Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
 // device's memory where they fit, otherwise in host memory that the device reads.
@@ -2907,7 +2891,7 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_copy(t->results.as<StepState>() + slot, t->model.state + 1 + slot, sizeof(StepState));
+    backend_copy(t->results.as<StepState>() + slot, t->model.state, sizeof(StepState));
     backend_mark(slot);
     t->begun++;
 }
@@ -3515,9 +3499,32 @@ static const Preset PRESETS[] = {
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
 static bool begins_group(const Flag& flag) { return &flag == FLAGS || flag.group != (&flag)[-1].group; }
 
-static const Flag* find_flag(const std::string& name) {
+// Edits (insert, delete, replace) that turn a into b.
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
+    std::iota(edits.begin(), edits.end(), 0);
+    for (char letter : a) {
+        size_t replaced = edits[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
+            replaced = std::exchange(edits[j], best);
+        }
+    }
+    return edits.back();
+}
+
+// The name in a table (FLAGS, PRESETS) that `name` resembles most.
+template <typename Entry, size_t N>
+static const char* nearest(const Entry (&table)[N], const std::string& name) {
+    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
+    return std::ranges::min_element(table, {}, distance)->name;
+}
+
+static const Flag& flag_named(const std::string& name) {
     auto flag = std::ranges::find(FLAGS, name, &Flag::name);
-    return flag == std::end(FLAGS) ? nullptr : flag;
+    if (flag != std::end(FLAGS)) return *flag;
+    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
+               nearest(FLAGS, name.substr(0, 64)));
 }
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
@@ -3596,9 +3603,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        float real = (float)number;
-        uint32_t whole = (uint32_t)number;
-        memcpy(target + i * sizeof whole, flag.kind == FLOAT ? (void*)&real : &whole, sizeof whole);
+        uint32_t bits = flag.kind == FLOAT ? std::bit_cast<uint32_t>((float)number) : (uint32_t)number;
+        memcpy(target + i * sizeof bits, &bits, sizeof bits);
     }
 }
 
@@ -3690,13 +3696,6 @@ static std::string read_text(const std::string& path) {
     std::string contents(in.size, '\0');
     in.read(&contents[0], in.size);
     return contents;
-}
-
-// Its lines; what follows the last line feed was cut short.
-static std::vector<std::string> whole_lines(const std::string& contents) {
-    std::vector<std::string> lines = split(contents, '\n');
-    lines.pop_back();
-    return lines;
 }
 
 // The names in a folder.
@@ -3886,7 +3885,6 @@ enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 struct Section {
-    std::string name;
     size_t offset, bytes;
 };
 
@@ -3897,11 +3895,7 @@ struct WeightsFile {
     long step = 0;
     float smoothed = 0;
     History history = History();
-    std::vector<Section> sections;
-    const Section* find(const char* name) const {
-        auto at = std::ranges::find(sections, name, &Section::name);
-        return at == sections.end() ? nullptr : &*at;
-    }
+    std::map<std::string, Section> sections;  // by name
 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -3950,13 +3944,6 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
     config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
-// The parameters of a file's configuration, which must be one that can work.
-static size_t parameters_of(const WeightsFile& file) {
-    std::string why = failure_of([&] { check_config(file.config); });
-    if (!why.empty()) fail("%s holds a configuration that can't work: %s", file.path.c_str(), why.c_str());
-    return make_plan(file.config, 1, false).num_parameters;
-}
-
 // Where each section lies: they follow the header and each other up to the file's end.
 static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
     const char* path = file->path.c_str();
@@ -3969,8 +3956,8 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
         if (bytes > size - offset) fail("%s is damaged: it ends inside its section %d", path, i + 1);
-        if (file->find(name)) fail("%s is damaged: two sections have the same name", path);
-        file->sections.push_back({name, offset, (size_t)bytes});
+        if (!file->sections.insert({name, {offset, (size_t)bytes}}).second)
+            fail("%s is damaged: two sections have the same name", path);
         offset += bytes;
     }
     if (offset != size)
@@ -3978,11 +3965,11 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
 }
 
 static void read_history(WeightsFile* file, Reader* in) {
-    const Section* s = file->find("state");
-    if (!s) return;
+    if (!file->sections.contains("state")) return;
+    auto [offset, bytes] = file->sections["state"];
     History* h = &file->history;
-    bool sound = s->bytes == sizeof *h;
-    in->seek(s->offset);
+    bool sound = bytes == sizeof *h;
+    in->seek(offset);
     if (sound) in->read(h, sizeof *h);
     sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
     sound &= all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
@@ -3991,12 +3978,13 @@ static void read_history(WeightsFile* file, Reader* in) {
 
 static void read_text_flags(WeightsFile* file, Reader* in) {
     for (const char* name : TEXT_SECTIONS) {
-        const Section* s = file->find(name);
-        if (!s || !s->bytes) continue;
-        std::string value(std::min(s->bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
-        in->seek(s->offset);
+        if (!file->sections.contains(name)) continue;
+        auto [offset, bytes] = file->sections[name];
+        std::string value(std::min(bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
+        if (value.empty()) continue;
+        in->seek(offset);
         in->read(&value[0], value.size());
-        std::string why = failure_of([&] { set_flag(&file->config, *find_flag(name), value); });
+        std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
     }
@@ -4025,13 +4013,15 @@ static WeightsFile open_weights(const std::string& path) {
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
-    size_t parameters = parameters_of(file);
+    std::string why = failure_of([&] { check_config(file.config); });
+    if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
+    size_t parameters = make_plan(file.config, 1, false).num_parameters;
     if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              header[FIELD_PARAMETERS], file.step, file.smoothed);
-    if (!file.find("weights")) fail("%s holds no weights", name);
+    if (!file.sections.contains("weights")) fail("%s holds no weights", name);
     for (const char* section : ARRAY_SECTIONS)
-        if (file.find(section) && file.find(section)->bytes != parameters * sizeof(float))
+        if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
     read_history(&file, &in);
     read_text_flags(&file, &in);
@@ -4042,7 +4032,7 @@ static WeightsFile open_weights(const std::string& path) {
 static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
     Reader in(file.path);
     std::vector<float> stored, reordered;
-    in.seek(file.find(section)->offset);
+    in.seek(file.sections.at(section).offset);
     for (const Parameter& t : plan.tensors) {
         stored.resize(t.count), reordered.resize(t.size);
         in.read(stored.data(), t.count * sizeof(float));
@@ -4085,13 +4075,13 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     for (auto [section, _] : arrays_of(m)) declare(section, m.plan.num_parameters * sizeof(float));
     if (m.adam_m) declare("state", sizeof history);
     for (const char* name : TEXT_SECTIONS)
-        if (size_t length = flag_text(c, *find_flag(name)).size()) declare(name, length);
+        if (size_t length = flag_text(c, flag_named(name)).size()) declare(name, length);
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);
     for (auto [_, parameters] : arrays_of(m)) write_parameters(&out, parameters, m.plan);
     if (m.adam_m) out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, *find_flag(name)));
+    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, flag_named(name)));
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4191,15 +4181,16 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
     std::string old = read_text(path);
-    for (const std::string& line : whole_lines(old)) {
+    std::vector<std::string> lines = split(old, '\n');
+    lines.pop_back();  // what follows the last line feed was cut short
+    for (const std::string& line : lines) {
         long step;
+        int validates = 0;
         double loss = NAN;  // of weights that are no numbers it says null
-        if (sscanf(line.c_str(), "{\"step\": %ld", &step) != 1 || step > resumed_step) continue;
+        int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+        if (read < 1 || step > resumed_step) continue;
         m->kept += line + "\n";
-        size_t at = line.find("\"val_loss\": ");
-        if (at == std::string::npos) continue;
-        sscanf(&line[at], "\"val_loss\": %lf", &loss);
-        (*validated)[step] = loss;
+        if (validates) (*validated)[step] = loss;
     }
     m->drops = m->kept.size() < old.size();
 }
@@ -4240,27 +4231,6 @@ inline Metrics::~Metrics() {
 // ===========================================================================================================
 
 // ---- flags as they are typed ------------------------------------------------------------------------------
-
-// Edits (insert, delete, replace) that turn a into b.
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
-    std::iota(edits.begin(), edits.end(), 0);
-    for (char letter : a) {
-        size_t replaced = edits[0]++;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
-            replaced = std::exchange(edits[j], best);
-        }
-    }
-    return edits.back();
-}
-
-// The name in a table (FLAGS, PRESETS) that `name` resembles most.
-template <typename Entry, size_t N>
-static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
-    return std::ranges::min_element(table, {}, distance)->name;
-}
 
 static void print_help() {
     printf(
@@ -4305,7 +4275,7 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
                    nearest(PRESETS, name.substr(0, 64)));
     std::vector<std::string> words = split(preset->flags, ' ');
     for (size_t i = 0; i + 1 < words.size(); i += 2)
-        given.push_back({find_flag(words[i].substr(2)), words[i + 1], "--preset " + name});
+        given.push_back({&flag_named(words[i].substr(2)), words[i + 1], "--preset " + name});
     return given;
 }
 
@@ -4317,12 +4287,6 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
 // What a configuration file holds: everything but what is to be done this time.
 static bool is_setting(const Flag& flag) { return flag.group != OTHER && !is_named(flag, "resume"); }
 
-static const Flag& known_flag(const std::string& name) {
-    if (const Flag* flag = find_flag(name)) return *flag;
-    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-               nearest(FLAGS, name.substr(0, 64)));
-}
-
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
@@ -4330,7 +4294,7 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     if (value.starts_with('=')) value = trimmed(value.substr(1));
     if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
         value = value.substr(1, value.size() - 2);
-    const Flag& flag = known_flag(name);
+    const Flag& flag = flag_named(name);
     if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
 }
@@ -4374,7 +4338,7 @@ static std::string config_text(const Config& config) {
 // config.txt of a run's folder: its configuration, and in comments what was changed on resuming.
 static void write_config(const Config& config, long step, const std::vector<std::string>& changes) {
     std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
-    for (const std::string& line : whole_lines(read_text(path))) {
+    for (const std::string& line : split(read_text(path), '\n')) {
         long changed;
         if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step)
             contents += line + "\n";
@@ -4394,7 +4358,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const Flag& flag = known_flag(name);
+        const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume",
              next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
@@ -4476,7 +4440,6 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     build_model(&t->model, config, microbatch_of(config), true);
-    upload_schedule(&t->model);
     initialise_weights(&t->model, config.seed);
     prepare_steps(t);
 }
@@ -4590,7 +4553,8 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
 }
 
 static std::string sampler_text(const Config& c) {
-    std::string line = SAMPLER_NAMES[c.sampler];
+    static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
+    std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
@@ -4619,12 +4583,12 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                             {"jump_length", "mask"},
                                             {"jump_n_sample", "mask"}};
     for (auto [name, needed] : NEEDED)
-        if (is_asked(was_given(given, name)) && flag_text(config, *find_flag(needed)).empty())
+        if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
-    if (config.use_ema == 1 && !file->find("ema")) config.use_ema = 0;
+    if (config.use_ema == 1 && !file->sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
-    if (!file->find(section))
+    if (!file->sections.contains(section))
         fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section, config.use_ema);
     std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
@@ -4677,7 +4641,7 @@ static void load_guide(Model* guide, const Config& c) {
     const Config& g = file.config;
     for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
                              "zero_terminal_snr", "num_classes"}) {
-        const Flag& flag = *find_flag(name);
+        const Flag& flag = flag_named(name);
         bool classes = is_named(flag, "num_classes");
         if (classes ? g.class_cond && g.num_classes != (c.class_cond ? c.num_classes : 0)
                     : flag_text(g, flag) != flag_text(c, flag))
@@ -4686,7 +4650,7 @@ static void load_guide(Model* guide, const Config& c) {
     }
     *guide = plan_model(g, c.batch_size, false);
     allocate_model(guide);
-    read_parameters(guide->master, file, ARRAY_SECTIONS[file.find("ema") ? 1 : 0], guide->plan);
+    read_parameters(guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")], guide->plan);
     use_weights(guide, guide->master);
 }
 
@@ -4804,7 +4768,7 @@ static void load_start(Trainer* t, const WeightsFile& file) {
         return start_from_master(m);
     }
     for (auto [section, parameters] : arrays_of(*m)) {
-        if (!file.find(section))
+        if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
                  file.path.c_str(), section);
         read_parameters(parameters, file, section, m->plan);
@@ -4821,7 +4785,6 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     if (*c.val_file) t->validation = read_images(c.val_file, c);
     lock_folder(t);
     allocate_model(&t->model);
-    upload_schedule(&t->model);
     load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
@@ -4862,7 +4825,7 @@ static int run_training(const std::vector<GivenFlag>& given) {
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
         printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
-               flag_text(config, *find_flag("lr_schedule")).c_str());
+               flag_text(config, flag_named("lr_schedule")).c_str());
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model, config.num_samples, "lower --num_samples");
@@ -4991,25 +4954,13 @@ static float* thread_floats() {
     return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
 }
 
-// `total` work items cut into even pieces of at most `most`; shapes decide, never the number of threads.
-struct Pieces {
-    int count, size, total;
-    int begin(int i) const { return std::min(i * size, total); }
-    int end(int i) const { return std::min((i + 1) * size, total); }
-};
-static Pieces cut(int total, int most, int multiple = 1) {
-    int count = (total + most - 1) / most;
-    int size = ((total + count - 1) / count + multiple - 1) / multiple * multiple;
-    return {(total + size - 1) / size, size, total};
-}
-
-// work(m0, m1, n0, n1) for every tile of a product, dealt out to the threads.
+// work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads. Shapes
+// decide what a tile is, never the number of threads.
 template <typename Work>
-static void each_tile(Pieces rows, Pieces columns, Work work) {
+static void each_tile(int M, int rows, int N, int columns, Work work) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int i = 0; i < rows.count; i++)
-        for (int j = 0; j < columns.count; j++)
-            work(rows.begin(i), rows.end(i), columns.begin(j), columns.end(j));
+    for (int m = 0; m < M; m += rows)
+        for (int n = 0; n < N; n += columns) work(m, std::min(m + rows, M), n, std::min(n + columns, N));
 }
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
@@ -5128,10 +5079,9 @@ template <int TAPS>
 static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     int B = dout.B, T = dout.H * dout.W, O = dout.C;
-    Pieces channels = cut(O, 16);
 #pragma omp parallel for schedule(dynamic)
-    for (int piece = 0; piece < channels.count; piece++) {
-        int o0 = channels.begin(piece), n = channels.end(piece) - o0;
+    for (int o0 = 0; o0 < O; o0 += 16) {
+        int n = std::min(16, O - o0);
         double total[16] = {};
         for (int b = 0; b < B; b++) {
             double image[16] = {};
@@ -5157,8 +5107,7 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
 enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
-    int T = x.first.H * x.first.W, slabs = ceil_div(x.first.C, SLAB),
-        all = slabs + ceil_div(x.second.C, SLAB);
+    int T = x.first.T(), slabs = ceil_div(x.first.C, SLAB), all = slabs + ceil_div(x.second.C, SLAB);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < x.first.B; b++)
         for (int i = 0; i < all; i++) {
@@ -5348,8 +5297,8 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
 }
 // So many pixels at a time that they fit there.
 template <int TAPS>
-static Pieces bands_of(Tensor x) {
-    return cut(x.rows(), TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C)));
+static int band_of(Tensor x) {
+    return TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C));
 }
 
 template <int TAPS>
@@ -5358,7 +5307,7 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
     const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(bands_of<TAPS>(x.first), cut(O, 128, TILE_COLUMNS), [&](int p0, int p1, int o0, int o1) {
+    each_tile(out.rows(), band_of<TAPS>(x.first), O, 128, [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
         Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
@@ -5385,7 +5334,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     for (const Tensor& target : {dx.first, dx.second}) {
         int C = target.C, first = target.data == dx.first.data ? 0 : dx.first.C;
         if (!C) continue;
-        each_tile(bands_of<TAPS>(dout), cut(C, 128, TILE_COLUMNS), [&](int p0, int p1, int c0, int c1) {
+        each_tile(dout.rows(), band_of<TAPS>(dout), C, 128, [&](int p0, int p1, int c0, int c1) {
             Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
                 matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
@@ -5401,19 +5350,18 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     int M = dout.rows(), O = dout.C, K = TAPS * x.C();
     bias_backward(layer, demb, dout);
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
-    int rows = TAPS == 1 ? 120 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
+    int rows = TAPS == 1 ? 72 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
     for (const Tensor& source : {x.first, x.second}) {
         int C = source.C, first = source.data == x.first.data ? 0 : x.first.C;
         if (!C) continue;
-        each_tile(cut(O, rows, TILE_ROWS), cut(TAPS * C, columns, TILE_COLUMNS),
-                  [&](int o0, int o1, int j0, int j1) {
-                      for (int p0 = 0; p0 < M; p0 += step) {
-                          int p1 = std::min(p0 + step, M);
-                          matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                                 transposed(dout.data + (size_t)p0 * O + o0, O),
-                                 pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
-                      }
-                  });
+        each_tile(O, rows, TAPS * C, columns, [&](int o0, int o1, int j0, int j1) {
+            for (int p0 = 0; p0 < M; p0 += step) {
+                int p1 = std::min(p0 + step, M);
+                matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
+                       transposed(dout.data + (size_t)p0 * O + o0, O),
+                       pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
+            }
+        });
     }
 }
 
