@@ -218,7 +218,7 @@ static void append(std::vector<double>* numbers, const Beginning& p) {
                     {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const Timestep& t) {
-    numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error});
+    numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
 }
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
@@ -909,11 +909,12 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * H * W * PIXEL;
     int channels = 1 + predict % 4;
-    Floats images((size_t)B * channels * H * W, 0.5f), weights(1000), target(n), x(n),
+    Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n),
         losses((size_t)B * loss_parts(H * W));
     std::vector<Timestep> timesteps;
     for (int i = 0; i < 1000; i++)
-        timesteps.push_back({0.3f + 0.001f * i, 0.9f - 0.0007f * i, -3 - 0.005f * i, 0.3f, 0.1f});
+        timesteps.push_back(
+            {0.3f + 0.001f * i, 0.9f - 0.0007f * i, -3 - 0.005f * i, 0.3f, 0.1f, 0.5f + 0.001f * i});
     Pair<Timestep> chain(timesteps);
     Layer x_t(n), input(2 * n), out(2 * n), dout(n);
     Pair<int> t(some_timesteps(B));
@@ -974,7 +975,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
         check("mean squared error", shape, outputs, [&](auto on) {
-            BatchLoss batch = {on(losses), on(t), on(weights, training), B, H * W, channels, 1000};
+            BatchLoss batch = {on(losses), on(t), on(chain, training), B, H * W, channels, 1000};
             on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target),
                                                             on(dout, training)});
         });
@@ -990,9 +991,9 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
            {&bounds, WRITTEN, "bounds", 10 * FLOAT_LIMIT},
            {&dout, WRITTEN, "dout", LIMIT}},
           [&](auto on) {
-              BatchLoss batch = {on(losses), on(mixed), on(weights), B, H * W, channels, 1000, on(bounds)};
+              BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000, on(bounds)};
               on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
-                                                              on(images), on(chain)});
+                                                              on(images)});
           });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         Dropping by = {0.3f, 99, 77, 5, &on(state)->step};
@@ -1104,7 +1105,10 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     std::string shape =
         text("%d of %d elements, %zu parameters%s", batch, elements, parameters, WHAT[broken]);
     Pair<int> t(some_timesteps(batch));
-    Floats weights(1000, 0.2f, 1), losses((size_t)batch * loss_parts(elements / PIXEL), 500, 4000),
+    std::vector<Timestep> timesteps(1000);
+    for (int i = 0; i < 1000; i++) timesteps[i].weight = 0.8f + 0.0004f * i;
+    Pair<Timestep> chain(timesteps);
+    Floats losses((size_t)batch * loss_parts(elements / PIXEL), 500, 4000),
         norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
     if (broken == 1) losses.host.back() = NAN;
     if (broken == 2) norms.host[0] = INFINITY;
@@ -1114,7 +1118,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     before.history.seen = broken == 5 ? WINDOW_LEAST - 1 : 1000;
     double loss = 0, norm = 0;
     for (size_t i = 0; i < losses.host.size(); i++)
-        loss += (double)weights.host[t.host[i / loss_parts(elements / PIXEL)]] * losses.host[i] / batch /
+        loss += (double)timesteps[t.host[i / loss_parts(elements / PIXEL)]].weight * losses.host[i] / batch /
                 elements;
     for (float part : norms.host) norm += part;
     if (broken == 1) loss = 1;
@@ -1141,7 +1145,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     if (broken != 2) outputs.push_back({&state, KEPT, "clip", FLOAT_LIMIT, CLIP, FIELDS});
     outputs.push_back({&state, KEPT, "window", FLOAT_LIMIT, HISTORY + 1000 % WINDOW, FIELDS});
     check("finish step", shape, outputs, [&](auto on) {
-        BatchLoss batch_loss = {on(losses), on(t), on(weights), batch, elements / PIXEL, PIXEL, 1000};
+        BatchLoss batch_loss = {on(losses), on(t), on(chain), batch, elements / PIXEL, PIXEL, 1000};
         on.run(FinishStep{on(state), batch_loss, on(norms), parameters, config.optimiser});
     });
     const StepState& after = state.host[0];
@@ -1656,7 +1660,7 @@ static void random_batch(Model* m, int B, uint32_t seed) {
 
 static double forward_loss(Model* m, int B) {
     BatchLoss batch = batch_loss(m, B);
-    batch.weights = nullptr;
+    batch.chain = nullptr;
     unet_forward(m, B);
     if (!m->plan.training) {
         run(PredictionLoss<floatX>{batch, 0, B, unet_output(m), m->target});
@@ -3477,9 +3481,11 @@ static void pointwise_case(const Case& c, Verdict* v) {
     } else {  // mse; args: B, elements of a sample, timesteps
         int B = c.arg(0), n = c.arg(1), T = c.arg(2);
         std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n / PIXEL)),
-                           weights = c.floats("weights"), no_norm = {0};
+                           no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
-        BatchLoss loss = {losses.data(), t.data(), weights.data(), B, n / PIXEL, PIXEL, T};
+        std::vector<Timestep> chain;
+        for (float weight : c.floats("weights")) chain.push_back({0, 0, 0, 0, 0, weight});
+        BatchLoss loss = {losses.data(), t.data(), chain.data(), B, n / PIXEL, PIXEL, T};
         cpu::run(PredictionLoss<float>{loss, 0, B, x.data(), target.data(), dx.data()});
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
@@ -3622,8 +3628,9 @@ static void twin_case(const Case& c, Verdict* v) {
     } else if (c.is("weights")) {  // args: T, schedule, predict; reals: gamma
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
-        std::vector<float> weights = make_loss_weights(make_abar(config), c.arg(2), c.at("reals")[0]);
-        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(weights.at(t) / values[t] - 1));
+        config.predict = c.arg(2), config.min_snr_gamma = (float)c.at("reals")[0];
+        std::vector<Timestep> chain = make_chain(config);
+        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(chain.at(t).weight / values[t] - 1));
     } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1), config.predict = c.arg(2);

@@ -1185,7 +1185,6 @@ struct Model : OptimiserMemory {
     Beginning* begins;                 // (B): of the pictures being drawn
     float* limits;                     // (B): theirs, for dynamic thresholding
     float* known = nullptr;            // (C + 1, H, W): the --init_image, and the --mask or zeros
-    float* loss_weights;               // (diffusion_steps): what the loss of a timestep counts for
     Memory memory;
     size_t bytes;
 };
@@ -1853,35 +1852,28 @@ static std::vector<double> make_abar(const Config& c) {
     return abar;
 }
 
-// What the loss of each timestep counts for. Hang et al., "Efficient Diffusion Training via Min-SNR Weighting
-// Strategy" (2023): the error in x0 counts min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps
-// is SNR times that in x0, in v SNR + 1 times, and counts so much less. gamma = 0: all alike.
-static std::vector<float> make_loss_weights(const std::vector<double>& abar, int predict, double gamma) {
-    std::vector<float> weights;
-    for (double a : abar) {
-        double snr = a / (1 - a), times = predict == PREDICT_EPS ? snr : predict == PREDICT_V ? snr + 1 : 1;
-        weights.push_back(gamma > 0 ? (float)(std::min(snr, gamma) / times) : 1.0f);
-    }
-    return weights;
-}
-
 // What is known of a timestep: sqrt(abar), sqrt(1 - abar); for --learn_sigma the logarithm of the variance of
 // the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how
-// much larger that of beta_t is; and the mean's error where the prediction's is 1.
+// much larger that of beta_t is; and the mean's error where the prediction's is 1. And what its loss counts
+// for. Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023): the error in x0
+// counts min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps is SNR times that in x0, in v
+// SNR + 1 times, and counts so much less. gamma = 0: all alike.
 struct Timestep {
-    float signal, noise, log_least, log_range, mean_error;
+    float signal, noise, log_least, log_range, mean_error, weight;
 };
-static std::vector<Timestep> make_chain(const std::vector<double>& abar, int predict) {
+static std::vector<Timestep> make_chain(const Config& c) {
+    std::vector<double> abar = make_abar(c);
     std::vector<Timestep> chain;
-    for (size_t t = 0; t < abar.size(); t++) {
-        double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before;
-        size_t u = std::max(t, (size_t)1);
+    for (int t = 0; t < c.diffusion_steps; t++) {
+        double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before, snr = a / (1 - a);
+        int u = std::max(t, 1);
         double least = (1 - abar[u] / abar[u - 1]) * (1 - abar[u - 1]) / (1 - abar[u]);
-        double x0_error = predict == PREDICT_EPS ? -sqrt((1 - a) / a)
-                          : predict == PREDICT_V ? -sqrt(1 - a)
-                                                 : 1;
+        bool eps = c.predict == PREDICT_EPS, v = c.predict == PREDICT_V;
+        double x0_error = eps ? -sqrt((1 - a) / a) : v ? -sqrt(1 - a) : 1;
+        double gamma = c.min_snr_gamma, times = eps ? snr : v ? snr + 1 : 1;
+        double weight = gamma > 0 ? std::min(snr, gamma) / times : 1;
         chain.push_back({(float)sqrt(a), (float)sqrt(1 - a), (float)log(least), (float)log(beta / least),
-                         (float)(beta * sqrt(before) / (1 - a) * x0_error)});
+                         (float)(beta * sqrt(before) / (1 - a) * x0_error), (float)weight});
     }
     return chain;
 }
@@ -1963,7 +1955,7 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 struct BatchLoss {
     float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
     const int* timesteps = nullptr;  // (B)
-    const float* weights = nullptr;  // (diffusion_steps): w_b = weights[t_b]; null: 1
+    const Timestep* chain = nullptr;  // (diffusion_steps): w_b = chain[t_b].weight; null: 1
     int B, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
@@ -2009,8 +2001,7 @@ struct PredictionLoss {
     const T* out;                     // (B, H, W, PIXEL)
     const float* target;              // likewise
     T* dout = nullptr;                // likewise: the loss's gradient; null: not wanted
-    const float* images = nullptr;    // (B, C, H, W)
-    const Timestep* chain = nullptr;  // (diffusion_steps); null: no term of the bound
+    const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
     enum { THREADS = 1024 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
@@ -2019,7 +2010,7 @@ struct PredictionLoss {
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
         float scale = (float)(2.0 / batch.elements());
-        if (batch.weights) scale *= batch.weights[t];
+        if (batch.chain) scale *= batch.chain[t].weight;
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -2028,8 +2019,8 @@ struct PredictionLoss {
             float difference = c < C ? (float)out[at] - target[at] : 0;
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
-            if (chain && c >= C && c < 2 * C) {
-                const Timestep of_t = chain[t];
+            if (images && c >= C && c < 2 * C) {
+                const Timestep of_t = batch.chain[t];
                 float above = 0.5f * ((float)out[at] + 1) * of_t.log_range;
                 float error = of_t.mean_error * ((float)out[at - C] - target[at - C]),
                       log_variance = of_t.log_least + above;
@@ -2043,7 +2034,7 @@ struct PredictionLoss {
         }
         squares = team_sum(squares);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
-        if (!chain) return;
+        if (!images) return;
         team_wait();
         bound = team_sum(bound);
         if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
@@ -2505,7 +2496,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
     place(1, m->state);
-    place(c.diffusion_steps, m->chain, m->loss_weights);
+    place(c.diffusion_steps, m->chain);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(B, m->begins, m->limits);
@@ -2579,11 +2570,8 @@ static void allocate_model(Model* m) {
              human_bytes(memory_of(*m)).c_str());
     backend_zero(m->memory.as<char>(), m->bytes);
     lay_out_model(m, m->memory.as<char>());
-    std::vector<double> abar = make_abar(m->config);
-    std::vector<Timestep> chain = make_chain(abar, m->config.predict);
-    std::vector<float> weights = make_loss_weights(abar, m->config.predict, m->config.min_snr_gamma);
+    std::vector<Timestep> chain = make_chain(m->config);
     backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
-    backend_upload(m->loss_weights, weights.data(), weights.size() * sizeof(float));
 }
 
 static void build_model(Model* m, const Config& config, int batch, bool training) {
@@ -2643,7 +2631,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
 // The model's images as a batch of B samples, of which each counts for what its timestep does.
 static BatchLoss batch_loss(const Model* m, int B) {
     const Config& c = m->config;
-    return {m->losses,     m->timesteps,      m->loss_weights,   B, c.image_size * c.image_size,
+    return {m->losses,     m->timesteps,      m->chain,          B, c.image_size * c.image_size,
             c.in_channels, c.diffusion_steps, m->variance_losses};
 }
 // Mean of the squared error of the first B samples against their targets, without weights.
@@ -2728,7 +2716,7 @@ struct FinishStep {
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.weights[t] * loss.parts[i];
+            sums[WEIGHTED] += loss.chain[t].weight * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
@@ -2849,8 +2837,8 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
 // The losses of the B samples under way, from `first` on, and the gradient of the network's output.
 static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
     floatX *out = unet_output(m), *dout = output_gradient_of(m, m->plan.blocks.back(), 1).data;
-    const Timestep* chain = m->config.learn_sigma ? m->chain : nullptr;
-    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, m->images, chain});
+    const float* images = m->config.learn_sigma ? m->images : nullptr;
+    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, images});
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
@@ -7279,15 +7267,6 @@ __device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, P
         "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(from)
         : "memory");
 }
-// A thread's registers from here on, of those that its block was given; whole warpgroups change theirs.
-template <int MORE, int REGISTERS>
-__device__ inline void set_registers() {
-    if (MORE)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-    else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -7700,7 +7679,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     __syncthreads();
 
     if (threadIdx.x >= Tile::READERS) {
-        if (Tile::PARTS > 1) set_registers<false, 40>();
+        if (Tile::PARTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
@@ -7708,7 +7687,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         return;
     }
 
-    if (Tile::PARTS > 1) set_registers<true, 232>();
+    if (Tile::PARTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;

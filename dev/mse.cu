@@ -1,5 +1,5 @@
 // Mean squared error of B samples of n elements and its gradient: dx = 2 w_b (x - target) / (B n), where w_b
-// = weights[t_b] is what the sample's timestep counts for, and of each sample's sum of squares the
+// = chain[t_b].weight is what the sample's timestep counts for, and of each sample's sum of squares the
 // parts, 4096 elements each, whose weighted sum over B n is the loss.
 //
 //   make mse && ./mse        every version: against PyTorch, then timed
@@ -21,8 +21,8 @@
 template <typename Real>
 static PredictionLoss<Real> mse_of(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
-    BatchLoss batch = {
-        p.out<float>("losses"), p.in<int>("t"), p.in<float>("weights"), B, n / PIXEL, PIXEL, 1000};
+    BatchLoss batch = {p.out<float>("losses"), p.in<int>("t"), (const Timestep*)p.in<float>("chain"),
+                       B, n / PIXEL, PIXEL, 1000};
     return {batch, 0, B, p.in<Real>("x"), p.in<float>("target"), p.out<Real>("dx")};
 }
 static void mse_step0(Problem& p) { cpu::run(mse_of<float>(p)); }
@@ -38,16 +38,16 @@ __global__ void mse_losses_kernel1(float* losses, const float* x, const float* t
 }
 template <typename T>
 __global__ void mse_gradient_kernel1(T* dx, const T* x, const float* target, const int* t,
-                                     const float* weights, size_t count, int n) {
+                                     const Timestep* chain, size_t count, int n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) dx[i] = (T)(2.0f / (float)count * weights[t[i / n]] * ((float)x[i] - target[i]));
+    if (i < count) dx[i] = (T)(2.0f / (float)count * chain[t[i / n]].weight * ((float)x[i] - target[i]));
 }
 template <typename T>
 static void mse_gradient1(Problem& p) {
     int n = p.dim("n");
     size_t count = (size_t)p.dim("B") * n;
     launch(mse_gradient_kernel1<T>, ceil_div(count, 256), 256, 0, p.out<T>("dx"), p.in<T>("x"),
-           p.in<float>("target"), p.in<int>("t"), p.in<float>("weights"), count, n);
+           p.in<float>("target"), p.in<int>("t"), (const Timestep*)p.in<float>("chain"), count, n);
 }
 static void mse_step1(Problem& p) {
     int n = p.dim("n"), parts = loss_parts(n / PIXEL);
