@@ -1660,7 +1660,6 @@ static void random_batch(Model* m, int B, uint32_t seed) {
 
 static double forward_loss(Model* m, int B) {
     BatchLoss batch = batch_loss(m, B);
-    batch.chain = nullptr;
     unet_forward(m, B);
     if (!m->plan.training) {
         run(PredictionLoss<floatX>{batch, 0, B, unet_output(m), m->target});

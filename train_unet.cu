@@ -7755,12 +7755,8 @@ static void launch_hopper_tile(const Gemm& g) {
         splits *= 2;
     h.share = ceil_div(g.chunks(), splits);
     splits = ceil_div(g.chunks(), h.share);  // none without a chunk
-    // Blocks take one tile after another where that keeps all of them busy: a tile's loads then hide behind
-    // the outputs before. Elsewhere a block a tile: the last ones go where a multiprocessor is free first.
-    int slots = std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns),
-        rounds = ceil_div(h.tiles, slots);
-    bool turns = TAPS == 1 || Tile::PARTS > 1 || h.tiles >= 0.8f * rounds * slots;
-    int blocks = turns ? std::min(h.tiles, slots) : h.tiles;
+    // Blocks take one tile after another: a tile's loads hide behind the outputs before.
+    int blocks = std::min(h.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
     assert(splits == 1 || blocks == h.tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
@@ -7780,12 +7776,7 @@ static bool launch_hopper(const Gemm& asked) {
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
     if constexpr (TAPS == 1) {
-        // many tiles: more of them on a multiprocessor; few: more loads under way in each
-        bool many = ceil_div(g.M(), 128) * ceil_div(g.N(), 64) > 2 * gpu_multiprocessors;
-        if (TRANSPOSED && many)
-            launch_hopper_tile<HopperTile<1, true, ONE_PART, 3, 3>>(g);
-        else
-            launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4, 2>>(g);
+        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4, 2>>(g);
     } else if (small) {
         launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7, 2>>(g);
     } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) < 3 * gpu_multiprocessors) {

@@ -140,7 +140,7 @@ static Kind kind_of(const AddNoise<T>& l) {
 template <typename T>
 static Kind kind_of(const PredictionLoss<T>& l) {
     double bytes = (sizeof(float) + (l.dout ? 2.0 : 1.0) * sizeof(T)) * PIXEL;  // of a pixel
-    if (l.chain) bytes += sizeof(float) * l.batch.channels;
+    if (l.images) bytes += sizeof(float) * l.batch.channels;
     return {"loss", bytes * l.B * l.batch.pixels};
 }
 template <typename T>
