@@ -1215,6 +1215,11 @@ static void check_tiny() {
         test_normed_product({.B = 2, .H = 9, .W = 7, .C = 32, .C2 = 64, .O = 96}, taps);
         test_normed_product({.B = 2, .H = 16, .W = 8, .C = 128, .modulated = true}, taps);
     }
+    // Hopper's tiles of two parts, of which there are enough with many channels
+    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .O = 1024}, 9);
+    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .C2 = 64, .O = 1024}, 9);
+    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 1024, .O = 64}, 9);
+    test_normed_product({.B = 13, .H = 16, .W = 16, .C = 1024, .O = 64}, 9);
     test_norm({.B = 1, .T = 4096, .C = 64, .residual = true});
     test_attention(1, 49, 2, 16), test_attention(3, 130, 1, 48), test_attention(1, 64, 2, 64);
     test_attention(1, 49, 1, 128), test_attention(1, 49, 1, 256);

@@ -7459,7 +7459,7 @@ struct HopperGemmBlock {
                 if (patches) load_patch(at, chunk, patch.slot, patch.parity), patch.next();
                 const int channel =
                     g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
-                const bool wanted = weights && chunk < last && (!keeps || tile == blockIdx.z);
+                const bool wanted = weights && chunk < last && (!keeps || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
