@@ -1215,11 +1215,6 @@ static void check_tiny() {
         test_normed_product({.B = 2, .H = 9, .W = 7, .C = 32, .C2 = 64, .O = 96}, taps);
         test_normed_product({.B = 2, .H = 16, .W = 8, .C = 128, .modulated = true}, taps);
     }
-    // Hopper's tiles of two parts, of which there are enough with many channels
-    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .O = 1024}, 9);
-    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .C2 = 64, .O = 1024}, 9);
-    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 1024, .O = 64}, 9);
-    test_normed_product({.B = 13, .H = 16, .W = 16, .C = 1024, .O = 64}, 9);
     test_norm({.B = 1, .T = 4096, .C = 64, .residual = true});
     test_attention(1, 49, 2, 16), test_attention(3, 130, 1, 48), test_attention(1, 64, 2, 64);
     test_attention(1, 49, 1, 128), test_attention(1, 49, 1, 256);
@@ -1230,6 +1225,11 @@ static void check_tiny() {
     test_finish(1, 10000, 200000, 0), test_finish(3, 10000, 200000, 3);
     test_optimiser(70004, 2, true), test_optimiser(4, 0, true);
     test_philox(1000);
+    // Hopper's tiles of two parts, of which there are enough with many channels
+    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .O = 1024}, 9);
+    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .C2 = 64, .O = 1024}, 9);
+    test_normed_product({.B = 4, .H = 32, .W = 32, .C = 1024, .O = 64}, 9);
+    test_normed_product({.B = 13, .H = 16, .W = 16, .C = 1024, .O = 64}, 9);
     report_lines();
 }
 
@@ -1274,11 +1274,6 @@ static void check_products(const Plan& plan) {
         test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .C2 = 64}, taps);
         test_normed_product({.B = 780, .H = 8, .W = 8, .C = 64, .C2 = 64}, taps);
     }
-    // Hopper's tiles of two parts: one below the other, whose weights stay; side by side; the second outside.
-    test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64}, 9);
-    test_normed_product({.B = 210, .H = 16, .W = 16, .C = 64, .C2 = 64}, 9);
-    test_normed_product({.B = 105, .H = 16, .W = 24, .C = 64}, 9);
-    test_normed_product({.B = 25, .H = 48, .W = 48, .C = 96, .C2 = 32}, 9);
     test_linear({.M = 3, .C = 256, .O = 3712});
     std::vector<std::vector<int>> seen;
     auto first = [&](std::vector<int> shape) {
@@ -1394,6 +1389,11 @@ static void check_all(const Plan& plan) {
         test_optimiser(4, emas, true), test_optimiser(70004, emas, true);
     test_optimiser(70004, 2, false);
     test_philox(2000000);
+    // Hopper's tiles of two parts: one below the other, whose weights stay; side by side; the second outside.
+    test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64}, 9);
+    test_normed_product({.B = 210, .H = 16, .W = 16, .C = 64, .C2 = 64}, 9);
+    test_normed_product({.B = 105, .H = 16, .W = 24, .C = 64}, 9);
+    test_normed_product({.B = 25, .H = 48, .W = 48, .C = 96, .C2 = 32}, 9);
     report_lines();
 }
 

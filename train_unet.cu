@@ -7490,6 +7490,10 @@ struct HopperGemmBlock {
         }
     }
 
+    __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {  // the last that were read
+        if (!keeps) shared.stage.empty[stage.previous()].arrive();
+    }
+
     // c = a tile's sums over this block's chunks: rows are channels, columns a part's pixels.
     __device__ __forceinline__ void multiply(float (&c)[PARTS][64], Ring<PATCHES>& patch,
                                              Ring<STAGES>& stage) {
@@ -7517,10 +7521,8 @@ struct HopperGemmBlock {
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
-                if (leads && (tap > 0 || chunk > first)) {
-                    shared.stage.empty[stage.previous()].arrive();
-                    if (tap == 0) shared.patch.empty[patch.previous()].arrive();
-                }
+                if (leads && (tap > 0 || chunk > first)) release_weights(stage);
+                if (leads && tap == 0 && chunk > first) shared.patch.empty[patch.previous()].arrive();
             }
         }
         // All buffers up to here have been full: the other warpgroup's waits for the next can't mistake their
@@ -7528,8 +7530,7 @@ struct HopperGemmBlock {
         shared.patch.full[patch.slot].wait(patch.parity);
         if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
         wgmma_wait<0>();
-        if (leads)
-            shared.stage.empty[stage.previous()].arrive(), shared.patch.empty[patch.previous()].arrive();
+        if (leads) release_weights(stage), shared.patch.empty[patch.previous()].arrive();
     }
 
     // The first of the cluster adds the others' sums to its own, rank by rank.
