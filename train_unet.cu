@@ -618,7 +618,7 @@ HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, ui
 // The normals of elements e to e + 3; e need not start a quad.
 HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed, uint32_t stream, uint32_t e,
                                                  uint32_t sample, uint32_t step) {
-    float quads[8];
+    float quads[8] = {};
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
     UNROLLED_FOR (int i = 0; i < 4; i++) {
