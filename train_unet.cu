@@ -1953,8 +1953,8 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 
 // Where the squared errors of B samples of H W pixels go, and what they count for.
 struct BatchLoss {
-    float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
-    const int* timesteps = nullptr;  // (B)
+    float* parts;                     // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    const int* timesteps = nullptr;   // (B)
     const Timestep* chain = nullptr;  // (diffusion_steps): w_b = chain[t_b].weight; null: 1
     int B, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
@@ -1998,9 +1998,9 @@ template <typename T>
 struct PredictionLoss {
     BatchLoss batch;
     int first, B;
-    const T* out;                     // (B, H, W, PIXEL)
-    const float* target;              // likewise
-    T* dout = nullptr;                // likewise: the loss's gradient; null: not wanted
+    const T* out;                   // (B, H, W, PIXEL)
+    const float* target;            // likewise
+    T* dout = nullptr;              // likewise: the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
     enum { THREADS = 1024 };
@@ -7223,7 +7223,7 @@ struct Barrier {
             : "memory");
     }
 };
-// Of a ring of N buffers that one thread has filled and some warpgroups read.
+// Of a ring of N buffers that one thread has filled; `readers` warpgroups read each filling.
 template <int N>
 struct RingBarriers {
     Barrier full[N], empty[N];
@@ -7388,8 +7388,8 @@ struct HopperTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool BESIDE = SHAPE == PARTS_BESIDE, BELOW = SHAPE == PARTS_BELOW;
     static constexpr int PARTS = BESIDE || BELOW ? 2 : 1;  // and warpgroups that multiply
-    // One more warp, the producer, with both its tasks in one thread; or in two warps; or in a warpgroup that
-    // leaves its registers to the others.
+    // Besides them the producers: a thread for both rings (1x1), or one for each, in two warps. With two
+    // parts these are in a warpgroup of their own, which leaves its registers to the others.
     static constexpr int READERS = PARTS * 128;
     static constexpr int THREADS = READERS + (PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
     static constexpr int BORDER = TAPS > 1;
@@ -7421,7 +7421,7 @@ struct HopperGemmShared {
     Rows64 w[Tile::STAGES];
     RingBarriers<Tile::PATCHES> patch;
     RingBarriers<Tile::STAGES> stage;
-    Barrier turn[Tile::PARTS];  // to multiply
+    Barrier turn[Tile::PARTS];  // of each warpgroup, to multiply
     static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
 };
 
@@ -7494,11 +7494,10 @@ struct HopperGemmBlock {
         if (!keeps) shared.stage.empty[stage.previous()].arrive();
     }
 
-    // c = a tile's sums over this block's chunks: rows are channels, columns a part's pixels.
-    __device__ __forceinline__ void multiply(float (&c)[PARTS][64], Ring<PATCHES>& patch,
+    // c = a tile's sums over this block's chunks, 64 a part: rows are channels, columns a part's pixels.
+    __device__ __forceinline__ void multiply(float (&c)[PARTS * 64], Ring<PATCHES>& patch,
                                              Ring<STAGES>& stage) {
-        UNROLLED_FOR (auto& part : c)
-            UNROLLED_FOR (float& sum : part) sum = 0;
+        UNROLLED_FOR (float& sum : c) sum = 0;
         if (keeps) stage = {};
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
@@ -7515,9 +7514,9 @@ struct HopperGemmBlock {
                         return shared_matrix(shifted + row * 128 + k * 32, Tile::PITCH * 128);
                     };
                     constexpr int N = Tile::BELOW ? 256 : Tile::PAIRS ? 64 : 128;
-                    wgmma<N, Tile::TRANSPOSED, 0>(c[0], a, b(0));
-                    if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c[0] + 32, a, b(Tile::IMAGE_ROWS));
-                    if (Tile::BESIDE) wgmma<128, Tile::TRANSPOSED, 0>(c[PARTS - 1], a, b(Tile::PART.width));
+                    wgmma<N, Tile::TRANSPOSED, 0>(c, a, b(0));
+                    if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
+                    if (Tile::BESIDE) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::PART.width));
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
@@ -7534,7 +7533,7 @@ struct HopperGemmBlock {
     }
 
     // The first of the cluster adds the others' sums to its own, rank by rank.
-    __device__ __forceinline__ void combine(float (&c)[64]) {
+    __device__ __forceinline__ void combine(float (&c)[PARTS * 64]) {
         static_assert(PARTS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
@@ -7546,8 +7545,8 @@ struct HopperGemmBlock {
         if (rank == 0)
             for (int r = 1; r < splits; r++)
                 UNROLLED_FOR (int e = 0; e < 64; e += 4) {
-                    float4 part = load_cluster(shared_address(sums + e / 4 * 128), r);
-                    c[e] += part.x, c[e + 1] += part.y, c[e + 2] += part.z, c[e + 3] += part.w;
+                    float4 more = load_cluster(shared_address(sums + e / 4 * 128), r);
+                    c[e] += more.x, c[e + 1] += more.y, c[e + 2] += more.z, c[e + 3] += more.w;
                 }
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
@@ -7559,9 +7558,10 @@ struct HopperEpilogue {
     // Images whose pixels a part may hold.
     static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;
     const HopperGemm& g;
-    Pixel at;  // the part's first
+    Pixel at;  // the tile's first, then that of the part under way
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
+    static_assert(Tile::PARTS == 1 || IMAGES == 1, "all parts are of one image");
     const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
     const bool gradient = Tile::TRANSPOSED && g.norm.mean;
     // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
@@ -7587,7 +7587,7 @@ struct HopperEpilogue {
     // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came. The
     // compiler knows which: branches between the elements made each wait for the one before, and a step of
     // the default model at batch 32 take 5% longer.
-    __device__ __forceinline__ void finish(float (&c)[64], Pixel first, uint32_t outputs) {
+    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {  // c: 64
         at = first;
         UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
         if (gradient && g.norm.silu)
@@ -7601,7 +7601,7 @@ struct HopperEpilogue {
     }
     enum Extra { NOTHING, ADDED, NORM, NORM_SILU };
     template <Extra EXTRA>
-    __device__ __forceinline__ void finish_with(float (&c)[64], uint32_t outputs) {
+    __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
         uint32_t there[4][4];  // four loads before the first store: none waits for another
@@ -7629,7 +7629,7 @@ struct HopperEpilogue {
 
     // The moments of the outputs, by channel and part: now the sum, then the squares about the mean. A norm's
     // sums are already in `sum` and `product`.
-    __device__ __forceinline__ void write_sums(const float (&c)[64]) {
+    __device__ __forceinline__ void write_sums(const float* c) {
         auto total = [](float x) {  // over the four lanes that share a row
             x += __shfl_xor_sync(~0u, x, 1);
             return x + __shfl_xor_sync(~0u, x, 2);
@@ -7694,28 +7694,28 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     const int chunks = block.last - block.first;
     auto skip = [&](int tiles) { patch.skip(tiles * (chunks + 1)), stage.skip(tiles * chunks * Tile::TAPS); };
     skip(block.warpgroup);
-    int turn = block.warpgroup == 0;
+    int parity = block.warpgroup == 0;  // of its turn: the first comes at once
     for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.tiles;
          tile += Tile::PARTS * gridDim.z, skip(Tile::PARTS - 1)) {
         const Pixel at = Tile::origin(g, tile);
         HopperEpilogue<Tile> epilogue = {g, at};
         epilogue.load();
-        float c[Tile::PARTS][64];
-        if (Tile::PARTS > 1) shared.turn[block.warpgroup].wait(turn), turn ^= 1;
+        float c[Tile::PARTS * 64];
+        if (Tile::PARTS > 1) shared.turn[block.warpgroup].wait(parity), parity ^= 1;
         block.multiply(c, patch, stage);
-        if (block.splits > 1) block.combine(c[0]);
+        if (block.splits > 1) block.combine(c);
         if (block.rank > 0) return;
 
         UNROLLED_FOR (int part = 0; part < Tile::PARTS; part++) {
             uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[part]);
-            epilogue.finish(c[part], Tile::part(at, part), outputs);
+            epilogue.finish(c + 64 * part, Tile::part(at, part), outputs);
             fence_shared();
             warpgroup_barrier(block.warpgroup);
             if (block.leads) {
                 store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
                 asm volatile("cp.async.bulk.commit_group;" ::: "memory");
             }
-            if (g.sums) epilogue.write_sums(c[part]);
+            if (g.sums) epilogue.write_sums(c + 64 * part);
         }
         if (block.leads) {  // the copy engine has read the outputs
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -7759,7 +7759,7 @@ static void launch_hopper_tile(const Gemm& g) {
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.
     int blocks = std::min(h.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
     assert(splits == 1 || blocks == h.tiles);
-    launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, std::min(blocks, 65535)), Tile::THREADS,
+    launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
 }
 // Whether the kernel above takes this product, launched here if so.
@@ -7771,7 +7771,7 @@ static bool launch_hopper(const Gemm& asked) {
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
     if (TAPS == 1 && g.emb.data) return false;
-    // A warpgroup's 128 pixels are a part of an image, or two images of 64.
+    // A part's 128 pixels are of one image, or of two images of 64.
     bool whole_parts =
         T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
     bool sums = whole_parts && fits(g.norm.x);
