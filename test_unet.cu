@@ -1153,7 +1153,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     if (after.step != before.step + counts || after.accepted != (counts && !skipped) ||
         after.history.skipped != skipped ||
         after.history.seen != before.history.seen + (counts && !skipped) ||
-        (counts && fabs(after.update.clip - 0.5f) > 1e-3f))
+        (counts && !(fabs(after.update.clip - 0.5f) <= 1e-3f)))
         fault("finish step", shape + ": the specification errs");
 }
 
@@ -3153,7 +3153,7 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
     Sections whole;
     for (auto& [name, section] : file.sections)  // two sets of parameters are enough
         if (name != "ema_2" && name != "adam_m" && name != "adam_v")
-            whole.insert(whole.begin(), {name, std::string(&v.content[section.offset], section.bytes)});
+            whole.push_back({name, std::string(&v.content[section.offset], section.bytes)});
     const char* const names[] = {"weights",
                                  "ema",
                                  "ema_2",

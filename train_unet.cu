@@ -7382,14 +7382,14 @@ struct HopperGemm : Gemm {
 enum TileShape { ONE_PART, TWO_IMAGES, PARTS_BESIDE, PARTS_BELOW };
 // 64 channels by such pixels. With two parts, two warpgroups take tiles in turn: one puts its outputs
 // together while the other multiplies.
-template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, int RESIDENT_>
+template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_>
 struct HopperTile {
-    static constexpr int TAPS = TAPS_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool BESIDE = SHAPE == PARTS_BESIDE, BELOW = SHAPE == PARTS_BELOW;
-    static constexpr int PARTS = BESIDE || BELOW ? 2 : 1;  // and warpgroups that multiply
-    // Besides them the producers: a thread for both rings (1x1), or one for each, in two warps. With two
-    // parts these are in a warpgroup of their own, which leaves its registers to the others.
+    static constexpr int PARTS = BESIDE || BELOW ? 2 : 1, RESIDENT = 2 / PARTS;  // blocks on a multiprocessor
+    // A warpgroup a part multiplies. Producers: a thread for both rings (1x1), or one for each, in two warps;
+    // with two parts in a warpgroup of their own, which leaves its registers to the others.
     static constexpr int READERS = PARTS * 128;
     static constexpr int THREADS = READERS + (PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
     static constexpr int BORDER = TAPS > 1;
@@ -7586,7 +7586,7 @@ struct HopperEpilogue {
 
     // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came. The
     // compiler knows which: branches between the elements made each wait for the one before, and a step of
-    // the default model at batch 32 take 5% longer.
+    // the default model at batch 32 take 5% longer on an H100.
     __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {  // c: 64
         at = first;
         UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
@@ -7680,7 +7680,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     __syncthreads();
 
     if (threadIdx.x >= Tile::READERS) {
-        if (Tile::PARTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (Tile::PARTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // all begin with 168
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
@@ -7688,7 +7688,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         return;
     }
 
-    if (Tile::PARTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (Tile::PARTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");  // 2 * 232 + 40 = 3 * 168
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
@@ -7777,17 +7777,17 @@ static bool launch_hopper(const Gemm& asked) {
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
     if constexpr (TAPS == 1) {
-        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4, 2>>(g);
+        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
     } else if (small) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7, 2>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
     } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) < 3 * gpu_multiprocessors) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8, 2>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
     } else if (H % 32 == 0 && g.chunks() == 1) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 9, 1>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 9>>(g);
     } else if (H % 32 == 0) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 6, 1>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 6>>(g);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BESIDE, 7, 1>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BESIDE, 7>>(g);
     }
     if (!sums) launch_gemm_sums(asked);
     return true;
