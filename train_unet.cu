@@ -49,11 +49,10 @@
 //   5  PLAN AND WALK: plan; walk
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
-//        the loop
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
-//        to a run; main
+//        to a run; the loop; main
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
 //        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -547,10 +546,7 @@ static void reorder(float* to, const float* from, const Parameter& t, bool to_me
         for (size_t c = 0; c < C; c++)
             for (size_t tap = 0; tap < taps; tap++, i++) {
                 size_t memory = (o * taps + tap) * pitch + c;
-                if (to_memory)
-                    to[memory] = from[i];
-                else
-                    to[i] = from[memory];
+                to[to_memory ? memory : i] = from[to_memory ? i : memory];
             }
 }
 
@@ -621,12 +617,9 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     float quads[8] = {};
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
-    UNROLLED_FOR (int i = 0; i < 4; i++) {
-        normal[i] = quads[i];
-        UNROLLED_FOR (uint32_t shift = 1; shift < 4; shift++) {
+    UNROLLED_FOR (int i = 0; i < 4; i++)
+        UNROLLED_FOR (uint32_t shift = 0; shift < 4; shift++)
             if (e % 4 == shift) normal[i] = quads[i + shift];
-        }
-    }
 }
 
 // A number below n, such as a timestep.
@@ -1148,10 +1141,6 @@ struct Plan {
     bool decoding = false;  // while it is made: the decoder has begun
 };
 
-struct StepState;  // of the step under way: see OPTIMISER
-struct Beginning;  // of a picture: see DIFFUSION
-struct Timestep;   // of the noising chain
-
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
 struct OptimiserMemory {
     float* master;
@@ -1177,12 +1166,12 @@ struct Model : OptimiserMemory {
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    StepState* state;          // of the step under way
+    struct StepState* state;   // of the step under way: see OPTIMISER
     float* losses;             // (batch_size, loss_parts)
     float* variance_losses = nullptr;  // likewise, with --learn_sigma
     float* norm_parts;                 // one a NORM_CHUNK of the parameters
-    Timestep* chain;                   // (diffusion_steps)
-    Beginning* begins;                 // (B): of the pictures being drawn
+    struct Timestep* chain;            // (diffusion_steps): of the noising chain
+    struct Beginning* begins;          // (B): of the pictures being drawn
     float* limits;                     // (B): theirs, for dynamic thresholding
     float* known = nullptr;            // (C + 1, H, W): the --init_image, and the --mask or zeros
     Memory memory;
@@ -1211,16 +1200,13 @@ static Tensor unet_input(const Model* m, int B) {
 }
 static Joined input_of(const Model* m, const Block& block, int B) {
     if (block.kind == BLOCK_CONV_IN) return unet_input(m, B);
-    const Block* blocks = m->plan.blocks.data();
-    return {output_of(m, blocks[block.input], B),
-            block.skip < 0 ? Tensor() : output_of(m, blocks[block.skip], B)};
+    auto output = [&](int i) { return i < 0 ? Tensor() : output_of(m, m->plan.blocks[i], B); };
+    return {output(block.input), output(block.skip)};
 }
 // Without data where nothing before the block is trained.
 static Joined input_gradient_of(const Model* m, const Block& block, int B) {
-    if (block.input < 0) return {};
-    const Block* blocks = m->plan.blocks.data();
-    return {output_gradient_of(m, blocks[block.input], B),
-            block.skip < 0 ? Tensor() : output_gradient_of(m, blocks[block.skip], B)};
+    auto gradient = [&](int i) { return i < 0 ? Tensor() : output_gradient_of(m, m->plan.blocks[i], B); };
+    return {gradient(block.input), gradient(block.skip)};
 }
 
 template <typename Layer>
@@ -1532,14 +1518,6 @@ static void add_parameter(Plan* plan, Block* block, const std::string& name, con
     block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
     plan->tensors.push_back(t);
 }
-// A layer's weight and bias; `name` is empty or ends in a dot.
-static void add_layer(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
-                      Init init) {
-    std::string layer = std::string(block->name) + "." + name;
-    int fan_in = std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies());
-    add_parameter(plan, block, layer + "weight", shape, init, fan_in);
-    add_parameter(plan, block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init, fan_in);
-}
 
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
 // The block comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
@@ -1560,37 +1538,43 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         plan->blocks[block.skip].is_skip = true;
     }
     if (!block.out_H) block.out_H = block.H;
+    // a weight and its bias; `layer` is empty or ends in a dot
+    auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
+        layer = name + "." + layer;
+        int fan_in = std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies());
+        Init of_bias = init == INIT_ONES ? INIT_ZEROS : init;
+        add_parameter(plan, &block, layer + "weight", shape, init, fan_in);
+        add_parameter(plan, &block, layer + "bias", {shape[0]}, of_bias, fan_in);
+    };
     int K = block.C + block.C2, O = block.O;
     switch (block.kind) {
         case BLOCK_EMBED:
-            add_layer(plan, &block, "0.", {O, block.C}, INIT_UNIFORM);
-            add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
+            add_layer("0.", {O, block.C});
+            add_layer("2.", {O, O});
             if (int rows = label_rows(c))
                 add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL, 0);
             break;
-        case BLOCK_CONV_IN: add_layer(plan, &block, "", {O, K, 3, 3}, INIT_UNIFORM); break;
+        case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
-            add_layer(plan, &block, "in_layers.0.", {K}, INIT_ONES);
-            add_layer(plan, &block, "in_layers.2.", {O, K, 3, 3}, INIT_UNIFORM);
-            add_layer(plan, &block, "emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)},
-                      INIT_UNIFORM);
-            add_layer(plan, &block, "out_layers.0.", {O}, INIT_ONES);
-            add_layer(plan, &block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
-            if (K != O) add_layer(plan, &block, "skip_connection.", {O, K, 1, 1}, INIT_UNIFORM);
+            add_layer("in_layers.0.", {K}, INIT_ONES);
+            add_layer("in_layers.2.", {O, K, 3, 3});
+            add_layer("emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)});
+            add_layer("out_layers.0.", {O}, INIT_ONES);
+            add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
+            if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
             break;
         case BLOCK_ATTENTION:
-            add_layer(plan, &block, "norm.", {K}, INIT_ONES);
-            add_layer(plan, &block, "qkv.", {3 * K, K, 1}, INIT_UNIFORM);
-            add_layer(plan, &block, "proj_out.", {K, K, 1}, INIT_ZEROS);
+            add_layer("norm.", {K}, INIT_ONES);
+            add_layer("qkv.", {3 * K, K, 1});
+            add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
             break;
         case BLOCK_DOWN:
         case BLOCK_UP:
-            if (c.conv_resample)
-                add_layer(plan, &block, block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3}, INIT_UNIFORM);
+            if (c.conv_resample) add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
             break;
         case BLOCK_OUT:
-            add_layer(plan, &block, "0.", {K}, INIT_ONES);
-            add_layer(plan, &block, "2.", {O, K, 3, 3}, INIT_ZEROS);
+            add_layer("0.", {K}, INIT_ONES);
+            add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
     }
     plan->blocks.push_back(block);
@@ -2519,8 +2503,7 @@ static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 // sums of a bias gradient, one a channel and image, than half a lane's workspace holds.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
-    int widest = 0;
-    for (int i = 0; i < list_length(c.channel_mult); i++) widest = std::max(widest, level_width(c, i));
+    int widest = (int)((float)c.num_channels * std::ranges::max(c.channel_mult));
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
@@ -2957,50 +2940,6 @@ static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
     return k > 1 && n % k == 0 ? (int)(n / k) : 0;
 }
-static std::string read_text(const std::string& path);  // of FILES
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
-    std::vector<uint32_t> numbers;
-    for (const std::string& range : split(list, ',')) {
-        char digits[2][11] = {};  // no number has more
-        int read = 0,
-            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
-        uint64_t first = strtoull(digits[0], nullptr, 10),
-                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
-        if (ends < 1 || range[read] || first > last || last > most)
-            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
-        if (numbers.size() + (last - first) >= 1000000)
-            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
-        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
-    }
-    return numbers;
-}
-
-// The lines of --class_names, one a class.
-static std::vector<std::string> class_names(const Config& c) {
-    if (!*c.class_names) return {};
-    std::vector<std::string> names = split(read_text(c.class_names), '\n');
-    if (names.back().empty()) names.pop_back();
-    if ((int)names.size() != c.num_classes)
-        fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
-             c.num_classes);
-    return names;
-}
-// The classes that pictures are drawn of; none where the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c) {
-    if ((*c.classes || *c.class_names) && !c.class_cond)
-        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
-    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    if (std::ranges::count(names, c.classes)) words = {c.classes};
-    std::string numbers;  // a class that is named is its line
-    for (const std::string& word : words) {
-        auto line = std::ranges::find(names, word);
-        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
-        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
-    }
-    return parse_list("class", numbers, c.num_classes - 1);
-}
 
 static bool all_finite(const float* values, size_t n) {
     bool finite = true;  // without a way out of the loop, which is vector code then
@@ -3089,207 +3028,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     }
     use_weights(m, m->master);
     return !stop_requested;
-}
-
-// ---- the loop ---------------------------------------------------------------------------------------------
-
-// Of FILES and COMMAND LINE, what the loop calls.
-static void add_metrics(Metrics* m, const std::string& lines);
-static std::vector<long> list_checkpoints(const std::string& folder);
-static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
-                             const History& history);
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns = 0, int gap = 2);
-
-static std::string checkpoint_path(const std::string& folder, long step) {
-    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
-}
-
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
-}
-
-// Where no checkpoint can be written, the run ends.
-static void save(Trainer* t) {
-    const Config& c = t->model.config;
-    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
-    t->saved = t->step;
-    std::string why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
-}
-
-// A grid that can't be written is no reason to end a run.
-static void save_samples(Trainer* t) {
-    const Config& c = t->model.config;
-    t->sampled = t->step;
-    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
-    std::vector<float> pictures;
-    double start = seconds_now();
-    auto begins = begin_with(consecutive(c.seed, c.num_samples));
-    int columns = set_classes(&begins, wanted_classes(c));
-    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
-    std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
-    if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
-    if (long broken = count_broken(pictures, c.num_samples))
-        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
-}
-
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) {
-        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
-    return "[" + list + "]";
-}
-
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
-static void print_summary(const Trainer& t, long first, double seconds) {
-    const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
-    long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1) {
-        double ms = 1e3 * seconds / (steps - 1);
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
-               c.batch_size * 1e3 / ms);
-    }
-    printf("\n");
-    long best = -1;
-    for (auto [step, loss] : t.validated)
-        if (std::isfinite(loss) && (best < 0 || loss < t.validated.at(best))) best = step;
-    if (best >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.validated.at(best), best,
-               file_exists(checkpoint_path(c.out_dir, best)) ? "there" : "not kept");
-    say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s", samples.c_str());
-    say("metrics:    %s/metrics.jsonl", c.out_dir);
-    say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
-    std::string more;
-    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
-    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
-        more += " --lr_schedule constant";  // the schedule has come to its end
-    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
-}
-
-static void validate(Trainer* t) {
-    double loss = validation_loss(t);
-    if (stop_requested) return;
-    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
-    t->validated[t->step] = loss;
-}
-
-// The step up to which the device can be kept busy: after it the host works with the weights.
-static long next_pause(const Trainer& t) {
-    const Config& c = t.model.config;
-    long next = c.steps;
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) next = std::min(next, (t.step / every + 1) * every);
-    return next;
-}
-
-// A loss or gradient that is not finite ends the run, with what to do about it.
-static void give_up(Trainer* t, const StepState& result) {
-    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
-                advice = "the weights before it are " + saved + ": resume from there";
-    if (!t->saved) advice = "nothing was saved before it: start again";
-    if (t->saved && t->saved == t->step)
-        advice = "the weights of " + saved + " lead to it: resume from an older one";
-    fail("the %s became %s in step %ld; %s with a lower --lr",
-         std::isfinite(result.loss) ? "gradient" : "loss",
-         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
-}
-
-// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
-struct Pace {
-    long first;                    // the step that the run began after
-    long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // of the steps that count: the first does not
-    double log_start = start;      // of those since that line
-    double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, log_start += seconds; }
-};
-
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepState& result, Pace* pace) {
-    const Config& c = t->model.config;
-    bool first = t->step == pace->first + 1, terminal = isatty(1);
-    // the first step, in which much is set up, counts only while there is no other
-    double now = seconds_now(), rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
-    if (first) pace->start = now;
-    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
-    if (!logs && !(terminal && now - pace->shown > 1)) return;
-    pace->shown = now;
-    std::string to_go = human_time((double)(c.steps - t->step) / rate);
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (!logs) {
-        printf(" | ETA %s", to_go.c_str());
-        return;
-    }
-    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak();
-    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
-    pace->logged = t->step, pace->log_start = now;
-    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
-           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
-                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
-}
-
-static void train(Trainer* t) {
-    const Config& c = t->model.config;
-    t->saved = t->step;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
-        if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
-            validate(t);
-        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
-        fflush(stdout);
-    }
-    Pace pace = {t->step};
-    while (t->step < c.steps && !stop_requested) {
-        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepState result = await_step(t);
-        if (!result.finite) give_up(t, result);
-        show_step(t, result, &pace);
-        fflush(stdout);
-        double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
-        fflush(stdout);
-        pace.pause(seconds_now() - paused);
-    }
-    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - pace.start;
-    if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (t->sampled != t->step && !stop_requested) save_samples(t);
-    print_summary(*t, pace.first, seconds);
 }
 
 // ===========================================================================================================
@@ -4075,6 +3813,10 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.commit();
 }
 
+static std::string checkpoint_path(const std::string& folder, long step) {
+    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
+}
+
 // Steps of the checkpoints in a folder, newest first, whole or not.
 static std::vector<long> list_checkpoints(const std::string& folder) {
     std::error_code error;
@@ -4142,7 +3884,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
 // as it can be. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns, int gap) {
+                       int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
@@ -4503,6 +4245,50 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+    std::vector<uint32_t> numbers;
+    for (const std::string& range : split(list, ',')) {
+        char digits[2][11] = {};  // no number has more
+        int read = 0,
+            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
+        uint64_t first = strtoull(digits[0], nullptr, 10),
+                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        if (ends < 1 || range[read] || first > last || last > most)
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+        if (numbers.size() + (last - first) >= 1000000)
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+    }
+    return numbers;
+}
+
+// The lines of --class_names, one a class.
+static std::vector<std::string> class_names(const Config& c) {
+    if (!*c.class_names) return {};
+    std::vector<std::string> names = split(read_text(c.class_names), '\n');
+    if (names.back().empty()) names.pop_back();
+    if ((int)names.size() != c.num_classes)
+        fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
+             c.num_classes);
+    return names;
+}
+// The classes that pictures are drawn of; none where the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c) {
+    if ((*c.classes || *c.class_names) && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
+    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
+    if (std::ranges::count(names, c.classes)) words = {c.classes};
+    std::string numbers;  // a class that is named is its line
+    for (const std::string& word : words) {
+        auto line = std::ranges::find(names, word);
+        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
+        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
+    }
+    return parse_list("class", numbers, c.num_classes - 1);
+}
+
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
 static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
     double xy = 0, xx = 0, yy = 0;
@@ -4779,6 +4565,195 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->validated);
     write_config(c, t->step, t->changes);
     open_metrics(&t->metrics);
+}
+
+// ---- the loop ---------------------------------------------------------------------------------------------
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
+
+// Where no checkpoint can be written, the run ends.
+static void save(Trainer* t) {
+    const Config& c = t->model.config;
+    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
+    t->saved = t->step;
+    std::string why = failure_of([&] {
+        // up to this step: later ones are damaged, or --resume would not have passed over them
+        int newest = 0;
+        for (long step : list_checkpoints(c.out_dir))
+            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+                unlink(checkpoint_path(c.out_dir, step).c_str());
+    });
+    if (!why.empty()) note("old checkpoints stay: " + why);
+}
+
+// A grid that can't be written is no reason to end a run.
+static void save_samples(Trainer* t) {
+    const Config& c = t->model.config;
+    t->sampled = t->step;
+    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+    std::vector<float> pictures;
+    double start = seconds_now();
+    auto begins = begin_with(consecutive(c.seed, c.num_samples));
+    int columns = set_classes(&begins, wanted_classes(c));
+    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
+    std::string path = samples_path(c.out_dir, t->step);
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
+    if (!failure.empty()) return note(failure);
+    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    if (long broken = count_broken(pictures, c.num_samples))
+        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
+}
+
+// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
+static std::string take_quartiles(Trainer* t) {
+    std::string list;
+    for (int q = 0; q < 4; q++) {
+        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
+        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
+    }
+    return "[" + list + "]";
+}
+
+// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+static void print_summary(const Trainer& t, long first, double seconds) {
+    const Config& c = t.model.config;
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    long steps = t.step - first;
+    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    if (steps > 1) {
+        double ms = 1e3 * seconds / (steps - 1);
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
+               c.batch_size * 1e3 / ms);
+    }
+    printf("\n");
+    long best = -1;
+    for (auto [step, loss] : t.validated)
+        if (std::isfinite(loss) && (best < 0 || loss < t.validated.at(best))) best = step;
+    if (best >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.validated.at(best), best,
+               file_exists(checkpoint_path(c.out_dir, best)) ? "there" : "not kept");
+    say("checkpoint: %s", checkpoint.c_str());
+    std::string samples = samples_path(c.out_dir, t.step);
+    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("metrics:    %s/metrics.jsonl", c.out_dir);
+    say("config:     %s/config.txt", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+    std::string more;
+    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
+    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
+        more += " --lr_schedule constant";  // the schedule has come to its end
+    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
+}
+
+static void validate(Trainer* t) {
+    double loss = validation_loss(t);
+    if (stop_requested) return;
+    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
+    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+           chosen_name(t->model.config).c_str());
+    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    t->validated[t->step] = loss;
+}
+
+// The step up to which the device can be kept busy: after it the host works with the weights.
+static long next_pause(const Trainer& t) {
+    const Config& c = t.model.config;
+    long next = c.steps;
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) next = std::min(next, (t.step / every + 1) * every);
+    return next;
+}
+
+// A loss or gradient that is not finite ends the run, with what to do about it.
+static void give_up(Trainer* t, const StepState& result) {
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
+                advice = "the weights before it are " + saved + ": resume from there";
+    if (!t->saved) advice = "nothing was saved before it: start again";
+    if (t->saved && t->saved == t->step)
+        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    fail("the %s became %s in step %ld; %s with a lower --lr",
+         std::isfinite(result.loss) ? "gradient" : "loss",
+         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+}
+
+// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+struct Pace {
+    long first;                    // the step that the run began after
+    long logged = first;           // the step of the log's newest line
+    double start = seconds_now();  // of the steps that count: the first does not
+    double log_start = start;      // of those since that line
+    double shown = start;          // when a line of either kind was printed
+    void pause(double seconds) { start += seconds, log_start += seconds; }
+};
+
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
+    const Config& c = t->model.config;
+    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    // the first step, in which much is set up, counts only while there is no other
+    double now = seconds_now(), rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
+    if (first) pace->start = now;
+    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    pace->shown = now;
+    std::string to_go = human_time((double)(c.steps - t->step) / rate);
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (!logs) {
+        printf(" | ETA %s", to_go.c_str());
+        return;
+    }
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
+           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
+           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
+    static const double peak = backend_peak();
+    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
+    pace->logged = t->step, pace->log_start = now;
+    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
+           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
+                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+}
+
+static void train(Trainer* t) {
+    const Config& c = t->model.config;
+    t->saved = t->step;
+    auto due = [&](int every) { return every && t->step % every == 0; };
+    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
+        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
+        if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
+            validate(t);
+        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        fflush(stdout);
+    }
+    Pace pace = {t->step};
+    while (t->step < c.steps && !stop_requested) {
+        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        StepState result = await_step(t);
+        if (!result.finite) give_up(t, result);
+        show_step(t, result, &pace);
+        fflush(stdout);
+        double paused = seconds_now();
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
+        if (due(c.save_every)) save(t);
+        if (due(c.sample_every)) save_samples(t);
+        fflush(stdout);
+        pace.pause(seconds_now() - paused);
+    }
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - pace.start;
+    if (isatty(1)) printf("\r\033[K");
+    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (t->sampled != t->step && !stop_requested) save_samples(t);
+    print_summary(*t, pace.first, seconds);
 }
 
 // ---- main -------------------------------------------------------------------------------------------------
@@ -5096,15 +5071,13 @@ enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
     int T = x.first.T(), slabs = ceil_div(x.first.C, SLAB), all = slabs + ceil_div(x.second.C, SLAB);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < x.first.B; b++)
-        for (int i = 0; i < all; i++) {
-            const Tensor& of = i < slabs ? x.first : x.second;
-            int within = (i < slabs ? i : i - slabs) * SLAB;
-            float* first = of.data + (size_t)b * T * of.C + within;
-            work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
-                 [first, C = of.C](int t) { return first + (size_t)t * C; });
-        }
+    each_tile(x.first.B, 1, all, 1, [&](int b, int, int i, int) {
+        const Tensor& of = i < slabs ? x.first : x.second;
+        int within = (i < slabs ? i : i - slabs) * SLAB;
+        float* first = of.data + (size_t)b * T * of.C + within;
+        work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
+             [first, C = of.C](int t) { return first + (size_t)t * C; });
+    });
 }
 
 static void channel_moments(Tensor x) {
@@ -5274,11 +5247,8 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
             int dy = tap / 3 - 1, dx = tap % 3 - 1;
             bool inside = row + dy >= 0 && row + dy < H && column + dx >= 0 && column + dx < W;
             const float* source = x.data + ((ptrdiff_t)p + dy * W + dx) * C + (first - tap * C);
-            if (inside)
-                memcpy(columns, source, (last - first) * sizeof(float));
-            else
-                memset(columns, 0, (last - first) * sizeof(float));
-            columns += last - first;
+            int n = last - first;
+            columns = inside ? std::copy_n(source, n, columns) : std::fill_n(columns, n, 0.0f);
         }
     }
     return {thread_floats(), j1 - j0};
@@ -5300,9 +5270,8 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
         const float* w = layer.w + (size_t)o0 * K;
         Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
         matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        if (C2)
-            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-                   transposed(w + C, K), true);
+        matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
+               transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
             size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
             const float *emb = options.emb.data, *bias = layer.bias;
@@ -5358,73 +5327,67 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
               "two rows of scores fit a thread's scratch");
 
-// Rows of the score matrix that a thread holds at a time.
-static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
+// work(b, head, t0, rows) for every image, head and band of rows of the score matrix, of which a thread holds
+// so many at a time; a head's bands follow each other.
+template <typename Work>
+static void each_band(Tensor qkv, int heads, Work work) {
+    int T = qkv.H * qkv.W, most = std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T)));
+    each_tile(qkv.B, 1, heads, 1, [&](int b, int, int head, int) {
+        for (int t0 = 0; t0 < T; t0 += most) work(b, head, t0, std::min(most, T - t0));
+    });
+}
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads, R = attention_rows(T);
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(float) * B * T * C});
+    int T = out.H * out.W, C = out.C, d = C / heads;
+    PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int head = 0; head < heads; head++) {
-            const float *q = qkv.data + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-            float* scores = thread_floats();  // (rows, T)
-            for (int t0 = 0; t0 < T; t0 += R) {
-                int rows = std::min(R, T - t0);
-                matmul({rows, T, d}, scores, T, {q + (size_t)t0 * 3 * C, 3 * C}, transposed(k, 3 * C), false);
-                for (int i = 0; i < rows; i++) {
-                    float* s = scores + (size_t)i * T;
-                    float top = -FLT_MAX, sum = 0;
-                    for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
+    each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
+        const float *q = qkv.data + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+        float* scores = thread_floats();  // (rows, T)
+        matmul({rows, T, d}, scores, T, {q + (size_t)t0 * 3 * C, 3 * C}, transposed(k, 3 * C), false);
+        for (int i = 0; i < rows; i++) {
+            float* s = scores + (size_t)i * T;
+            float top = -FLT_MAX, sum = 0;
+            for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
 #pragma omp simd reduction(+ : sum)
-                    for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
-                    float inverse = 1.0f / sum;
+            for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
+            float inverse = 1.0f / sum;
 #pragma omp simd
-                    for (int j = 0; j < T; j++) s[j] *= inverse;
-                    lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
-                }
-                matmul({rows, d, T}, out.data + ((size_t)b * T + t0) * C + head * d, C, {scores, T},
-                       {v, 3 * C}, false);
-            }
+            for (int j = 0; j < T; j++) s[j] *= inverse;
+            lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
         }
+        float* target = out.data + ((size_t)b * T + t0) * C + head * d;
+        matmul({rows, d, T}, target, C, {scores, T}, {v, 3 * C}, false);
+    });
 }
 
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads, R = attention_rows(T);
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(float) * B * T * C});
+    int T = out.H * out.W, C = out.C, d = C / heads;
+    PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int head = 0; head < heads; head++) {
-            size_t at = (size_t)b * T * 3 * C + head * d;
-            const float *q = qkv.data + at, *k = q + C, *v = q + 2 * C;
-            float *dq = dqkv.data + at, *dk = dq + C, *dv = dq + 2 * C;
-            float *p = thread_floats(), *ds = p + (size_t)R * T;  // (rows, T) each
-            for (int t0 = 0; t0 < T; t0 += R) {
-                int rows = std::min(R, T - t0);
-                const float *q_rows = q + (size_t)t0 * 3 * C,
-                            *dout_rows = dout.data + ((size_t)b * T + t0) * C + head * d;
-                const float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
-                matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
-                matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
-                for (int i = 0; i < rows; i++) {
-                    float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
-                    for (int j = 0; j < d; j++)
-                        D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
-                    float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
+    each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
+        size_t at = (size_t)b * T * 3 * C + head * d, out_at = ((size_t)b * T + t0) * C + head * d;
+        const float *q_rows = qkv.data + at + (size_t)t0 * 3 * C, *k = qkv.data + at + C, *v = k + C;
+        const float *dout_rows = dout.data + out_at, *out_rows = out.data + out_at;
+        float *dq_rows = dqkv.data + at + (size_t)t0 * 3 * C, *dk = dqkv.data + at + C, *dv = dk + C;
+        float *p = thread_floats(), *ds = p + (size_t)rows * T;  // (rows, T) each
+        matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
+        matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
+        for (int i = 0; i < rows; i++) {
+            float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
+            for (int j = 0; j < d; j++) D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
+            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
 #pragma omp simd
-                    for (int j = 0; j < T; j++) {
-                        p_row[j] = fast_exp(scale * p_row[j] - normaliser);
-                        ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
-                    }
-                }
-                matmul({rows, d, T}, dq + (size_t)t0 * 3 * C, 3 * C, {ds, T}, {k, 3 * C}, false);
-                matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
-                matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
+            for (int j = 0; j < T; j++) {
+                p_row[j] = fast_exp(scale * p_row[j] - normaliser);
+                ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
             }
         }
+        matmul({rows, d, T}, dq_rows, 3 * C, {ds, T}, {k, 3 * C}, false);
+        matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
+        matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
+    });
 }
 
 }  // namespace cpu
