@@ -4428,7 +4428,7 @@ static void load_guide(Model* guide, const Config& c) {
     use_weights(guide, guide->master);
 }
 
-static int run_generate(const std::vector<GivenFlag>& given) {
+static void run_generate(const std::vector<GivenFlag>& given) {
     WeightsFile file;
     Config config = drawing_config(given, &file);
     std::vector<Beginning> begins = wanted_pictures(config);
@@ -4437,10 +4437,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
-    if (config.dry_run) {
-        print_run(m);
-        return 0;
-    }
+    if (config.dry_run) return print_run(m);
     std::vector<float> known, mask;
     if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
     if (*config.mask) mask = first_picture(config.mask, config, 1);
@@ -4462,13 +4459,12 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr,
                        *config.guide_weights ? &guide : nullptr)) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
-        return 130;
+        exit(130);
     }
     write_pictures(config, begins, columns, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
-    return 0;
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
@@ -4775,7 +4771,7 @@ static void handle_signals() {
 }
 
 #ifndef TESTING
-static int run_training(const std::vector<GivenFlag>& given) {
+static void run_training(const std::vector<GivenFlag>& given) {
     Trainer trainer;
     const Config& config = trainer.model.config;
     WeightsFile file = plan_run(&trainer, given);
@@ -4792,24 +4788,19 @@ static int run_training(const std::vector<GivenFlag>& given) {
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model, config.num_samples, "lower --num_samples");
-        print_time(config, trainer.step);
-        return 0;
+        return print_time(config, trainer.step);
     }
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);
-    return 0;
 }
 
 #ifndef PROFILING  // dev/profile.cu has its own
-static int run_program(int argc, char** argv) {
+static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
-    if (config.help) {
-        print_help();
-        return 0;
-    }
+    if (config.help) return print_help();
     bool draws = config.generate || *config.seeds || config.interpolate;
     for (const char* name :  // that was typed, and would do nothing
          {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
@@ -4823,12 +4814,12 @@ static int run_program(int argc, char** argv) {
         Trainer trainer;
         plan_run(&trainer, given);
         printf("%s", config_text(trainer.model.config).c_str());
-        return 0;
+        return;
     }
     backend_init();
     handle_signals();
     printf("train_unet on %s\n", backend_name().c_str());
-    return draws ? run_generate(given) : run_training(given);
+    draws ? run_generate(given) : run_training(given);
 }
 #endif
 
@@ -4843,12 +4834,12 @@ int main(int argc, char** argv) {
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
 #endif
     return guarded([&] {
-        int status = run_program(argc, argv);
+        run_program(argc, argv);
         // where a reader has gone, or a terminal, there is nobody to tell
         errno = 0;
         if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
             fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
-        return status;
+        return EXIT_SUCCESS;
     });
 }
 #endif
