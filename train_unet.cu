@@ -79,7 +79,6 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <memory>
 #include <new>
@@ -255,11 +254,11 @@ struct Hyper {
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
 };
 
+typedef char Path[MAX_PATH_LENGTH];
 struct Config {
     // files
-    char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
-    char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
-    char output_dir[MAX_PATH_LENGTH], config[MAX_PATH_LENGTH];
+    char preset[32];
+    Path data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
     // architecture
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
@@ -275,9 +274,7 @@ struct Config {
     float min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
-    char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
-    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH];
-    char init_image[MAX_PATH_LENGTH], mask[MAX_PATH_LENGTH];
+    Path seeds, classes, class_names, guidance_interval, guide_weights, init_image, mask;
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip, jump_length, jump_n_sample;
     float eta, guidance_scale, strength;
     // what to do
@@ -351,18 +348,17 @@ static void check_config(const Config& c) {
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
                  c.norm_groups, i + 1, width, width / 4);
-        bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
-        if (attention && size > MAX_ATTENTION_SIZE)
+        if (!attends(c, size) && i < levels - 1) continue;  // the middle block always has attention
+        if (size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
                  size);
         for (bool decoder : {false, true}) {
-            int heads = heads_of(c, width, decoder), d = heads ? width / heads : 0;
-            if (attention && (!heads || width % heads || (!c.num_heads && d != c.num_head_channels)))
+            int heads = heads_of(c, width, decoder), divisor = c.num_heads ? heads : c.num_head_channels;
+            if (width % divisor)
                 fail("--%s %d does not divide the %d channels of the attention at %dx%d",
-                     c.num_heads ? "num_heads" : "num_head_channels",
-                     c.num_heads ? heads : c.num_head_channels, width, size, size);
+                     c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
             auto [multiple, most] = head_channels();
-            if (attention && (d % multiple || d > most))
+            if (int d = width / heads; d % multiple || d > most)
                 fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", d, multiple,
                      most, most < 256 ? " in fp32, here" : "");
         }
@@ -525,7 +521,6 @@ struct Parameter {
     size_t count;         // elements, as in files
     size_t offset, size;  // in memory, in floats; without gaps, in the order that join_projections makes
     Init init;
-    int fan_in;
 };
 
 static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
@@ -758,11 +753,9 @@ HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, N
 namespace cpu {
 LAYER_TYPES(float)
 }  // namespace cpu
-#ifdef __CUDACC__
 namespace gpu {
 LAYER_TYPES(floatX)
 }  // namespace gpu
-#endif
 
 // ---- the layers -------------------------------------------------------------------------------------------
 
@@ -1506,10 +1499,10 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // Declares a parameter of a block, as named_parameters() calls it.
 static void add_parameter(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
-                          Init init, int fan_in) {
+                          Init init) {
     if (!block->num_params) block->param = (int)plan->tensors.size();
     Parameter t = {};
-    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in;
+    t.ndim = (int)shape.size(), t.count = 1, t.init = init;
     snprintf(t.name, sizeof t.name, "%s", name.c_str());
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
@@ -1541,10 +1534,8 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     // a weight and its bias; `layer` is empty or ends in a dot
     auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
         layer = name + "." + layer;
-        int fan_in = std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies());
-        Init of_bias = init == INIT_ONES ? INIT_ZEROS : init;
-        add_parameter(plan, &block, layer + "weight", shape, init, fan_in);
-        add_parameter(plan, &block, layer + "bias", {shape[0]}, of_bias, fan_in);
+        add_parameter(plan, &block, layer + "weight", shape, init);
+        add_parameter(plan, &block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
     };
     int K = block.C + block.C2, O = block.O;
     switch (block.kind) {
@@ -1552,7 +1543,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("0.", {O, block.C});
             add_layer("2.", {O, O});
             if (int rows = label_rows(c))
-                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL, 0);
+                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL);
             break;
         case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
@@ -2415,10 +2406,7 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
           correction2 = (float)(1 - pow((double)c.beta2, n));
     AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
-    for (int k = 0; k < MAX_EMAS; k++) {
-        double rate = c.ema_rate[k];
-        a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
-    }
+    for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
     return a;
 }
 
@@ -2467,8 +2455,6 @@ static size_t lay_out_model(Model* m, char* memory) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
     place(P, m->master);
-    m->weights = (floatX*)m->master;
-    m->fp32_params = m->master;
     if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
@@ -2594,11 +2580,13 @@ static void start_from_master(Model* m) {
 // guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
+    size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
         const Parameter& t = m->plan.tensors[index];
+        if (t.ndim > 1) fan_in = t.count / t.shape[0];
         values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
         reordered.resize(t.size);
-        float bound = (float)(1.0 / sqrt((double)t.fan_in));
+        float bound = (float)(1.0 / sqrt((double)fan_in));
         for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
             uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
             values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
@@ -3189,16 +3177,15 @@ enum {
     FIELD_MORE_FLOATS = 75,  // ema_rate's second number and on, which do not fit after its first
 };
 
-// A preset is a text of flags that come before those of --config and those the user types.
-struct Preset {
-    const char *name, *flags;
-};
 // What guided-diffusion's models of ImageNet share.
 #define OF_IMAGENET                                                                                   \
     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
     "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
 #define IN_MINUTES "--predict v --noise_schedule cosine --lr 3e-4 --lr_schedule cosine --warmup_steps 500 "
-static const Preset PRESETS[] = {
+// A preset is a text of flags that come before those of --config and those the user types.
+static const struct Preset {
+    const char *name, *flags;
+} PRESETS[] = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
@@ -3319,8 +3306,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         return;
     }
     size_t most = most_numbers(flag);
-    std::vector<std::string> parts = {value};
-    if (most > 1) parts = split(value, ',');
+    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > most)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
     memset(target, 0, flag.size);
@@ -3694,12 +3680,11 @@ static void read_history(WeightsFile* file, Reader* in) {
     if (!file->sections.contains("state")) return;
     auto [offset, bytes] = file->sections["state"];
     History* h = &file->history;
-    bool sound = bytes == sizeof *h;
     in->seek(offset);
-    if (sound) in->read(h, sizeof *h);
-    sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
-    sound &= all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
-    if (!sound) fail("%s is damaged: its section state makes no sense", file->path.c_str());
+    in->read(h, std::min(bytes, sizeof *h));
+    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
+        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
+        fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
 static void read_text_flags(WeightsFile* file, Reader* in) {
@@ -3860,12 +3845,10 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
 // viewer reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
     int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
-    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0};
+    std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
-    write_png_chunk(
-        &out, "IHDR",
-        big_endian((uint32_t)width) + big_endian((uint32_t)height) + std::string(depth_and_type, 5));
+    write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
     uint32_t a = 1, b = 0;  // Adler-32
     for (uint8_t value : lines) a = (a + value) % 65521, b = (b + a) % 65521;
@@ -3979,8 +3962,7 @@ static void print_help() {
         printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
     }
     printf("\nPresets\n");
-    for (const Preset& preset : PRESETS)
-        printf("  %s: %s\n", preset.name, *preset.flags ? preset.flags : "the defaults above");
+    for (auto [name, flags] : PRESETS) printf("  %s: %s\n", name, flags);
 }
 
 // A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
@@ -5033,9 +5015,8 @@ template <int TAPS>
 static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     int B = dout.B, T = dout.H * dout.W, O = dout.C;
-#pragma omp parallel for schedule(dynamic)
-    for (int o0 = 0; o0 < O; o0 += 16) {
-        int n = std::min(16, O - o0);
+    each_tile(1, 1, O, 16, [&](int, int, int o0, int o1) {
+        int n = o1 - o0;
         double total[16] = {};
         for (int b = 0; b < B; b++) {
             double image[16] = {};
@@ -5051,7 +5032,7 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
         }
         for (int o = 0; o < n; o++)
             layer.dbias[o0 + o] = (layer.accumulate ? layer.dbias[o0 + o] : 0) + (float)total[o];
-    }
+    });
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
