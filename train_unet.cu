@@ -595,14 +595,12 @@ HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, ui
         float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
         float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
         sincospif(twice_u2, &sine, &cosine);
-        normal[pair] = r * cosine;
-        normal[pair + 1] = r * sine;
 #else
         double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24, u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
-        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2;
-        normal[pair] = (float)(r * cos(angle));
-        normal[pair + 1] = (float)(r * sin(angle));
+        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2, sine = sin(angle), cosine = cos(angle);
 #endif
+        normal[pair] = (float)(r * cosine);
+        normal[pair + 1] = (float)(r * sine);
     }
 }
 
@@ -2455,6 +2453,8 @@ static size_t lay_out_model(Model* m, char* memory) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
     place(P, m->master);
+    m->weights = (floatX*)m->master;
+    m->fp32_params = m->master;
     if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
@@ -3771,28 +3771,27 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
 // Everything that sampling or resuming needs, under `path`, whole or not at all.
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
                              const History& history) {
-    const Config& c = m.config;
     int32_t header[HEADER_INTS] = {UNET_MAGIC, UNET_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
     memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
-    flags_to_fields(header, c);
+    flags_to_fields(header, m.config);
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
         memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
     };
-    for (auto [section, _] : arrays_of(m)) declare(section, m.plan.num_parameters * sizeof(float));
-    if (m.adam_m) declare("state", sizeof history);
-    for (const char* name : TEXT_SECTIONS)
-        if (size_t length = flag_text(c, flag_named(name)).size()) declare(name, length);
-
     Writer out(path);
-    out.rewind_to_header(header, sizeof header);
-    for (auto [_, parameters] : arrays_of(m)) write_parameters(&out, parameters, m.plan);
-    if (m.adam_m) out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, flag_named(name)));
+    out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
+    for (auto [section, parameters] : arrays_of(m)) {
+        declare(section, m.plan.num_parameters * sizeof(float));
+        write_parameters(&out, parameters, m.plan);
+    }
+    if (m.adam_m) declare("state", sizeof history), out.write(&history, sizeof history);
+    for (const char* name : TEXT_SECTIONS)
+        if (std::string value = flag_text(m.config, flag_named(name)); !value.empty())
+            declare(name, value.size()), out.write(value);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
