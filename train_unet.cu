@@ -1130,7 +1130,6 @@ struct Plan {
     size_t arena_bytes;
     int batch;
     bool training;
-    bool decoding = false;  // while it is made: the decoder has begun
 };
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
@@ -1523,9 +1522,9 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         const Block& previous = plan->blocks.back();
         block.C = previous.O, block.H = previous.out_H, block.input = (int)plan->blocks.size() - 1;
     }
-    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, plan->decoding);
+    bool decoder = std::ranges::any_of(plan->blocks, &Block::is_skip);  // has begun
+    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, decoder);
     if (block.skip >= 0) {
-        plan->decoding = true;
         block.C2 = plan->blocks[block.skip].O;
         plan->blocks[block.skip].is_skip = true;
     }
@@ -1610,9 +1609,8 @@ static void size_buffers(Plan* plan, const Config& c) {
         size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
         size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
         size_t stats = 0, forward = 0, backward = 0, late = 0;
-        size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)larger);
-        size_t sums = aligned(B * parts * wide * sizeof(float2)),
-               moments = aligned(B * parts * O * sizeof(float2));
+        size_t norm = 2 * B * c.norm_groups, float2s = B * norm_parts((int)larger) * sizeof(float2);
+        size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
         size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
         switch (b.kind) {
             case BLOCK_EMBED:
