@@ -49,11 +49,10 @@
 //   5  PLAN AND WALK: plan; walk
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures;
-//        the loop
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
-//        to a run; main
+//        to a run; the loop; main
 //  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
 //        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -256,11 +255,11 @@ struct Hyper {
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
 };
 
+typedef char Path[MAX_PATH_LENGTH];
 struct Config {
     // files
-    char preset[32], data_file[MAX_PATH_LENGTH], val_file[MAX_PATH_LENGTH], model_weights[MAX_PATH_LENGTH];
-    char out_dir[MAX_PATH_LENGTH], resume[MAX_PATH_LENGTH], output_name[MAX_PATH_LENGTH];
-    char output_dir[MAX_PATH_LENGTH], config[MAX_PATH_LENGTH];
+    char preset[32];
+    Path data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
     // architecture
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
@@ -276,9 +275,7 @@ struct Config {
     float min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
-    char seeds[MAX_PATH_LENGTH], classes[MAX_PATH_LENGTH], guidance_interval[MAX_PATH_LENGTH];
-    char class_names[MAX_PATH_LENGTH], guide_weights[MAX_PATH_LENGTH];
-    char init_image[MAX_PATH_LENGTH], mask[MAX_PATH_LENGTH];
+    Path seeds, classes, class_names, guidance_interval, guide_weights, init_image, mask;
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip, jump_length, jump_n_sample;
     float eta, guidance_scale, strength;
     // what to do
@@ -352,18 +349,17 @@ static void check_config(const Config& c) {
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
                  c.norm_groups, i + 1, width, width / 4);
-        bool attention = attends(c, size) || i == levels - 1;  // the middle block always has one
-        if (attention && size > MAX_ATTENTION_SIZE)
+        if (!attends(c, size) && i < levels - 1) continue;  // the middle block always has attention
+        if (size > MAX_ATTENTION_SIZE)
             fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
                  size);
         for (bool decoder : {false, true}) {
-            int heads = heads_of(c, width, decoder), d = heads ? width / heads : 0;
-            if (attention && (!heads || width % heads || (!c.num_heads && d != c.num_head_channels)))
+            int heads = heads_of(c, width, decoder), divisor = c.num_heads ? heads : c.num_head_channels;
+            if (width % divisor)
                 fail("--%s %d does not divide the %d channels of the attention at %dx%d",
-                     c.num_heads ? "num_heads" : "num_head_channels",
-                     c.num_heads ? heads : c.num_head_channels, width, size, size);
+                     c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
             auto [multiple, most] = head_channels();
-            if (attention && (d % multiple || d > most))
+            if (int d = width / heads; d % multiple || d > most)
                 fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", d, multiple,
                      most, most < 256 ? " in fp32, here" : "");
         }
@@ -526,7 +522,6 @@ struct Parameter {
     size_t count;         // elements, as in files
     size_t offset, size;  // in memory, in floats; without gaps, in the order that join_projections makes
     Init init;
-    int fan_in;
 };
 
 static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
@@ -547,10 +542,7 @@ static void reorder(float* to, const float* from, const Parameter& t, bool to_me
         for (size_t c = 0; c < C; c++)
             for (size_t tap = 0; tap < taps; tap++, i++) {
                 size_t memory = (o * taps + tap) * pitch + c;
-                if (to_memory)
-                    to[memory] = from[i];
-                else
-                    to[i] = from[memory];
+                to[to_memory ? memory : i] = from[to_memory ? i : memory];
             }
 }
 
@@ -604,14 +596,12 @@ HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, ui
         float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
         float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
         sincospif(twice_u2, &sine, &cosine);
-        normal[pair] = r * cosine;
-        normal[pair + 1] = r * sine;
 #else
         double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24, u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
-        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2;
-        normal[pair] = (float)(r * cos(angle));
-        normal[pair + 1] = (float)(r * sin(angle));
+        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2, sine = sin(angle), cosine = cos(angle);
 #endif
+        normal[pair] = (float)(r * cosine);
+        normal[pair + 1] = (float)(r * sine);
     }
 }
 
@@ -621,12 +611,9 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     float quads[8] = {};
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
-    UNROLLED_FOR (int i = 0; i < 4; i++) {
-        normal[i] = quads[i];
-        UNROLLED_FOR (uint32_t shift = 1; shift < 4; shift++) {
+    UNROLLED_FOR (int i = 0; i < 4; i++)
+        UNROLLED_FOR (uint32_t shift = 0; shift < 4; shift++)
             if (e % 4 == shift) normal[i] = quads[i + shift];
-        }
-    }
 }
 
 // A number below n, such as a timestep.
@@ -765,11 +752,9 @@ HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, N
 namespace cpu {
 LAYER_TYPES(float)
 }  // namespace cpu
-#ifdef __CUDACC__
 namespace gpu {
 LAYER_TYPES(floatX)
 }  // namespace gpu
-#endif
 
 // ---- the layers -------------------------------------------------------------------------------------------
 
@@ -1145,12 +1130,7 @@ struct Plan {
     size_t arena_bytes;
     int batch;
     bool training;
-    bool decoding = false;  // while it is made: the decoder has begun
 };
-
-struct StepState;  // of the step under way: see OPTIMISER
-struct Beginning;  // of a picture: see DIFFUSION
-struct Timestep;   // of the noising chain
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
 struct OptimiserMemory {
@@ -1177,12 +1157,12 @@ struct Model : OptimiserMemory {
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    StepState* state;          // of the step under way
+    struct StepState* state;   // of the step under way: see OPTIMISER
     float* losses;             // (batch_size, loss_parts)
     float* variance_losses = nullptr;  // likewise, with --learn_sigma
     float* norm_parts;                 // one a NORM_CHUNK of the parameters
-    Timestep* chain;                   // (diffusion_steps)
-    Beginning* begins;                 // (B): of the pictures being drawn
+    struct Timestep* chain;            // (diffusion_steps): of the noising chain
+    struct Beginning* begins;          // (B): of the pictures being drawn
     float* limits;                     // (B): theirs, for dynamic thresholding
     float* known = nullptr;            // (C + 1, H, W): the --init_image, and the --mask or zeros
     Memory memory;
@@ -1211,16 +1191,13 @@ static Tensor unet_input(const Model* m, int B) {
 }
 static Joined input_of(const Model* m, const Block& block, int B) {
     if (block.kind == BLOCK_CONV_IN) return unet_input(m, B);
-    const Block* blocks = m->plan.blocks.data();
-    return {output_of(m, blocks[block.input], B),
-            block.skip < 0 ? Tensor() : output_of(m, blocks[block.skip], B)};
+    auto output = [&](int i) { return i < 0 ? Tensor() : output_of(m, m->plan.blocks[i], B); };
+    return {output(block.input), output(block.skip)};
 }
 // Without data where nothing before the block is trained.
 static Joined input_gradient_of(const Model* m, const Block& block, int B) {
-    if (block.input < 0) return {};
-    const Block* blocks = m->plan.blocks.data();
-    return {output_gradient_of(m, blocks[block.input], B),
-            block.skip < 0 ? Tensor() : output_gradient_of(m, blocks[block.skip], B)};
+    auto gradient = [&](int i) { return i < 0 ? Tensor() : output_gradient_of(m, m->plan.blocks[i], B); };
+    return {gradient(block.input), gradient(block.skip)};
 }
 
 template <typename Layer>
@@ -1522,10 +1499,10 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // Declares a parameter of a block, as named_parameters() calls it.
 static void add_parameter(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
-                          Init init, int fan_in) {
+                          Init init) {
     if (!block->num_params) block->param = (int)plan->tensors.size();
     Parameter t = {};
-    t.ndim = (int)shape.size(), t.count = 1, t.init = init, t.fan_in = fan_in;
+    t.ndim = (int)shape.size(), t.count = 1, t.init = init;
     snprintf(t.name, sizeof t.name, "%s", name.c_str());
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
@@ -1533,14 +1510,6 @@ static void add_parameter(Plan* plan, Block* block, const std::string& name, con
                            : t.count;
     block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
     plan->tensors.push_back(t);
-}
-// A layer's weight and bias; `name` is empty or ends in a dot.
-static void add_layer(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
-                      Init init) {
-    std::string layer = std::string(block->name) + "." + name;
-    int fan_in = std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies());
-    add_parameter(plan, block, layer + "weight", shape, init, fan_in);
-    add_parameter(plan, block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init, fan_in);
 }
 
 // Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
@@ -1555,44 +1524,48 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         const Block& previous = plan->blocks.back();
         block.C = previous.O, block.H = previous.out_H, block.input = (int)plan->blocks.size() - 1;
     }
-    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, plan->decoding);
+    bool decoder = std::ranges::any_of(plan->blocks, &Block::is_skip);  // has begun
+    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, decoder);
     if (block.skip >= 0) {
-        plan->decoding = true;
         block.C2 = plan->blocks[block.skip].O;
         plan->blocks[block.skip].is_skip = true;
     }
     if (!block.out_H) block.out_H = block.H;
+    // a weight and its bias; `layer` is empty or ends in a dot
+    auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
+        layer = name + "." + layer;
+        add_parameter(plan, &block, layer + "weight", shape, init);
+        add_parameter(plan, &block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
+    };
     int K = block.C + block.C2, O = block.O;
     switch (block.kind) {
         case BLOCK_EMBED:
-            add_layer(plan, &block, "0.", {O, block.C}, INIT_UNIFORM);
-            add_layer(plan, &block, "2.", {O, O}, INIT_UNIFORM);
+            add_layer("0.", {O, block.C});
+            add_layer("2.", {O, O});
             if (int rows = label_rows(c))
-                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL, 0);
+                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL);
             break;
-        case BLOCK_CONV_IN: add_layer(plan, &block, "", {O, K, 3, 3}, INIT_UNIFORM); break;
+        case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
-            add_layer(plan, &block, "in_layers.0.", {K}, INIT_ONES);
-            add_layer(plan, &block, "in_layers.2.", {O, K, 3, 3}, INIT_UNIFORM);
-            add_layer(plan, &block, "emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)},
-                      INIT_UNIFORM);
-            add_layer(plan, &block, "out_layers.0.", {O}, INIT_ONES);
-            add_layer(plan, &block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
-            if (K != O) add_layer(plan, &block, "skip_connection.", {O, K, 1, 1}, INIT_UNIFORM);
+            add_layer("in_layers.0.", {K}, INIT_ONES);
+            add_layer("in_layers.2.", {O, K, 3, 3});
+            add_layer("emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)});
+            add_layer("out_layers.0.", {O}, INIT_ONES);
+            add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
+            if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
             break;
         case BLOCK_ATTENTION:
-            add_layer(plan, &block, "norm.", {K}, INIT_ONES);
-            add_layer(plan, &block, "qkv.", {3 * K, K, 1}, INIT_UNIFORM);
-            add_layer(plan, &block, "proj_out.", {K, K, 1}, INIT_ZEROS);
+            add_layer("norm.", {K}, INIT_ONES);
+            add_layer("qkv.", {3 * K, K, 1});
+            add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
             break;
         case BLOCK_DOWN:
         case BLOCK_UP:
-            if (c.conv_resample)
-                add_layer(plan, &block, block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3}, INIT_UNIFORM);
+            if (c.conv_resample) add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
             break;
         case BLOCK_OUT:
-            add_layer(plan, &block, "0.", {K}, INIT_ONES);
-            add_layer(plan, &block, "2.", {O, K, 3, 3}, INIT_ZEROS);
+            add_layer("0.", {K}, INIT_ONES);
+            add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
     }
     plan->blocks.push_back(block);
@@ -1638,9 +1611,8 @@ static void size_buffers(Plan* plan, const Config& c) {
         size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
         size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
         size_t stats = 0, forward = 0, backward = 0, late = 0;
-        size_t norm = 2 * B * c.norm_groups, parts = norm_parts((int)larger);
-        size_t sums = aligned(B * parts * wide * sizeof(float2)),
-               moments = aligned(B * parts * O * sizeof(float2));
+        size_t norm = 2 * B * c.norm_groups, float2s = B * norm_parts((int)larger) * sizeof(float2);
+        size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
         size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
         switch (b.kind) {
             case BLOCK_EMBED:
@@ -2434,10 +2406,7 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
           correction2 = (float)(1 - pow((double)c.beta2, n));
     AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
-    for (int k = 0; k < MAX_EMAS; k++) {
-        double rate = c.ema_rate[k];
-        a.ema_weight[k] = (float)(1 - (rising < rate ? rising : rate));
-    }
+    for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
     return a;
 }
 
@@ -2522,8 +2491,7 @@ static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 // sums of a bias gradient, one a channel and image, than half a lane's workspace holds.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
-    int widest = 0;
-    for (int i = 0; i < list_length(c.channel_mult); i++) widest = std::max(widest, level_width(c, i));
+    int widest = (int)((float)c.num_channels * std::ranges::max(c.channel_mult));
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
@@ -2614,11 +2582,13 @@ static void start_from_master(Model* m) {
 // guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
+    size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
         const Parameter& t = m->plan.tensors[index];
+        if (t.ndim > 1) fan_in = t.count / t.shape[0];
         values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
         reordered.resize(t.size);
-        float bound = (float)(1.0 / sqrt((double)t.fan_in));
+        float bound = (float)(1.0 / sqrt((double)fan_in));
         for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
             uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
             values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
@@ -2960,50 +2930,6 @@ static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
     return k > 1 && n % k == 0 ? (int)(n / k) : 0;
 }
-static std::string read_text(const std::string& path);  // of FILES
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
-    std::vector<uint32_t> numbers;
-    for (const std::string& range : split(list, ',')) {
-        char digits[2][11] = {};  // no number has more
-        int read = 0,
-            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
-        uint64_t first = strtoull(digits[0], nullptr, 10),
-                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
-        if (ends < 1 || range[read] || first > last || last > most)
-            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
-        if (numbers.size() + (last - first) >= 1000000)
-            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
-        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
-    }
-    return numbers;
-}
-
-// The lines of --class_names, one a class.
-static std::vector<std::string> class_names(const Config& c) {
-    if (!*c.class_names) return {};
-    std::vector<std::string> names = split(read_text(c.class_names), '\n');
-    if (names.back().empty()) names.pop_back();
-    if ((int)names.size() != c.num_classes)
-        fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
-             c.num_classes);
-    return names;
-}
-// The classes that pictures are drawn of; none where the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c) {
-    if ((*c.classes || *c.class_names) && !c.class_cond)
-        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
-    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    if (std::ranges::count(names, c.classes)) words = {c.classes};
-    std::string numbers;  // a class that is named is its line
-    for (const std::string& word : words) {
-        auto line = std::ranges::find(names, word);
-        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
-        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
-    }
-    return parse_list("class", numbers, c.num_classes - 1);
-}
 
 static bool all_finite(const float* values, size_t n) {
     bool finite = true;  // without a way out of the loop, which is vector code then
@@ -3092,207 +3018,6 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     }
     use_weights(m, m->master);
     return !stop_requested;
-}
-
-// ---- the loop ---------------------------------------------------------------------------------------------
-
-// Of FILES and COMMAND LINE, what the loop calls.
-static void add_metrics(Metrics* m, const std::string& lines);
-static std::vector<long> list_checkpoints(const std::string& folder);
-static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
-                             const History& history);
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns = 0, int gap = 2);
-
-static std::string checkpoint_path(const std::string& folder, long step) {
-    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
-}
-
-static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
-}
-
-// Where no checkpoint can be written, the run ends.
-static void save(Trainer* t) {
-    const Config& c = t->model.config;
-    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
-    t->saved = t->step;
-    std::string why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
-}
-
-// A grid that can't be written is no reason to end a run.
-static void save_samples(Trainer* t) {
-    const Config& c = t->model.config;
-    t->sampled = t->step;
-    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
-    std::vector<float> pictures;
-    double start = seconds_now();
-    auto begins = begin_with(consecutive(c.seed, c.num_samples));
-    int columns = set_classes(&begins, wanted_classes(c));
-    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
-    std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
-    if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
-    if (long broken = count_broken(pictures, c.num_samples))
-        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
-}
-
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) {
-        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
-    return "[" + list + "]";
-}
-
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
-static void print_summary(const Trainer& t, long first, double seconds) {
-    const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
-    long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1) {
-        double ms = 1e3 * seconds / (steps - 1);
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
-               c.batch_size * 1e3 / ms);
-    }
-    printf("\n");
-    long best = -1;
-    for (auto [step, loss] : t.validated)
-        if (std::isfinite(loss) && (best < 0 || loss < t.validated.at(best))) best = step;
-    if (best >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.validated.at(best), best,
-               file_exists(checkpoint_path(c.out_dir, best)) ? "there" : "not kept");
-    say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
-    if (file_exists(samples)) say("samples:    %s", samples.c_str());
-    say("metrics:    %s/metrics.jsonl", c.out_dir);
-    say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
-    std::string more;
-    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
-    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
-        more += " --lr_schedule constant";  // the schedule has come to its end
-    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
-}
-
-static void validate(Trainer* t) {
-    double loss = validation_loss(t);
-    if (stop_requested) return;
-    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
-    t->validated[t->step] = loss;
-}
-
-// The step up to which the device can be kept busy: after it the host works with the weights.
-static long next_pause(const Trainer& t) {
-    const Config& c = t.model.config;
-    long next = c.steps;
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) next = std::min(next, (t.step / every + 1) * every);
-    return next;
-}
-
-// A loss or gradient that is not finite ends the run, with what to do about it.
-static void give_up(Trainer* t, const StepState& result) {
-    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
-                advice = "the weights before it are " + saved + ": resume from there";
-    if (!t->saved) advice = "nothing was saved before it: start again";
-    if (t->saved && t->saved == t->step)
-        advice = "the weights of " + saved + " lead to it: resume from an older one";
-    fail("the %s became %s in step %ld; %s with a lower --lr",
-         std::isfinite(result.loss) ? "gradient" : "loss",
-         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
-}
-
-// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
-struct Pace {
-    long first;                    // the step that the run began after
-    long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // of the steps that count: the first does not
-    double log_start = start;      // of those since that line
-    double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, log_start += seconds; }
-};
-
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
-static void show_step(Trainer* t, const StepState& result, Pace* pace) {
-    const Config& c = t->model.config;
-    bool first = t->step == pace->first + 1, terminal = isatty(1);
-    // the first step, in which much is set up, counts only while there is no other
-    double now = seconds_now(), rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
-    if (first) pace->start = now;
-    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
-    if (!logs && !(terminal && now - pace->shown > 1)) return;
-    pace->shown = now;
-    std::string to_go = human_time((double)(c.steps - t->step) / rate);
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (!logs) {
-        printf(" | ETA %s", to_go.c_str());
-        return;
-    }
-    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak();
-    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
-    pace->logged = t->step, pace->log_start = now;
-    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
-           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
-                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
-}
-
-static void train(Trainer* t) {
-    const Config& c = t->model.config;
-    t->saved = t->step;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
-        if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
-            validate(t);
-        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
-        fflush(stdout);
-    }
-    Pace pace = {t->step};
-    while (t->step < c.steps && !stop_requested) {
-        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
-        StepState result = await_step(t);
-        if (!result.finite) give_up(t, result);
-        show_step(t, result, &pace);
-        fflush(stdout);
-        double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
-        fflush(stdout);
-        pace.pause(seconds_now() - paused);
-    }
-    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - pace.start;
-    if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (t->sampled != t->step && !stop_requested) save_samples(t);
-    print_summary(*t, pace.first, seconds);
 }
 
 // ===========================================================================================================
@@ -3454,16 +3179,15 @@ enum {
     FIELD_MORE_FLOATS = 75,  // ema_rate's second number and on, which do not fit after its first
 };
 
-// A preset is a text of flags that come before those of --config and those the user types.
-struct Preset {
-    const char *name, *flags;
-};
 // What guided-diffusion's models of ImageNet share.
 #define OF_IMAGENET                                                                                   \
     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
     "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
 #define IN_MINUTES "--predict v --noise_schedule cosine --lr 3e-4 --lr_schedule cosine --warmup_steps 500 "
-static const Preset PRESETS[] = {
+// A preset is a text of flags that come before those of --config and those the user types.
+static const struct Preset {
+    const char *name, *flags;
+} PRESETS[] = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
@@ -3584,8 +3308,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         return;
     }
     size_t most = most_numbers(flag);
-    std::vector<std::string> parts = {value};
-    if (most > 1) parts = split(value, ',');
+    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > most)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
     memset(target, 0, flag.size);
@@ -3959,12 +3682,11 @@ static void read_history(WeightsFile* file, Reader* in) {
     if (!file->sections.contains("state")) return;
     auto [offset, bytes] = file->sections["state"];
     History* h = &file->history;
-    bool sound = bytes == sizeof *h;
     in->seek(offset);
-    if (sound) in->read(h, sizeof *h);
-    sound &= h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
-    sound &= all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
-    if (!sound) fail("%s is damaged: its section state makes no sense", file->path.c_str());
+    in->read(h, std::min(bytes, sizeof *h));
+    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
+        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
+        fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
 static void read_text_flags(WeightsFile* file, Reader* in) {
@@ -4051,31 +3773,34 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
 // Everything that sampling or resuming needs, under `path`, whole or not at all.
 static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
                              const History& history) {
-    const Config& c = m.config;
     int32_t header[HEADER_INTS] = {UNET_MAGIC, UNET_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
     memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
-    flags_to_fields(header, c);
+    flags_to_fields(header, m.config);
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
         memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
     };
-    for (auto [section, _] : arrays_of(m)) declare(section, m.plan.num_parameters * sizeof(float));
-    if (m.adam_m) declare("state", sizeof history);
-    for (const char* name : TEXT_SECTIONS)
-        if (size_t length = flag_text(c, flag_named(name)).size()) declare(name, length);
-
     Writer out(path);
-    out.rewind_to_header(header, sizeof header);
-    for (auto [_, parameters] : arrays_of(m)) write_parameters(&out, parameters, m.plan);
-    if (m.adam_m) out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS) out.write(flag_text(c, flag_named(name)));
+    out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
+    for (auto [section, parameters] : arrays_of(m)) {
+        declare(section, m.plan.num_parameters * sizeof(float));
+        write_parameters(&out, parameters, m.plan);
+    }
+    if (m.adam_m) declare("state", sizeof history), out.write(&history, sizeof history);
+    for (const char* name : TEXT_SECTIONS)
+        if (std::string value = flag_text(m.config, flag_named(name)); !value.empty())
+            declare(name, value.size()), out.write(value);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
+}
+
+static std::string checkpoint_path(const std::string& folder, long step) {
+    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
 }
 
 // Steps of the checkpoints in a folder, newest first, whole or not.
@@ -4121,12 +3846,10 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
 // viewer reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
     int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
-    const char depth_and_type[] = {8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0};
+    std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
-    write_png_chunk(
-        &out, "IHDR",
-        big_endian((uint32_t)width) + big_endian((uint32_t)height) + std::string(depth_and_type, 5));
+    write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
     uint32_t a = 1, b = 0;  // Adler-32
     for (uint8_t value : lines) a = (a + value) % 65521, b = (b + a) % 65521;
@@ -4145,7 +3868,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
 // as it can be. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
-                       int columns, int gap) {
+                       int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
@@ -4240,8 +3963,7 @@ static void print_help() {
         printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
     }
     printf("\nPresets\n");
-    for (const Preset& preset : PRESETS)
-        printf("  %s: %s\n", preset.name, *preset.flags ? preset.flags : "the defaults above");
+    for (auto [name, flags] : PRESETS) printf("  %s: %s\n", name, flags);
 }
 
 // A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
@@ -4506,6 +4228,50 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+    std::vector<uint32_t> numbers;
+    for (const std::string& range : split(list, ',')) {
+        char digits[2][11] = {};  // no number has more
+        int read = 0,
+            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
+        uint64_t first = strtoull(digits[0], nullptr, 10),
+                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        if (ends < 1 || range[read] || first > last || last > most)
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+        if (numbers.size() + (last - first) >= 1000000)
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+    }
+    return numbers;
+}
+
+// The lines of --class_names, one a class.
+static std::vector<std::string> class_names(const Config& c) {
+    if (!*c.class_names) return {};
+    std::vector<std::string> names = split(read_text(c.class_names), '\n');
+    if (names.back().empty()) names.pop_back();
+    if ((int)names.size() != c.num_classes)
+        fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
+             c.num_classes);
+    return names;
+}
+// The classes that pictures are drawn of; none where the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c) {
+    if ((*c.classes || *c.class_names) && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
+    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
+    if (std::ranges::count(names, c.classes)) words = {c.classes};
+    std::string numbers;  // a class that is named is its line
+    for (const std::string& word : words) {
+        auto line = std::ranges::find(names, word);
+        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
+        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
+    }
+    return parse_list("class", numbers, c.num_classes - 1);
+}
+
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
 static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
     double xy = 0, xx = 0, yy = 0;
@@ -4645,7 +4411,7 @@ static void load_guide(Model* guide, const Config& c) {
     use_weights(guide, guide->master);
 }
 
-static int run_generate(const std::vector<GivenFlag>& given) {
+static void run_generate(const std::vector<GivenFlag>& given) {
     WeightsFile file;
     Config config = drawing_config(given, &file);
     std::vector<Beginning> begins = wanted_pictures(config);
@@ -4654,10 +4420,7 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
-    if (config.dry_run) {
-        print_run(m);
-        return 0;
-    }
+    if (config.dry_run) return print_run(m);
     std::vector<float> known, mask;
     if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
     if (*config.mask) mask = first_picture(config.mask, config, 1);
@@ -4679,13 +4442,12 @@ static int run_generate(const std::vector<GivenFlag>& given) {
     if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr,
                        *config.guide_weights ? &guide : nullptr)) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
-        return 130;
+        exit(130);
     }
     write_pictures(config, begins, columns, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
-    return 0;
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
@@ -4784,6 +4546,195 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     open_metrics(&t->metrics);
 }
 
+// ---- the loop ---------------------------------------------------------------------------------------------
+
+static std::string samples_path(const std::string& folder, long step) {
+    return text("%s/samples_%08ld.png", folder.c_str(), step);
+}
+
+// Where no checkpoint can be written, the run ends.
+static void save(Trainer* t) {
+    const Config& c = t->model.config;
+    write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
+    t->saved = t->step;
+    std::string why = failure_of([&] {
+        // up to this step: later ones are damaged, or --resume would not have passed over them
+        int newest = 0;
+        for (long step : list_checkpoints(c.out_dir))
+            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+                unlink(checkpoint_path(c.out_dir, step).c_str());
+    });
+    if (!why.empty()) note("old checkpoints stay: " + why);
+}
+
+// A grid that can't be written is no reason to end a run.
+static void save_samples(Trainer* t) {
+    const Config& c = t->model.config;
+    t->sampled = t->step;
+    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+    std::vector<float> pictures;
+    double start = seconds_now();
+    auto begins = begin_with(consecutive(c.seed, c.num_samples));
+    int columns = set_classes(&begins, wanted_classes(c));
+    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
+    std::string path = samples_path(c.out_dir, t->step);
+    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
+    if (!failure.empty()) return note(failure);
+    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    if (long broken = count_broken(pictures, c.num_samples))
+        printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
+}
+
+// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
+static std::string take_quartiles(Trainer* t) {
+    std::string list;
+    for (int q = 0; q < 4; q++) {
+        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
+        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
+    }
+    return "[" + list + "]";
+}
+
+// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+static void print_summary(const Trainer& t, long first, double seconds) {
+    const Config& c = t.model.config;
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    long steps = t.step - first;
+    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    if (steps > 1) {
+        double ms = 1e3 * seconds / (steps - 1);
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
+               c.batch_size * 1e3 / ms);
+    }
+    printf("\n");
+    long best = -1;
+    for (auto [step, loss] : t.validated)
+        if (std::isfinite(loss) && (best < 0 || loss < t.validated.at(best))) best = step;
+    if (best >= 0)
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.validated.at(best), best,
+               file_exists(checkpoint_path(c.out_dir, best)) ? "there" : "not kept");
+    say("checkpoint: %s", checkpoint.c_str());
+    std::string samples = samples_path(c.out_dir, t.step);
+    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("metrics:    %s/metrics.jsonl", c.out_dir);
+    say("config:     %s/config.txt", c.out_dir);
+    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+    std::string more;
+    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
+    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
+        more += " --lr_schedule constant";  // the schedule has come to its end
+    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
+}
+
+static void validate(Trainer* t) {
+    double loss = validation_loss(t);
+    if (stop_requested) return;
+    std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
+    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+           chosen_name(t->model.config).c_str());
+    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    t->validated[t->step] = loss;
+}
+
+// The step up to which the device can be kept busy: after it the host works with the weights.
+static long next_pause(const Trainer& t) {
+    const Config& c = t.model.config;
+    long next = c.steps;
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) next = std::min(next, (t.step / every + 1) * every);
+    return next;
+}
+
+// A loss or gradient that is not finite ends the run, with what to do about it.
+static void give_up(Trainer* t, const StepState& result) {
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
+                advice = "the weights before it are " + saved + ": resume from there";
+    if (!t->saved) advice = "nothing was saved before it: start again";
+    if (t->saved && t->saved == t->step)
+        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    fail("the %s became %s in step %ld; %s with a lower --lr",
+         std::isfinite(result.loss) ? "gradient" : "loss",
+         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+}
+
+// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+struct Pace {
+    long first;                    // the step that the run began after
+    long logged = first;           // the step of the log's newest line
+    double start = seconds_now();  // of the steps that count: the first does not
+    double log_start = start;      // of those since that line
+    double shown = start;          // when a line of either kind was printed
+    void pause(double seconds) { start += seconds, log_start += seconds; }
+};
+
+// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
+// terminal a line that is overwritten, every second.
+static void show_step(Trainer* t, const StepState& result, Pace* pace) {
+    const Config& c = t->model.config;
+    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    // the first step, in which much is set up, counts only while there is no other
+    double now = seconds_now(), rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
+    if (first) pace->start = now;
+    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    pace->shown = now;
+    std::string to_go = human_time((double)(c.steps - t->step) / rate);
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (!logs) {
+        printf(" | ETA %s", to_go.c_str());
+        return;
+    }
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
+           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
+           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
+    static const double peak = backend_peak();
+    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
+    pace->logged = t->step, pace->log_start = now;
+    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
+           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
+                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+}
+
+static void train(Trainer* t) {
+    const Config& c = t->model.config;
+    t->saved = t->step;
+    auto due = [&](int every) { return every && t->step % every == 0; };
+    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
+        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
+        if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
+            validate(t);
+        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        fflush(stdout);
+    }
+    Pace pace = {t->step};
+    while (t->step < c.steps && !stop_requested) {
+        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        StepState result = await_step(t);
+        if (!result.finite) give_up(t, result);
+        show_step(t, result, &pace);
+        fflush(stdout);
+        double paused = seconds_now();
+        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
+        if (due(c.save_every)) save(t);
+        if (due(c.sample_every)) save_samples(t);
+        fflush(stdout);
+        pace.pause(seconds_now() - paused);
+    }
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - pace.start;
+    if (isatty(1)) printf("\r\033[K");
+    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
+    if (t->sampled != t->step && !stop_requested) save_samples(t);
+    print_summary(*t, pace.first, seconds);
+}
+
 // ---- main -------------------------------------------------------------------------------------------------
 
 // Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
@@ -4803,7 +4754,7 @@ static void handle_signals() {
 }
 
 #ifndef TESTING
-static int run_training(const std::vector<GivenFlag>& given) {
+static void run_training(const std::vector<GivenFlag>& given) {
     Trainer trainer;
     const Config& config = trainer.model.config;
     WeightsFile file = plan_run(&trainer, given);
@@ -4820,24 +4771,19 @@ static int run_training(const std::vector<GivenFlag>& given) {
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model, config.num_samples, "lower --num_samples");
-        print_time(config, trainer.step);
-        return 0;
+        return print_time(config, trainer.step);
     }
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);
-    return 0;
 }
 
 #ifndef PROFILING  // dev/profile.cu has its own
-static int run_program(int argc, char** argv) {
+static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_command_line(argc, argv);
     Config config = given_config(given);
-    if (config.help) {
-        print_help();
-        return 0;
-    }
+    if (config.help) return print_help();
     bool draws = config.generate || *config.seeds || config.interpolate;
     for (const char* name :  // that was typed, and would do nothing
          {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
@@ -4851,12 +4797,12 @@ static int run_program(int argc, char** argv) {
         Trainer trainer;
         plan_run(&trainer, given);
         printf("%s", config_text(trainer.model.config).c_str());
-        return 0;
+        return;
     }
     backend_init();
     handle_signals();
     printf("train_unet on %s\n", backend_name().c_str());
-    return draws ? run_generate(given) : run_training(given);
+    draws ? run_generate(given) : run_training(given);
 }
 #endif
 
@@ -4871,12 +4817,12 @@ int main(int argc, char** argv) {
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
 #endif
     return guarded([&] {
-        int status = run_program(argc, argv);
+        run_program(argc, argv);
         // where a reader has gone, or a terminal, there is nobody to tell
         errno = 0;
         if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
             fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
-        return status;
+        return EXIT_SUCCESS;
     });
 }
 #endif
@@ -5070,9 +5016,8 @@ template <int TAPS>
 static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     int B = dout.B, T = dout.H * dout.W, O = dout.C;
-#pragma omp parallel for schedule(dynamic)
-    for (int o0 = 0; o0 < O; o0 += 16) {
-        int n = std::min(16, O - o0);
+    each_tile(1, 1, O, 16, [&](int, int, int o0, int o1) {
+        int n = o1 - o0;
         double total[16] = {};
         for (int b = 0; b < B; b++) {
             double image[16] = {};
@@ -5088,7 +5033,7 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
         }
         for (int o = 0; o < n; o++)
             layer.dbias[o0 + o] = (layer.accumulate ? layer.dbias[o0 + o] : 0) + (float)total[o];
-    }
+    });
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
@@ -5099,15 +5044,13 @@ enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
     int T = x.first.T(), slabs = ceil_div(x.first.C, SLAB), all = slabs + ceil_div(x.second.C, SLAB);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < x.first.B; b++)
-        for (int i = 0; i < all; i++) {
-            const Tensor& of = i < slabs ? x.first : x.second;
-            int within = (i < slabs ? i : i - slabs) * SLAB;
-            float* first = of.data + (size_t)b * T * of.C + within;
-            work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
-                 [first, C = of.C](int t) { return first + (size_t)t * C; });
-        }
+    each_tile(x.first.B, 1, all, 1, [&](int b, int, int i, int) {
+        const Tensor& of = i < slabs ? x.first : x.second;
+        int within = (i < slabs ? i : i - slabs) * SLAB;
+        float* first = of.data + (size_t)b * T * of.C + within;
+        work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
+             [first, C = of.C](int t) { return first + (size_t)t * C; });
+    });
 }
 
 static void channel_moments(Tensor x) {
@@ -5277,11 +5220,8 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
             int dy = tap / 3 - 1, dx = tap % 3 - 1;
             bool inside = row + dy >= 0 && row + dy < H && column + dx >= 0 && column + dx < W;
             const float* source = x.data + ((ptrdiff_t)p + dy * W + dx) * C + (first - tap * C);
-            if (inside)
-                memcpy(columns, source, (last - first) * sizeof(float));
-            else
-                memset(columns, 0, (last - first) * sizeof(float));
-            columns += last - first;
+            int n = last - first;
+            columns = inside ? std::copy_n(source, n, columns) : std::fill_n(columns, n, 0.0f);
         }
     }
     return {thread_floats(), j1 - j0};
@@ -5303,9 +5243,8 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
         const float* w = layer.w + (size_t)o0 * K;
         Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
         matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        if (C2)
-            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-                   transposed(w + C, K), true);
+        matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
+               transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
             size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
             const float *emb = options.emb.data, *bias = layer.bias;
@@ -5361,73 +5300,67 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
               "two rows of scores fit a thread's scratch");
 
-// Rows of the score matrix that a thread holds at a time.
-static int attention_rows(int T) { return std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T))); }
+// work(b, head, t0, rows) for every image, head and band of rows of the score matrix, of which a thread holds
+// so many at a time; a head's bands follow each other.
+template <typename Work>
+static void each_band(Tensor qkv, int heads, Work work) {
+    int T = qkv.H * qkv.W, most = std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T)));
+    each_tile(qkv.B, 1, heads, 1, [&](int b, int, int head, int) {
+        for (int t0 = 0; t0 < T; t0 += most) work(b, head, t0, std::min(most, T - t0));
+    });
+}
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads, R = attention_rows(T);
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(float) * B * T * C});
+    int T = out.H * out.W, C = out.C, d = C / heads;
+    PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int head = 0; head < heads; head++) {
-            const float *q = qkv.data + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
-            float* scores = thread_floats();  // (rows, T)
-            for (int t0 = 0; t0 < T; t0 += R) {
-                int rows = std::min(R, T - t0);
-                matmul({rows, T, d}, scores, T, {q + (size_t)t0 * 3 * C, 3 * C}, transposed(k, 3 * C), false);
-                for (int i = 0; i < rows; i++) {
-                    float* s = scores + (size_t)i * T;
-                    float top = -FLT_MAX, sum = 0;
-                    for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
+    each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
+        const float *q = qkv.data + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+        float* scores = thread_floats();  // (rows, T)
+        matmul({rows, T, d}, scores, T, {q + (size_t)t0 * 3 * C, 3 * C}, transposed(k, 3 * C), false);
+        for (int i = 0; i < rows; i++) {
+            float* s = scores + (size_t)i * T;
+            float top = -FLT_MAX, sum = 0;
+            for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
 #pragma omp simd reduction(+ : sum)
-                    for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
-                    float inverse = 1.0f / sum;
+            for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
+            float inverse = 1.0f / sum;
 #pragma omp simd
-                    for (int j = 0; j < T; j++) s[j] *= inverse;
-                    lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
-                }
-                matmul({rows, d, T}, out.data + ((size_t)b * T + t0) * C + head * d, C, {scores, T},
-                       {v, 3 * C}, false);
-            }
+            for (int j = 0; j < T; j++) s[j] *= inverse;
+            lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
         }
+        float* target = out.data + ((size_t)b * T + t0) * C + head * d;
+        matmul({rows, d, T}, target, C, {scores, T}, {v, 3 * C}, false);
+    });
 }
 
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads, R = attention_rows(T);
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(float) * B * T * C});
+    int T = out.H * out.W, C = out.C, d = C / heads;
+    PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int b = 0; b < B; b++)
-        for (int head = 0; head < heads; head++) {
-            size_t at = (size_t)b * T * 3 * C + head * d;
-            const float *q = qkv.data + at, *k = q + C, *v = q + 2 * C;
-            float *dq = dqkv.data + at, *dk = dq + C, *dv = dq + 2 * C;
-            float *p = thread_floats(), *ds = p + (size_t)R * T;  // (rows, T) each
-            for (int t0 = 0; t0 < T; t0 += R) {
-                int rows = std::min(R, T - t0);
-                const float *q_rows = q + (size_t)t0 * 3 * C,
-                            *dout_rows = dout.data + ((size_t)b * T + t0) * C + head * d;
-                const float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
-                matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
-                matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
-                for (int i = 0; i < rows; i++) {
-                    float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
-                    for (int j = 0; j < d; j++)
-                        D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
-                    float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
+    each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
+        size_t at = (size_t)b * T * 3 * C + head * d, out_at = ((size_t)b * T + t0) * C + head * d;
+        const float *q_rows = qkv.data + at + (size_t)t0 * 3 * C, *k = qkv.data + at + C, *v = k + C;
+        const float *dout_rows = dout.data + out_at, *out_rows = out.data + out_at;
+        float *dq_rows = dqkv.data + at + (size_t)t0 * 3 * C, *dk = dqkv.data + at + C, *dv = dk + C;
+        float *p = thread_floats(), *ds = p + (size_t)rows * T;  // (rows, T) each
+        matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
+        matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
+        for (int i = 0; i < rows; i++) {
+            float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
+            for (int j = 0; j < d; j++) D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
+            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
 #pragma omp simd
-                    for (int j = 0; j < T; j++) {
-                        p_row[j] = fast_exp(scale * p_row[j] - normaliser);
-                        ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
-                    }
-                }
-                matmul({rows, d, T}, dq + (size_t)t0 * 3 * C, 3 * C, {ds, T}, {k, 3 * C}, false);
-                matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
-                matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
+            for (int j = 0; j < T; j++) {
+                p_row[j] = fast_exp(scale * p_row[j] - normaliser);
+                ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
             }
         }
+        matmul({rows, d, T}, dq_rows, 3 * C, {ds, T}, {k, 3 * C}, false);
+        matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
+        matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
+    });
 }
 
 }  // namespace cpu

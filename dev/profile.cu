@@ -28,7 +28,7 @@ static BlockScope open_scope(const char* name);
 template <typename Layer>
 static LauncherScope open_scope(const Layer& layer);
 static void count_launch();
-static int run_program(int argc, char** argv);
+static void run_program(int argc, char** argv);
 
 #include "work.h"
 
@@ -234,7 +234,7 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
 
 // Times a training step on grey images and one call of the network as it is made to draw, then the parts of
 // the step.
-static int run_program(int argc, char** argv) {
+static void run_program(int argc, char** argv) {
     std::string trace;
     std::vector<char*> others;
     for (int i = 0; i < argc; i++) {
@@ -248,10 +248,7 @@ static int run_program(int argc, char** argv) {
         trace = words[1];
     }
     Config config = given_config(parse_command_line((int)others.size(), others.data()));
-    if (config.help) {
-        print_help();
-        return 0;
-    }
+    if (config.help) return print_help();
     backend_init();
     printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
     check_config(config);
@@ -301,5 +298,4 @@ static int run_program(int argc, char** argv) {
     printf("%-22s %.2f GFLOP an image and training step\n", "operations:", training_flops(plan) / 1e9);
     printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n",
            "memory:", bytes_to_train / 0x1p20, ema / 0x1p20, bytes_to_draw / 0x1p20);
-    return 0;
 }
