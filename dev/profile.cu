@@ -267,9 +267,11 @@ static int run_program(int argc, char** argv) {
     initialise_weights(&m, config.seed);
     auto begins = begin_with(consecutive(config.seed, drawn));
     backend_upload(m.begins, begins.data(), drawn * sizeof(Beginning));
+    SamplerStep halfway = {.timestep = config.diffusion_steps / 2};
+    backend_upload(m.sampler, &halfway, sizeof halfway);
     run(StartPictures<floatX>{{unet_input(&m, drawn), unet_output(&m), nullptr, nullptr, config.in_channels,
-                               m.target, m.images, m.begins, m.limits}});
-    run(TellNetwork{m.timesteps, m.labels, m.begins, drawn, drawn, config.diffusion_steps / 2, 0});
+                               m.target, m.images, m.begins, m.limits, m.sampler_state}});
+    run(TellNetwork{m.sampler_state, m.timesteps, m.labels, m.sampler, m.begins, drawn, drawn, 0});
     double call_ms = time_replays([&] { unet_forward(&m, drawn); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
 
