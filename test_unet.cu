@@ -220,6 +220,13 @@ static void append(std::vector<double>* numbers, const Beginning& p) {
 static void append(std::vector<double>* numbers, const Timestep& t) {
     numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
 }
+static void append(std::vector<double>* numbers, const SamplerStep& s) {
+    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x, s.guidance});
+}
+static void append(std::vector<double>* numbers, const SamplerState& s) {
+    numbers->push_back(s.done);
+    append(numbers, s.step);
+}
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
     numbers->insert(numbers->end(), {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps,
@@ -877,9 +884,15 @@ static void test_embedding(int B, int C) {
     std::vector<int> some_labels = some_timesteps(B);
     for (int& label : some_labels) label %= 8;
     Pair<int> labels(some_labels);
-    check("tell the network", shape, {{&t, WRITTEN, "timesteps", EXACT}, {&labels, WRITTEN, "labels", EXACT}},
+    Pair<SamplerStep> sampler(std::vector<SamplerStep>{{.timestep = 5}, {.number = 2, .timestep = 731}});
+    Pair<SamplerState> state(std::vector<SamplerState>{{.done = 1, .step = {}}});
+    check("tell the network", shape,
+          {{&t, WRITTEN, "timesteps", EXACT},
+           {&labels, WRITTEN, "labels", EXACT},
+           {&state, KEPT, "state", EXACT}},
           [&](auto on) {
-              on.run(TellNetwork{on(t), on(labels), on(begins), B, (int)pictures.size(), 731, 7});
+              on.run(TellNetwork{on(state), on(t), on(labels), on(sampler), on(begins), B,
+                                 (int)pictures.size(), 7});
           });
     Layer table((size_t)8 * C), rows((size_t)B * C);
     Floats dtable((size_t)8 * C);
@@ -939,6 +952,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
     Pair<Beginning> begins(noises);
     Floats limits(B, 0.1f), saved(n), known((size_t)(channels + 1) * H * W);
+    Pair<SamplerState> sampler(std::vector<SamplerState>(1));
     bool keeps = predict != PREDICT_EPS;
     auto drawing = [&](auto on) {
         return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
@@ -950,6 +964,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                  on(saved),
                                                  on(begins),
                                                  on(limits),
+                                                 on(sampler),
                                                  on(known, keeps)};
     };
     check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output},
@@ -960,16 +975,17 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
             s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
             s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
             s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = keeps ? 0.4f : 0;
-            x.upload();
-            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}}, [&](auto on) {
-                on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on), s});
-            });
+            sampler.host[0] = {.done = 6, .step = s};
+            x.upload(), sampler.upload();
+            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}},
+                  [&](auto on) { on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on)}); });
             limits.upload();
             check("update pictures", shape,
-                  {{&x, KEPT, "x", FLOAT_LIMIT}, {&saved, KEPT, "saved", FLOAT_LIMIT}, input_output},
-                  [&](auto on) {
-                      on.run(UpdatePictures<typename decltype(on)::T>{drawing(on), s});
-                  });
+                  {{&x, KEPT, "x", FLOAT_LIMIT},
+                   {&saved, KEPT, "saved", FLOAT_LIMIT},
+                   {&sampler, KEPT, "state", EXACT},
+                   input_output},
+                  [&](auto on) { on.run(UpdatePictures<typename decltype(on)::T>{drawing(on)}); });
         }
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
@@ -3662,6 +3678,7 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         std::vector<Beginning> begins = begin_with({c.word(8), c.word(9)});
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
+        SamplerState state = {};
         Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
                                   out.data(),
                                   nullptr,
@@ -3670,7 +3687,8 @@ static void twin_case(const Case& c, Verdict* v) {
                                   x.data(),
                                   saved.data(),
                                   begins.data(),
-                                  limits.data()};
+                                  limits.data(),
+                                  &state};
         cpu::run(StartPictures<float>{drawing});
         for (const SamplerStep& s : make_sampler(config)) {
             double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
@@ -3681,8 +3699,9 @@ static void twin_case(const Case& c, Verdict* v) {
                                  : config.predict == PREDICT_V ? a * eps - b * x0
                                                                : x0);
             }
-            cpu::run(ThresholdLimits<float>{drawing, s});
-            cpu::run(UpdatePictures<float>{drawing, s});
+            state.step = s;
+            cpu::run(ThresholdLimits<float>{drawing});
+            cpu::run(UpdatePictures<float>{drawing});
         }
         wrong = n != (size_t)B * 3 * H * H;
         for (size_t i = 0; i < n && !wrong; i++) {

@@ -1159,12 +1159,14 @@ struct Model : OptimiserMemory {
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;   // of the step under way: see OPTIMISER
     float* losses;             // (batch_size, loss_parts)
-    float* variance_losses = nullptr;  // likewise, with --learn_sigma
-    float* norm_parts;                 // one a NORM_CHUNK of the parameters
-    struct Timestep* chain;            // (diffusion_steps): of the noising chain
-    struct Beginning* begins;          // (B): of the pictures being drawn
-    float* limits;                     // (B): theirs, for dynamic thresholding
-    float* known = nullptr;            // (C + 1, H, W): the --init_image, and the --mask or zeros
+    float* variance_losses = nullptr;    // likewise, with --learn_sigma
+    float* norm_parts;                   // one a NORM_CHUNK of the parameters
+    struct Timestep* chain;              // (diffusion_steps): of the noising chain
+    struct SamplerStep* sampler;         // every step from noise to a picture, in order
+    struct SamplerState* sampler_state;  // where the pictures being drawn are among them
+    struct Beginning* begins;            // (B): theirs
+    float* limits;                       // (B): theirs, for dynamic thresholding
+    float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
     Memory memory;
     size_t bytes;
 };
@@ -1637,7 +1639,7 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
-        int back = 2 * n - 1 - i;  // the block's moment in backward
+        int back = 2 * n - 1 - i;                                       // the block's moment in backward
         int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
         size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
@@ -2154,6 +2156,12 @@ struct Beginning {
     int label;
 };
 
+// What changes from step to step. As StepState it lives on the device.
+struct SamplerState {
+    int done;          // steps
+    SamplerStep step;  // the one under way
+};
+
 // Pictures that are being drawn at the same time, and the network's answers. Guided, there is a weaker
 // answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans,
 // "Classifier-Free Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a
@@ -2168,6 +2176,7 @@ struct Drawing {
     float *x, *saved;              // (B, H, W, PIXEL)
     const Beginning* begins;       // (B)
     float* limits;                 // (B): of dynamic thresholding
+    SamplerState* state;           // how far they are
     const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
 
     HOST_DEVICE void set(size_t at, float value) const {
@@ -2198,12 +2207,12 @@ struct Drawing {
 template <typename T>
 struct ThresholdLimits {
     Drawing<T> drawing;
-    SamplerStep step;
 
     enum { THREADS = 1024 };
     size_t items() const { return drawing.input.B; }
     HOST_DEVICE void operator()(Team team) const {
         SHARED uint32_t found;
+        const SamplerStep step = drawing.state->step;
         int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
         size_t first = (size_t)team.index * pixels;
         if (team.thread == 0) found = 0;
@@ -2245,14 +2254,15 @@ struct StartPictures {
 };
 
 // x <- to_x0 x0 + to_x x + to_saved saved + sigma noise + to_known image, saved <- save_x0 x0 + save_x x, and
-// what is kept of the image: see SamplerStep.
+// what is kept of the image: see SamplerStep. Then the step is done.
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
-    SamplerStep step;
 
     size_t items() const { return FourPixels::count(drawing.input); }
     HOST_DEVICE void operator()(size_t item) const {
+        const SamplerStep step = drawing.state->step;
+        if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
             float normal[4] = {}, masked[4] = {};
@@ -2278,16 +2288,20 @@ struct UpdatePictures {
     }
 };
 
-// What the network is told in a call of so many rows: the timestep, and of the first `pictures` rows the
-// classes (labels null: none), of the others that they have none.
+// A sampler's next step begins. What the network is told in its call, of so many rows: the timestep, and of
+// the first `pictures` rows the classes (labels null: none), of the others that they have none.
 struct TellNetwork {
+    SamplerState* state;
     int *timesteps, *labels;
+    const SamplerStep* sampler;
     const Beginning* begins;
-    int rows, pictures, timestep, no_class;
+    int rows, pictures, no_class;
 
     size_t items() const { return rows; }
     HOST_DEVICE void operator()(size_t i) const {
-        timesteps[i] = timestep;
+        const SamplerStep& step = sampler[state->done];
+        if (i == 0) state->step = step;
+        timesteps[i] = step.timestep;
         if (labels) labels[i] = (int)i < pictures ? begins[i].label : no_class;
     }
 };
@@ -2467,10 +2481,11 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(B * pixels * PIXEL, m->input, m->target, m->images);
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
-    place(1, m->state);
+    place(1, m->state, m->sampler_state);
     place(c.diffusion_steps, m->chain);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
+    place(make_sampler(c).size(), m->sampler);
     place(B, m->begins, m->limits);
     if (*c.init_image) place((c.in_channels + 1) * pixels, m->known);
     return arena.used;
@@ -2963,23 +2978,25 @@ struct Progress {
 
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
 // picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
-// asked; stops early, and returns false, on Ctrl-C. A network's call is recorded for each size of batch.
-// While nothing is trained target and images are free for x and what the sampler saves.
+// asked; stops early, and returns false, on Ctrl-C. A step reads nothing from the host, and is recorded for
+// each size of batch and number of answers. While nothing is trained target and images are free for x and
+// what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
     const Config& c = m->config;
     int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size(),
         columns = strip ? c.strip : 0;
-    std::vector<SamplerStep> calls = make_sampler(c);
+    std::vector<SamplerStep> steps = make_sampler(c);
+    backend_upload(m->sampler, steps.data(), steps.size() * sizeof(SamplerStep));
     pictures->resize((size_t)count * elements);
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
     int most = pictures_at_a_time(c, m->plan.batch);
-    Progress progress = {show_progress, network_calls(calls) * ceil_div(count, most)};
-    std::map<std::pair<const Model*, int>, Recording> recordings;  // of a network's call with so many rows
+    Progress progress = {show_progress, network_calls(steps) * ceil_div(count, most)};
+    std::map<std::pair<int, int>, Recording> recordings;
     for (int first = 0; first < count && !stop_requested; first += most) {
-        int B = std::min(most, count - first), step = 0;
+        int B = std::min(most, count - first), begun = 0, step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
@@ -2987,25 +3004,28 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         size_t behind = guide ? 0 : input.count();
         floatX *out = unet_output(m), *weak_out = unet_output(weak) + behind,
                *weak_input = is_guided(c) ? weak->input + behind : nullptr;
-        Drawing<floatX> drawing = {input, out,   weak_input, weak_out,  c.in_channels,
-                                   x,     saved, m->begins,  m->limits, m->known};
+        Drawing<floatX> drawing = {input, out,       weak_input, weak_out,         c.in_channels, x,
+                                   saved, m->begins, m->limits,  m->sampler_state, m->known};
         run(StartPictures<floatX>{drawing});
         backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
-        for (const SamplerStep& s : calls) {
+        backend_zero(m->sampler_state, sizeof(SamplerState));
+        for (const SamplerStep& s : steps) {
+            backend_await(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
             if (stop_requested) break;
-            bool guided = s.guidance != 1, twice = guided && !guide;
-            auto call = [&](Model* model, int rows) {
-                run(TellNetwork{model->timesteps, model->labels, m->begins, rows, B, s.timestep,
-                                c.num_classes});
-                backend_replay(&recordings[{model, rows}], [&] { unet_forward(model, rows); });
-            };
-            if (s.timestep >= 0) {
-                call(m, twice ? 2 * B : B);
-                if (guided && guide) call(guide, B);
-                progress.count();
-            }
-            if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing, s});
-            run(UpdatePictures<floatX>{drawing, s});
+            int answers = (s.timestep >= 0) + (s.guidance != 1);  // guided two
+            backend_replay(&recordings[{B, answers}], [&] {
+                auto call = [&](Model* model, int rows) {
+                    run(TellNetwork{m->sampler_state, model->timesteps, model->labels, m->sampler, m->begins,
+                                    rows, B, c.num_classes});
+                    if (answers) unet_forward(model, rows);
+                };
+                call(m, answers == 2 && !guide ? 2 * B : B);
+                if (answers == 2 && guide) call(guide, B);
+                if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing});
+                run(UpdatePictures<floatX>{drawing});
+            });
+            backend_mark(begun++ % STEPS_IN_FLIGHT);
+            if (answers) progress.count();
             if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
             int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)

@@ -3,6 +3,7 @@
     make bench                                  builds, measures, writes the tables of dev/README.md and README.md
     python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
     python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
+    python dev/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
 
 On a CPU the opponent is eager PyTorch in fp32. On a GPU it is PyTorch as fast as it goes: torch.compile,
 channels_last, fused attention, bf16 autocast, fused AdamW and the whole step in a CUDA graph; in fp32 it runs
@@ -214,20 +215,26 @@ def preset_config(preset, batch_size):
     return Config(**flags | dict(batch_size=batch_size))
 
 
+def opponent(config, half):
+    """(model, memory format, autocast) of PyTorch on the GPU; half: in bf16, as fast as it goes."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = half
+    torch.backends.cudnn.benchmark = True
+    layout = torch.channels_last if half else torch.contiguous_format
+    model = UNet(config).to("cuda", memory_format=layout)
+    return model, layout, torch.autocast("cuda", torch.bfloat16, enabled=half)
+
+
 def time_opponent(preset, precision, batch_size):
     """Print a line when the first step's loss is there, then the measurements. fp32: PyTorch as it comes."""
     half = precision == "bf16"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = half
-    torch.backends.cudnn.benchmark = True
     config = preset_config(preset, batch_size)
-    layout = torch.channels_last if half else torch.contiguous_format
-    model = UNet(config).to("cuda", memory_format=layout).train()
+    model, layout, autocast = opponent(config, half)
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True, capturable=half)
     diffusion, forward = Diffusion(config, "cuda"), torch.compile(model) if half else model
     x0 = torch.randn(batch_size, 3, config.image_size, config.image_size, device="cuda").clamp(-1, 1)
     x0 = x0.to(memory_format=layout)
     y = [torch.randint(0, config.num_classes, (batch_size,), device="cuda")] if config.class_cond else []
-    autocast = torch.autocast("cuda", torch.bfloat16, enabled=half)
 
     def random_t():
         return torch.randint(0, config.diffusion_steps, (batch_size,), device="cuda")
@@ -272,7 +279,6 @@ def benchmark_gpu(presets, batches):
     kinds = [("unet64", precision, size) for size in batches
              for precision in (("bf16", "fp32") if size == 32 else ("bf16",))] if "unet64" in presets else []
     kinds += [(preset, "bf16", 32) for preset in presets if preset != "unet64"]
-    RESULTS.parent.mkdir(exist_ok=True)
     for kind, measure in itertools.product(kinds, (measure_program, measure_opponent)):
         start = time.time()
         found = measure(*kind)
@@ -337,6 +343,93 @@ def render_gpu(lines):
 
 
 # ----------------------------------------------------------------------------------------------------
+# on a GPU: calls of the network, and drawing pictures with the default model in bf16
+
+CALLS = 10  # of the network in a CUDA graph, as dev/profile --profile_calls has them
+# batches: of the calls; batch: what the program draws at a time unless told
+DRAWING = dict(batches=(1, 2, 4, 8, 16, 32), batch=32, pictures=64, steps=50, runs=5)
+
+
+def measure_calls():
+    """{batch size: milliseconds of a call} of ./train_unet, and the GPU's name."""
+    batches = ",".join(map(str, DRAWING["batches"]))
+    output = launched([PROFILES["bf16"], "--profile_calls", batches], "train_unet on ")[1]
+    calls = {int(size): float(ms) for size, ms in
+             re.findall(r"^one network call, batch (\d+): ([\d.]+) ms$", output, re.M)}
+    return calls, re.match("train_unet on (.+?): ", output)[1]
+
+
+def measure_drawing():
+    """Seconds of ./train_unet --generate, from its start to its end: the median of all steps, and of one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, grid = [PROGRAMS["bf16"], "--out_dir", folder], os.path.join(folder, "grid.png")
+        launched([*program, "--data_file", DATA, "--steps", "1", "--num_samples", "0"], "train_unet on ")
+        seconds = {}
+        for steps in (DRAWING["steps"], 1):
+            times = []
+            for _ in range(DRAWING["runs"]):
+                start = time.perf_counter()
+                launched([*program, "--generate", str(DRAWING["pictures"]), "--sample_steps", str(steps),
+                          "--output_name", grid], "train_unet on ")
+                times.append(time.perf_counter() - start)
+            seconds[steps] = float(np.median(times))
+    return seconds[DRAWING["steps"]], seconds[1]
+
+
+def time_opponent_calls():
+    """Print PyTorch's {batch size: milliseconds of a call}, each size compiled for itself."""
+    config = preset_config("unet64", DRAWING["batch"])
+    model, layout, autocast = opponent(config, True)
+    device, calls = next(model.eval().parameters()).device, {}
+    for size in DRAWING["batches"]:
+        torch.compiler.reset()  # or a second size would be compiled for any size, and run slower
+        forward = torch.compile(model, dynamic=False)
+        x = torch.randn(size, config.in_channels, config.image_size, config.image_size, device=device)
+        x, t = x.to(memory_format=layout), torch.randint(0, config.diffusion_steps, (size,), device=device)
+        with torch.no_grad(), autocast:
+            replay = replay_of(lambda: [forward(x, t) for _ in range(CALLS)], 1)
+            calls[size] = milliseconds(replay) / CALLS
+    print(json.dumps(dict(calls=calls, torch=torch.__version__)))
+
+
+def benchmark_drawing():
+    """Measure calls and drawing, print the table and write it into the page."""
+    calls, gpu = measure_calls()
+    seconds, seconds_of_one = measure_drawing()
+    output = launched([sys.executable, "-c", CALL + "time_opponent_calls()"], r'\{"calls"')[1]
+    theirs = json.loads(output.splitlines()[-1])
+    result = dict(preset="drawing", uuid=identity(), gpu=gpu, ours=calls, seconds=seconds,
+                  seconds_of_one=seconds_of_one, torch=theirs["torch"],
+                  theirs={int(size): ms for size, ms in theirs["calls"].items()})
+    with open(RESULTS, "a") as file:
+        file.write(json.dumps(result) + "\n")
+    text = render_drawing(result)
+    print("\n" + text)
+    write_pages(drawing=text)
+
+
+def render_drawing(found):
+    """The table of calls, and what drawing takes beside the time of PyTorch's calls alone."""
+    ours, theirs = found["ours"], found["theirs"]
+    text = (f"On {found['gpu']}, a call of the network in ms, in bf16; PyTorch {found['torch']} with"
+            " torch.compile and a CUDA graph.\n\n"
+            "| batch | `./train_unet` | PyTorch | times as fast | images/s | PyTorch's |\n"
+            "|---:|---:|---:|---:|---:|---:|\n")
+    for size in sorted(ours):
+        text += (f"| {size} | {ours[size]:.3f} | {theirs[size]:.3f} | {theirs[size] / ours[size]:.2f}"
+                 f" | {1e3 * size / ours[size]:.0f} | {1e3 * size / theirs[size]:.0f} |\n")
+    pictures, steps, batch = (DRAWING[name] for name in ("pictures", "steps", "batch"))
+    calls = steps * pictures // batch
+    alone = {name: 1e-3 * calls * ms[batch] for name, ms in (("ours", ours), ("theirs", theirs))}
+    text += (f"\n`./train_unet --generate {pictures} --sample_steps {steps}` takes {found['seconds']:.2f} s from"
+             f" its start to the PNG, {pictures / found['seconds']:.1f} pictures a second; with one\nstep"
+             f" {found['seconds_of_one']:.2f} s. Its {calls} calls of {batch} pictures alone take"
+             f" {alone['ours']:.2f} s; PyTorch's take {alone['theirs']:.2f} s, without start, weights, sampler"
+             f" and PNG.\n")
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------
 # the tables
 
 PAGE = ROOT / "dev/README.md"
@@ -380,17 +473,22 @@ def benchmark(presets, batches):
     elif not built.endswith(": bf16"):
         raise UserError("make bench compares bf16 first: build ./train_unet without PRECISION=fp32")
     else:
-        benchmark_gpu(presets, batches)
+        RESULTS.parent.mkdir(exist_ok=True)
+        if trained := [preset for preset in presets if preset != "drawing"]:
+            benchmark_gpu(trained, batches)
+        if "drawing" in presets:
+            benchmark_drawing()
 
 
 def main():
     parser = unet_io.Parser(description=__doc__)
     parser.add_argument("--batches", type=unet_io.parse_sizes, default=(32, 128, 256), metavar="N,N",
                         help="batch sizes of a GPU's benchmark; fp32 goes with 32 (default: 32,128,256)")
-    parser.add_argument("--presets", type=lambda text: text.split(","), default=["unet64", "adm64"],
-                        metavar="NAME,NAME", help="what a GPU trains in it (default: unet64,adm64)")
+    parser.add_argument("--presets", type=lambda text: text.split(","), default=["unet64", "adm64", "drawing"],
+                        metavar="NAME,NAME", help="what a GPU trains in it, and drawing (default:"
+                        " unet64,adm64,drawing)")
     args = parser.parse_args()
-    if unknown := set(args.presets) - set(unet_io.PRESETS):
+    if unknown := set(args.presets) - {*unet_io.PRESETS, "drawing"}:
         raise UserError(f"--presets: there is no preset {min(unknown)}")
     benchmark(args.presets, args.batches)
 

@@ -6,6 +6,8 @@
 //                                           also writes one step's timeline, a row a lane, in Chrome's trace
 //                                           format: chrome://tracing and ui.perfetto.dev open it. The events
 //                                           make the step longer: on an H100 8.3 ms instead of 6.1
+//   make profile FLAGS="--profile_calls 1,2,4"
+//                                           only times a call of the network with so many images
 //
 // It is the program with hooks in its launchers. Each opens a scope at its head, PROFILE("3x3 dW", {operations,
 // bytes}) or PROFILE(layer), that lasts until it returns; a scope within another is a part of it. PROFILE(name) says of which
@@ -232,41 +234,68 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
                peak ? text("%.0f%%", 100 * r.floor_ms / r.ms).c_str() : "-");
 }
 
+// A model with fresh weights that draws B pictures, told a timestep and its noise.
+static void prepare_drawing(Model* m, Config config, int B) {
+    config.optimiser.ema_rate[0] = 0;  // one set of weights is enough
+    build_model(m, config, B, false);
+    initialise_weights(m, config.seed);
+    auto begins = begin_with(consecutive(config.seed, B));
+    backend_upload(m->begins, begins.data(), B * sizeof(Beginning));
+    SamplerStep halfway = {.timestep = config.diffusion_steps / 2};
+    backend_upload(m->sampler, &halfway, sizeof halfway);
+    run(StartPictures<floatX>{{unet_input(m, B), unet_output(m), nullptr, nullptr, config.in_channels,
+                               m->target, m->images, m->begins, m->limits, m->sampler_state}});
+    run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, B, B, 0});
+}
+
+// Milliseconds of a call of the network, a line for each number of images. A graph holds ten calls, which a
+// sampler makes as close one after another: alone, a short one would also count how long its launch takes.
+static void print_calls(const Config& config, const std::string& list) {
+    const int CALLS = 10;
+    std::vector<uint32_t> batches = parse_list("profile_calls", list, most_images(config));
+    if (std::ranges::count(batches, 0u)) fail_usage("--profile_calls times calls of an image or more");
+    Model m;
+    prepare_drawing(&m, config, (int)std::ranges::max(batches));
+    for (uint32_t B : batches) {
+        double ms = time_replays([&] {
+            for (int n = 0; n < CALLS; n++) unet_forward(&m, (int)B);
+        });
+        printf("one network call, batch %u: %.4f ms\n", B, ms / CALLS);
+        fflush(stdout);
+    }
+}
+
 // Times a training step on grey images and one call of the network as it is made to draw, then the parts of
 // the step.
 static void run_program(int argc, char** argv) {
-    std::string trace;
+    std::string trace, calls;
     std::vector<char*> others;
     for (int i = 0; i < argc; i++) {
         std::vector<std::string> words = split(argv[i], '=');
-        if (words[0] != "--profile_trace") {
+        bool of_calls = words[0] == "--profile_calls";
+        if (words[0] != "--profile_trace" && !of_calls) {
             others.push_back(argv[i]);
             continue;
         }
         if (words.size() == 1 && i + 1 < argc) words.push_back(argv[++i]);
-        if (words.size() != 2 || words[1].empty()) fail_usage("--profile_trace needs the name of a file");
-        trace = words[1];
+        if (words.size() != 2 || words[1].empty())
+            fail_usage("%s needs %s", words[0].c_str(),
+                       of_calls ? "numbers of images" : "the name of a file");
+        (of_calls ? calls : trace) = words[1];
     }
     Config config = given_config(parse_command_line((int)others.size(), others.data()));
     if (config.help) return print_help();
     backend_init();
     printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
     check_config(config);
+    if (!calls.empty()) return print_calls(config, calls);
     if (!trace.empty()) Writer trial(trace);  // what can't be written is better said now
     double peak = backend_peak(), bandwidth = copy_bandwidth();
     int B = config.batch_size, drawn = microbatch_of(config);
     double step_ms = time_step(config, B, 10, 3);
 
     Model m;
-    Config drawing = config;
-    drawing.optimiser.ema_rate[0] = 0;  // one set of weights is enough
-    build_model(&m, drawing, drawn, false);
-    initialise_weights(&m, config.seed);
-    auto begins = begin_with(consecutive(config.seed, drawn));
-    backend_upload(m.begins, begins.data(), drawn * sizeof(Beginning));
-    run(StartPictures<floatX>{{unet_input(&m, drawn), unet_output(&m), nullptr, nullptr, config.in_channels,
-                               m.target, m.images, m.begins, m.limits}});
-    run(TellNetwork{m.timesteps, m.labels, m.begins, drawn, drawn, config.diffusion_steps / 2, 0});
+    prepare_drawing(&m, config, drawn);
     double call_ms = time_replays([&] { unet_forward(&m, drawn); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
 

@@ -169,6 +169,58 @@ def test_benchmark_pages(tools, tmp_path, monkeypatch):
     assert (tmp_path / "dev/README.md").read_text() == "no markers"
 
 
+DRAWN = dict(gpu="X", torch="2.9", ours={1: 0.5, 2: 0.8, 32: 1.6}, theirs={1: 1.0, 2: 2.0, 32: 4.0}, seconds=0.8,
+             seconds_of_one=0.5)
+
+
+def test_benchmark_of_drawing(tools, tmp_path, monkeypatch, capsys):
+    """Calls and drawing are measured, here of a small model on the CPU, and written into their place alone."""
+    benchmark, common = tools("benchmark"), tools("common")
+    text = benchmark.render_drawing(DRAWN)
+    assert "| 2 | 0.800 | 2.000 | 2.50 | 2500 | 1000 |" in text and "| 1 | 0.500 | 1.000 | 2.00 | 2000 |" in text
+    assert "takes 0.80 s from its start to the PNG, 80.0 pictures a second; with one\nstep 0.50 s." in text
+    assert "Its 100 calls of 32 pictures alone take 0.16 s; PyTorch's take 0.40 s" in text
+    launched, tiny = benchmark.launched, ["--preset", "tiny"]
+    monkeypatch.setattr(benchmark, "DRAWING", dict(batches=(1, 2), batch=2, pictures=4, steps=3, runs=2))
+    monkeypatch.setattr(benchmark, "PROGRAMS", dict(bf16=TRAIN))
+    monkeypatch.setattr(benchmark, "PROFILES", dict(bf16=variant("profile")))
+    monkeypatch.setattr(benchmark, "launched", lambda command, line: launched([*command, *tiny], line))
+    calls, device = benchmark.measure_calls()
+    assert sorted(calls) == [1, 2] and all(0 < ms < 1000 for ms in calls.values()) and device
+    assert all(0 < seconds < 100 for seconds in benchmark.measure_drawing())
+    # without a GPU: PyTorch's part as it is, but for compiling, recording and the GPU's clock
+    small = Config(**SMALL)
+    monkeypatch.setattr(benchmark, "preset_config", lambda preset, batch: small)
+    monkeypatch.setattr(benchmark, "opponent", lambda config, half: (
+        train_unet.UNet(config), torch.channels_last, torch.autocast("cpu", torch.bfloat16)))
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(benchmark, "replay_of", lambda call, warmup: call)
+    monkeypatch.setattr(benchmark, "milliseconds", lambda call: 10.0 * len(call()))
+    benchmark.time_opponent_calls()
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["calls"] == {"1": 10.0, "2": 10.0}
+    # all of it, into pages of its own
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "dev/README.md")}
+    (tmp_path / "dev").mkdir()
+    for name, page in pages.items():
+        (tmp_path / name).write_text(page)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark, "PAGE", tmp_path / "dev/README.md")
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(benchmark, "launched", lambda command, line: (1, printed))
+    monkeypatch.setattr(benchmark, "identity", lambda: "this GPU")
+    monkeypatch.setattr(benchmark, "measure_calls", lambda: (calls, device))
+    monkeypatch.setattr(benchmark, "measure_drawing", lambda: (0.8, 0.5))
+    benchmark.benchmark_drawing()
+    written = {name: (tmp_path / name).read_text() for name in pages}
+    marked = common.text_between(written["dev/README.md"], "bench:drawing")
+    assert "4 --sample_steps 3` takes 0.80 s" in marked and "| 2 |" in marked
+    empty = "<!-- bench:drawing -->\n"
+    old = empty + common.text_between(pages["dev/README.md"], "bench:drawing")
+    assert written == pages | {"dev/README.md": pages["dev/README.md"].replace(old, empty + marked)}
+    assert json.loads((tmp_path / "results.jsonl").read_text())["preset"] == "drawing"
+
+
 def test_ladder_pages(tools):
     """A section from a ladder's output: a table of the versions, others folded away, the model's in one."""
     ladders = tools("ladders")
