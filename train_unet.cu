@@ -5621,9 +5621,10 @@ static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threa
                             int cluster, Arguments... arguments) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    cudaLaunchAttribute attributes[] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
-                                        {.id = cudaLaunchAttributeClusterDimension}};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = kernels_await_inputs;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
     unsigned count = gpu_properties.major < 9 ? 0 : cluster > 1 ? 2 : 1;
     cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, attributes, count};
