@@ -395,7 +395,10 @@ def time_opponent_calls():
 def benchmark_drawing():
     """Measure calls and drawing, print the table and write it into the page."""
     calls, gpu = measure_calls()
+    print(f"./train_unet: ms a call by batch: {calls}", flush=True)
     seconds, seconds_of_one = measure_drawing()
+    print(f"./train_unet: {DRAWING['pictures']} pictures in {seconds:.2f} s; now PyTorch is compiled for each of"
+          f" {len(calls)} batch sizes, a minute each", flush=True)
     output = launched([sys.executable, "-c", CALL + "time_opponent_calls()"], r'\{"calls"')[1]
     theirs = json.loads(output.splitlines()[-1])
     result = dict(preset="drawing", uuid=identity(), gpu=gpu, ours=calls, seconds=seconds,
