@@ -144,15 +144,21 @@ def test_benchmark_tables(tools):
         f"| X | {model}, bf16 | 32 | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |" for model in ("unet64", "adm64")]
 
 
-def test_benchmark_pages(tools, tmp_path, monkeypatch):
-    """The short table is that of the long ones; a CPU's benchmark writes its table and leaves the rest."""
-    benchmark, common = tools("benchmark"), tools("common")
+def copied_pages(benchmark, tmp_path, monkeypatch):
+    """{name: text} of the pages that a benchmark writes, in a folder of its own from now on."""
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "dev/README.md")}
     (tmp_path / "dev").mkdir()
     for name, text in pages.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
     monkeypatch.setattr(benchmark, "PAGE", tmp_path / "dev/README.md")
+    return pages
+
+
+def test_benchmark_pages(tools, tmp_path, monkeypatch):
+    """The short table is that of the long ones; a CPU's benchmark writes its table and leaves the rest."""
+    benchmark, common = tools("benchmark"), tools("common")
+    pages = copied_pages(benchmark, tmp_path, monkeypatch)
     benchmark.write_pages()
     assert {name: (tmp_path / name).read_text() for name in pages} == pages
     for name, times in (("time_program", [20.0, 30.0]), ("time_pytorch", [60.0, 75.0])):
@@ -200,12 +206,7 @@ def test_benchmark_of_drawing(tools, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert json.loads(printed)["calls"] == {"1": 10.0, "2": 10.0}
     # all of it, into pages of its own
-    pages = {name: (ROOT / name).read_text() for name in ("README.md", "dev/README.md")}
-    (tmp_path / "dev").mkdir()
-    for name, page in pages.items():
-        (tmp_path / name).write_text(page)
-    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    monkeypatch.setattr(benchmark, "PAGE", tmp_path / "dev/README.md")
+    pages = copied_pages(benchmark, tmp_path, monkeypatch)
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results.jsonl")
     monkeypatch.setattr(benchmark, "launched", lambda command, line: (1, printed))
     monkeypatch.setattr(benchmark, "identity", lambda: "this GPU")
