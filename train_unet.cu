@@ -5263,8 +5263,9 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
         const float* w = layer.w + (size_t)o0 * K;
         Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
         matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-               transposed(w + C, K), true);
+        if (C2)
+            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
+                   transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
             size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
             const float *emb = options.emb.data, *bias = layer.bias;
