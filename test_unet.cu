@@ -317,6 +317,7 @@ typedef Pair<float> Floats;
         side::of_weight_gradient(layer, dout, x, demb);                                                    \
     }                                                                                                      \
     static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
+    static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
     static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
     static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
     static constexpr auto attention_forward = side::attention_forward;                                     \
@@ -684,6 +685,19 @@ static void test_normed_product(const NormedProductTest& s) {
 
     NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu, 0, s.modulated);
     Weights<TAPS> second(O, K);
+    if (TAPS == 9) {
+        Layer normed(M * K), next(M * O);
+        std::vector<Output> outputs = {{&next, WRITTEN, "product", LIMIT},
+                                       {&split.mean, WRITTEN, "mean", LIMIT},
+                                       {&split.rstd, WRITTEN, "rstd", LIMIT}};
+        check("norm then conv3x3", shape, outputs, [&](auto on) {
+            split.measure(on);
+            auto from = on.groupnorm_for_product({on(normed), B, H, W, K}, split(on), O);
+            if (on.here)
+                for (float& value : normed.host) value = rounded(value);
+            on.product_forward({on(next), B, H, W, O}, from, second(on));
+        });
+    }
     Layer dout(M * O), dnormed(M * K), dx(M * s.C), dx2(M * s.C2);
 #ifdef HOPPER
     // a product that makes the first half of the norm's gradient rounds after it; others do before it too
@@ -1407,6 +1421,8 @@ static void check_all(const Plan& plan) {
     test_philox(2000000);
     // Hopper's tiles of two parts: one below the other, whose weights stay; side by side; the second outside.
     test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64}, 9);
+    test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .C2 = 128, .modulated = true}, 9);
+    test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .silu = false}, 9);
     test_normed_product({.B = 210, .H = 16, .W = 16, .C = 64, .C2 = 64}, 9);
     test_normed_product({.B = 105, .H = 16, .W = 24, .C = 64}, 9);
     test_normed_product({.B = 25, .H = 48, .W = 48, .C = 96, .C2 = 32}, 9);

@@ -661,6 +661,7 @@ struct TensorOf {
 template <typename Real>
 struct JoinedOf {
     TensorOf<Real> first, second;
+    const float2* affine = nullptr;  // (B, C): SiLU(2 (x .x + .y)) is meant, where x is what lies there
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}) : first(one), second(two) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
     // Of channel c: which of the two it is in, and where among its channels.
@@ -780,6 +781,8 @@ static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows dem
 static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
+// What norm writes, for a 3x3 product with O outputs to read: in `normed`, or to be normed on the way there.
+static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw [+]= sum dy x^,  dbias [+]= sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is an image's, modulated, and dw and dbias count each image's sums so.
@@ -934,16 +937,25 @@ HOST_DEVICE static inline float sigmoid(float x) {
 #endif
 }
 
-// The derivative of SiLU. On a GPU in bf16 by way of sigmoid x = (1 + tanh(x / 2)) / 2, one instruction
-// instead of two: an error of 2^-12, below a rounding of what it multiplies.
-HOST_DEVICE static inline float silu_gradient(float x) {
+// F.silu(x) = x sigmoid(x) and its derivative, from h = x / 2. On a GPU in bf16 by way of sigmoid(x) =
+// (1 + tanh(h)) / 2, one instruction instead of two: an error of 2^-12, below a rounding of what it multiplies.
+HOST_DEVICE static inline float silu_of_half(float h) {
 #if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
-    float s = sigmoid(x);
+    return 2.0f * h * sigmoid(2.0f * h);
 #else
-    float s = 0.5f + 0.5f * tanh_fast(0.5f * x);
+    return h + h * tanh_fast(h);
 #endif
-    return s * (1.0f + x * (1.0f - s));
 }
+HOST_DEVICE static inline float silu_gradient_of_half(float h) {
+#if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
+    float s = sigmoid(2.0f * h);
+    return s * (1.0f + 2.0f * h * (1.0f - s));
+#else
+    float t = tanh_fast(h);
+    return 0.5f + 0.5f * (t + h * (1.0f - t * t));
+#endif
+}
+HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
 // F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
 template <typename T>
@@ -952,8 +964,7 @@ struct SiluForward {
 
     size_t items() const { return x.count(); }
     HOST_DEVICE void operator()(size_t i) const {
-        float value = (float)x.data[i];
-        out.data[i] = (T)(value * sigmoid(value));
+        out.data[i] = (T)silu_of_half(0.5f * (float)x.data[i]);
     }
 };
 template <typename T>
@@ -1345,14 +1356,25 @@ static void res_forward(Model* m, const Block& block, int B) {
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
     r.modulate({});
     if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
+    const int embedding = side_calls;  // the last call so far, or an older one
     if (r.widens) on_side_lane([&] { product_forward(residual, r.x, r.skip); });
-    groupnorm_forward(before, r.norm1);
-    if (r.resizes) resize(normed1, before), resize(residual, r.x.first);
+    Joined input1 = normed1, input2 = normed2;  // of the convolutions
+    if (r.resizes) {
+        groupnorm_forward(before, r.norm1);
+        resize(normed1, before), resize(residual, r.x.first);
+    } else {
+        input1 = groupnorm_for_product(normed1, r.norm1, block.O);
+    }
+    backend_join(embedding);
+    product_forward(r.h, input1, r.conv1, {.emb = r.added});
+    if (r.drops) {
+        groupnorm_forward(normed2, r.norm2);
+        run(Dropout<floatX>{normed2, r.dropping});
+    } else {
+        input2 = groupnorm_for_product(normed2, r.norm2, block.O);
+    }
     backend_join();
-    product_forward(r.h, normed1, r.conv1, {.emb = r.added});
-    groupnorm_forward(normed2, r.norm2);
-    if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
-    product_forward(r.out, normed2, r.conv2, {.residual = residual});
+    product_forward(r.out, input2, r.conv2, {.residual = residual});
 }
 
 static void res_backward(Model* m, const Block& block, int B) {
@@ -5146,6 +5168,10 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         }
     });
 }
+static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
+    groupnorm_forward(normed, norm);
+    return normed;
+}
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
@@ -5558,7 +5584,11 @@ namespace gpu {
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
 __device__ static inline void unpack(float value[VEC], uint4 bits) {
-    for (int i = 0; i < VEC; i++) value[i] = (float)((const floatX*)&bits)[i];
+    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+    for (int i = 0; i < VEC; i++)
+        value[i] = __uint_as_float(VEC == 4     ? words[i % 4]
+                                   : i % 2 == 0 ? words[i / 2] << 16
+                                                : words[i / 2] & 0xffff0000u);
 }
 __device__ static inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -5842,10 +5872,10 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
 // reads its groups' moments. They are joined as by Chan, Golub and LeVeque (1979), about the mean of the
-// group's first channel and part.
+// group's first channel and part. Without `out` it only writes what x is multiplied with, and what is added.
 template <bool MODULATED>  // asked in each thread: a training step takes 1.6% longer on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
+    groupnorm_forward_kernel(floatX* out, float2* affine, const Norm norm, NormGrid s) {
     await_inputs();
     __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
     const int T = norm.x.first.T();
@@ -5865,7 +5895,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     float2 sum = norm_group_sum(p, parts, item, [&] {
         for (int i = 0; i < NORM_DEPTH; i++)
-            if (p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+            if (out && p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     });
     if ((int)threadIdx.x < p.groups) {
         int c0 = (p.g0 + threadIdx.x) * p.group;
@@ -5880,8 +5910,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
     norm_each_channel(p.c0, p.group, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
+        if (norm.silu) scale[i] *= 0.5f, shift[i] *= 0.5f;
+        if (!out && p.t == 0) affine[p.b * norm.x.C() + p.c + i] = make_float2(scale[i], shift[i]);
     });
-    for (int t = p.t; t < T; t += NORM_DEPTH * p.stride)
+    for (int t = p.t; out && t < T; t += NORM_DEPTH * p.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * p.stride >= T) break;
             float y[VEC];
@@ -5889,7 +5921,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
             for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
             if (norm.silu)
-                for (int e = 0; e < VEC; e++) y[e] *= sigmoid(y[e]);
+                for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
@@ -5898,7 +5930,29 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid s(norm.x, 0);
     auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
-    launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, norm, s);
+    launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, nullptr, norm, s);
+}
+
+#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
+static bool hopper_norms(const Norm& norm, int O);
+#endif
+static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
+#ifdef HOPPER
+    if (hopper_norms(norm, O)) {
+        Joined x = norm.x;
+        float2* affine = (float2*)normed.data;
+        x.affine = affine;
+        NormGrid s(x, 0);
+        s.ranks = 1;
+        PROFILE("group norm forward", {0, (double)sizeof(float2) * normed.B * normed.C * norm_parts(normed.T())});
+        auto kernel =
+            norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
+        launch(kernel, s.slabs * normed.B, NORM_THREADS, 0, nullptr, affine, norm, s);
+        return x;
+    }
+#endif
+    groupnorm_forward(normed, norm);
+    return normed;
 }
 
 // The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
@@ -6034,7 +6088,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         norm_reload(more, &of_channels[SHIFT][slot]);
         for (int e = 0; e < VEC; e++) value[e] = value[e] * scale[e] + more[e];
         if (norm.silu)
-            for (int e = 0; e < VEC; e++) value[e] *= sigmoid(value[e]);
+            for (int e = 0; e < VEC; e++) value[e] = silu_of_half(0.5f * value[e]);
         *(uint4*)again = pack(value), again += p.step_joined;
         auto add = [&](uint4 bits) {
             unpack(more, bits);
@@ -6770,7 +6824,7 @@ static void launch_gemm_tile(Gemm g) {
     if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
 }
 
-#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
+#ifdef HOPPER
 template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(const Gemm& g);
 #endif
@@ -6793,6 +6847,7 @@ static void launch_gemm(Gemm g) {
 #ifdef HOPPER
     if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
 #endif
+    assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
@@ -7231,6 +7286,18 @@ struct Ring {
 __device__ inline void warpgroup_barrier(int warpgroup) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "r"(128) : "memory");
 }
+// A thread's warpgroup, the same for a whole warp, as the compiler sees: what follows from it is computed once
+// a warp and not once a thread. Where it could not, addresses for wgmma took longer than the products.
+__device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+// The registers of a warpgroup's threads from here on. Waits until others have given up theirs.
+template <int COUNT>
+__device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ inline void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
@@ -7275,6 +7342,8 @@ __device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(stride >> 4) << 32 | 1ull << 62;
 }
+// The matrix that begins so many bytes further.
+__device__ inline uint64_t further(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -7363,22 +7432,25 @@ struct HopperGemm : Gemm {
 enum TileShape { ONE_PART, TWO_IMAGES, PARTS_BESIDE, PARTS_BELOW };
 // 64 channels by such pixels. With two parts, two warpgroups take tiles in turn: one puts its outputs
 // together while the other multiplies.
-template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_>
+template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false>
 struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
+    static constexpr bool NORMS = NORMS_;  // x on the way, by a fourth warpgroup
     static constexpr bool BESIDE = SHAPE == PARTS_BESIDE, BELOW = SHAPE == PARTS_BELOW;
     static constexpr int PARTS = BESIDE || BELOW ? 2 : 1, RESIDENT = 2 / PARTS;  // blocks on a multiprocessor
     // A warpgroup a part multiplies. Producers: a thread for both rings (1x1), or one for each, in two warps;
     // with two parts in a warpgroup of their own, which leaves its registers to the others.
     static constexpr int READERS = PARTS * 128;
-    static constexpr int THREADS = READERS + (PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
+    static constexpr int THREADS = READERS + (NORMS ? 256 : PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
     static constexpr int BORDER = TAPS > 1;
     static constexpr Box PART = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
     static constexpr Box PIXELS = {PART.width << BESIDE, PART.height << BELOW, PART.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
+    // Of a buffer: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
+    static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : PARTS == 1 ? 2 : STAGES < 9 ? 4 : 3;
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
     __device__ static Pixel origin(const HopperGemm& g, int tile) {
@@ -7396,13 +7468,14 @@ typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
 template <class Tile>
 struct HopperGemmShared {
     union Patch {
-        unsigned char pixels[(Tile::PATCH_ROWS + 7) / 8 * 1024];
+        unsigned char pixels[Tile::BUFFER_ROWS * 128];
         Rows64 outputs[Tile::PARTS][2];
     } patches[Tile::PATCHES];  // the cluster's sums go here when the chunks have been read
     Rows64 w[Tile::STAGES];
     RingBarriers<Tile::PATCHES> patch;
     RingBarriers<Tile::STAGES> stage;
-    Barrier turn[Tile::PARTS];  // of each warpgroup, to multiply
+    Barrier turn[Tile::PARTS];      // of each warpgroup, to multiply
+    Barrier normed[Tile::PATCHES];  // patches, where they are normed on the way
     static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
 };
 
@@ -7424,12 +7497,15 @@ struct HopperGemmBlock {
                          PARTS = Tile::PARTS;
     const HopperGemm& g;
     HopperGemmShared<Tile>& shared;
-    const int o = blockIdx.y * 64, warpgroup = threadIdx.x / 128;
+    const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = PARTS == 1 ? gridDim.x : 1, rank = PARTS == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
     const bool keeps = (last - first) * TAPS <= STAGES;  // the weights, for all of the block's tiles
 
+    __device__ int first_channel(int chunk) const {
+        return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
+    }
     // By one thread: patches and what is added, or weights, or both.
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
@@ -7438,8 +7514,7 @@ struct HopperGemmBlock {
             const Pixel at = Tile::origin(g, tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 if (patches) load_patch(at, chunk, patch.slot, patch.parity), patch.next();
-                const int channel =
-                    g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
+                const int channel = first_channel(chunk);
                 const bool wanted = weights && chunk < last && (!keeps || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
@@ -7471,6 +7546,49 @@ struct HopperGemmBlock {
         }
     }
 
+    // By a warpgroup: patches, where they lie. Outside of the image they stay zero.
+    __device__ __forceinline__ void norm_patches() {
+        enum { STEP = Tile::SWEEP, STEPS = Tile::BUFFER_ROWS / STEP };
+        const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
+        uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows are these borders
+#pragma unroll 1
+        for (int i = 0; i < STEPS; i++) {
+            const int y = (first_row + i * STEP) / Tile::PATCH.width,
+                      x = (first_row + i * STEP) % Tile::PATCH.width;
+            left |= (x == 0) << i, right |= (x == Tile::PATCH.width - 1) << i;
+            top |= (y == 0) << i, bottom |= (y == Tile::PATCH.height - 1) << i;
+        }
+        Ring<PATCHES> patch;
+        for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
+            const Pixel at = Tile::origin(g, tile);
+            const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
+                                     (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
+                                     (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
+            for (int chunk = first; chunk <= last; chunk++, patch.next()) {
+                Vector<float, 2 * VEC> affine;
+                if (chunk < last)
+                    affine = load<2 * VEC>((const float*)(g.x.affine + at.b * g.x.C() +
+                                                          first_channel(chunk) + vector * VEC));
+                shared.patch.full[patch.slot].wait(patch.parity);
+                unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
+                if (chunk < last)
+                    UNROLLED_FOR (int i = 0; i < STEPS; i++) {
+                        uint4* row = (uint4*)(rows + i * STEP * 128);
+                        float y[VEC];
+                        unpack(y, *row);
+                        UNROLLED_FOR (int e = 0; e < VEC; e++)
+                            y[e] = silu_of_half(y[e] * affine.of[2 * e] + affine.of[2 * e + 1]);
+                        *row = outside >> i & 1 ? uint4{} : pack(y);
+                    }
+                fence_shared();
+                shared.normed[patch.slot].arrive();
+            }
+        }
+    }
+
+    __device__ __forceinline__ Barrier& ready(int slot) {  // a patch, to be multiplied
+        return Tile::NORMS ? shared.normed[slot] : shared.patch.full[slot];
+    }
     __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {  // the last that were read
         if (!keeps) shared.stage.empty[stage.previous()].arrive();
     }
@@ -7482,17 +7600,17 @@ struct HopperGemmBlock {
         if (keeps) stage = {};
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
-            shared.patch.full[patch.slot].wait(patch.parity);
-            uint32_t pixels = shared_address(shared.patches[patch.slot].pixels);
-            for (int tap = 0; tap < TAPS; tap++, stage.next()) {
+            ready(patch.slot).wait(patch.parity);
+            const uint64_t pixels =
+                shared_matrix(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
+            UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
-                uint32_t w = shared_address(shared.w[stage.slot]),
-                         shifted = pixels + (tap / 3 * Tile::PITCH + tap % 3) * 128;
+                const uint64_t w = shared_matrix(shared_address(shared.w[stage.slot]), 1024);
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    uint64_t a = shared_matrix(w + k * (Tile::TRANSPOSED ? 2048 : 32), 1024);
+                    const uint64_t a = further(w, k * (Tile::TRANSPOSED ? 2048 : 32));
                     auto b = [&](int row) {
-                        return shared_matrix(shifted + row * 128 + k * 32, Tile::PITCH * 128);
+                        return further(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
                     };
                     constexpr int N = Tile::BELOW ? 256 : Tile::PAIRS ? 64 : 128;
                     wgmma<N, Tile::TRANSPOSED, 0>(c, a, b(0));
@@ -7503,11 +7621,12 @@ struct HopperGemmBlock {
                 wgmma_wait<1>();  // the step before is done
                 if (leads && (tap > 0 || chunk > first)) release_weights(stage);
                 if (leads && tap == 0 && chunk > first) shared.patch.empty[patch.previous()].arrive();
+                stage.next();
             }
         }
         // All buffers up to here have been full: the other warpgroup's waits for the next can't mistake their
         // phases.
-        shared.patch.full[patch.slot].wait(patch.parity);
+        ready(patch.slot).wait(patch.parity);
         if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
         wgmma_wait<0>();
         if (leads) release_weights(stage), shared.patch.empty[patch.previous()].arrive();
@@ -7562,6 +7681,7 @@ struct HopperEpilogue {
                 mean[i][h] = g.norm.mean[of], rstd[i][h] = g.norm.rstd[of];
                 scale[i][h] = rstd[i][h] * affine.x;
                 shift[i][h] = affine.y - mean[i][h] * scale[i][h];
+                if (g.norm.silu) scale[i][h] *= 0.5f, shift[i][h] *= 0.5f;
             }
     }
 
@@ -7597,11 +7717,11 @@ struct HopperEpilogue {
                 float& value = c[4 * j + e];
                 float extra = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
                 if (!Tile::TRANSPOSED) value += added[i][h];
-                if (EXTRA == NORM_SILU) value *= silu_gradient(extra * scale[i][h] + shift[i][h]);
+                if (EXTRA == NORM_SILU) value *= silu_gradient_of_half(extra * scale[i][h] + shift[i][h]);
                 if (EXTRA == ADDED)
                     value += extra;
                 else if (EXTRA != NOTHING)
-                    sum[i][h] += value, product[i][h] += value * (extra - mean[i][h]);
+                    sum[i][h] += value, product[i][h] += value * extra;
             }
             UNROLLED_FOR (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
             store_matrices_transposed(rows + j * 1024, r);
@@ -7639,7 +7759,7 @@ struct HopperEpilogue {
                 if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows() ||
                     (Tile::BESIDE && at.x >= g.x.first.W))
                     continue;
-                if (gradient) product[i][h] *= rstd[i][h];
+                if (gradient) product[i][h] = (product[i][h] - mean[i][h] * sum[i][h]) * rstd[i][h];
                 g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
             }
         }
@@ -7657,12 +7777,18 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     if (threadIdx.x == 0) {
         shared.patch.init(1), shared.stage.init(1);
         for (Barrier& turn : shared.turn) turn.init(1);
+        for (Barrier& normed : shared.normed) normed.init(128);
         barrier_publish();
     }
     __syncthreads();
 
     if (threadIdx.x >= Tile::READERS) {
-        if (Tile::PARTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // all begin with 168
+        if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
+            keep_registers<88>();
+            block.norm_patches();
+            return;
+        }
+        if (Tile::PARTS > 1) keep_registers<Tile::NORMS ? 24 : 40>();
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
@@ -7670,7 +7796,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         return;
     }
 
-    if (Tile::PARTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");  // 2 * 232 + 40 = 3 * 168
+    // All begin with 168, or 128: 2 * 232 + 40 = 3 * 168, 2 * 200 + 24 + 88 = 4 * 128.
+    if (Tile::PARTS > 1) take_registers<Tile::NORMS ? 200 : 232>();
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
@@ -7744,11 +7871,21 @@ static void launch_hopper_tile(const Gemm& g) {
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
                     sizeof(HopperGemmShared<Tile>), splits, h);
 }
+// Whether tiles of two parts occupy all multiprocessors.
+static bool suffice_in_pairs(const Tensor& x, int N) {
+    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+}
+// Whether a 3x3 product with O outputs can norm what it reads: in whole tiles, and whole chunks.
+static bool hopper_norms(const Norm& norm, int O) {
+    const Tensor& x = norm.x.first;
+    return norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 && norm.x.second.C % 64 == 0 &&
+           O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
+}
 // Whether the kernel above takes this product, launched here if so.
 template <int TAPS, bool TRANSPOSED>
 static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
-    const int B = g.x.first.B, H = g.x.first.H, W = g.x.first.W, T = H * W;
+    const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8;
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
@@ -7762,8 +7899,10 @@ static bool launch_hopper(const Gemm& asked) {
         launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
     } else if (small) {
         launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-    } else if (2 * B * ceil_div(H, 16) * ceil_div(W, 16) * ceil_div(g.N(), 64) < 3 * gpu_multiprocessors) {
+    } else if (!suffice_in_pairs(g.x.first, g.N())) {
         launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
+    } else if (g.x.affine) {
+        if constexpr (!TRANSPOSED) launch_hopper_tile<HopperTile<9, false, PARTS_BESIDE, 7, true>>(g);
     } else if (H % 32 == 0 && g.chunks() == 1) {
         launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 9>>(g);
     } else if (H % 32 == 0) {
@@ -7830,7 +7969,7 @@ struct HopperWeightBlock {
     static constexpr int PITCH = Tile::X.width;
     const HopperWeightGradient& g;
     HopperWeightShared<Tile>& shared;
-    const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+    const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
     const int split = blockIdx.x;
     const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
@@ -7872,14 +8011,15 @@ struct HopperWeightBlock {
             float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
             for (int t = begin; t < end; t++, stage.next()) {
-                uint32_t d = shared_address(shared.stages[stage.slot].dout),
-                         x = shared_address(shared.stages[stage.slot].x) + warpgroup * PITCH * 128;
+                auto& from = shared.stages[stage.slot];
+                const uint64_t dout = shared_matrix(shared_address(from.dout), 1024);
+                const uint64_t lines = shared_matrix(shared_address(from.x) + warpgroup * PITCH * 128,
+                                                     PITCH * 128, 128);  // a tap: a row on
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
                 for (int k = 0; k < 4; k++) {
-                    uint64_t a = shared_matrix(d + k * 2048, 1024);
-                    uint32_t lines = x + k * 2 * PITCH * 128;
-                    wgmma<192, 1, 1>(c, a, shared_matrix(lines, PITCH * 128, 128));  // a tap: a row on
+                    const uint64_t a = further(dout, k * 2048);
+                    wgmma<192, 1, 1>(c, a, further(lines, k * 2 * PITCH * 128));
                     if (BIAS) wgmma_narrow(sums, a, ones);
                 }
                 wgmma_commit();
