@@ -1928,6 +1928,8 @@ struct AddNoise {
         float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
               shift[4] = {};
         if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
+        Vector<T, MAX_CHANNELS> noised[4] = {};
+        Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
             float normal[4];
             random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
@@ -1935,12 +1937,15 @@ struct AddNoise {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * by.channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
-                size_t at = four.at(i, c);
-                x_t.data[at] = (T)(alpha * x0 + sigma * eps);
-                target[at] = by.predict == PREDICT_EPS ? eps
-                             : by.predict == PREDICT_V ? alpha * eps - sigma * x0
-                                                       : x0;
+                noised[i].of[c] = (T)(alpha * x0 + sigma * eps);
+                wanted[i].of[c] = by.predict == PREDICT_EPS ? eps
+                                  : by.predict == PREDICT_V ? alpha * eps - sigma * x0
+                                                            : x0;
             }
+        }
+        UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
+            store<MAX_CHANNELS>(x_t.data + four.at(i, 0), noised[i]);
+            store<MAX_CHANNELS>(target + four.at(i, 0), wanted[i]);
         }
     }
 };
