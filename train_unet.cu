@@ -6155,10 +6155,10 @@ struct AttentionRow {
 };
 template <int ROWS, int D>
 __device__ static void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
-    for (int i = threadIdx.x; i < ROWS * (D / VEC); i += AttentionTile<D>::THREADS) {
-        int row = i / (D / VEC), c = i % (D / VEC) * VEC;
-        bool inside = source.holds(t0 + row, c);
-        copy_async(shared_address(&tile[row].at[c]), inside ? source.at(t0 + row, c) : source.data, inside);
+    enum { THREADS = AttentionTile<D>::THREADS };
+    UNROLLED_FOR (int n = 0; n < ROWS * (D / VEC) / THREADS; n++) {
+        int i = n * THREADS + threadIdx.x, row = i / (D / VEC), c = i % (D / VEC) * VEC;
+        copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
     }
 }
 
@@ -6242,8 +6242,8 @@ __device__ static void attention_store(AttentionHead<floatX> target, int t0, Att
         store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factors.y, sum[n][3] * factors.y);
     }
     __syncwarp();
-    for (int i = lane; i < 16 * (D / VEC); i += 32) {
-        int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+    UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
+        int i = n * 32 + lane, row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
         if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
     }
 }
@@ -7053,24 +7053,34 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
         __syncthreads();
     }
+    // A tile's pixels in a row (1x1): their channels from c on, of so many.
+    auto load_line = [&](uint32_t to, const floatX* from, int channels, int c, int tile) {
+        const int STEP = THREADS / ROW, p = tid / ROW, v = tid % ROW, m = tile * PIXELS + p;
+        const int left = c + v * VEC < channels ? M - m : 0;
+        from += (size_t)m * channels + c + v * VEC;
+        for (int i = 0; i < PIXELS; i += STEP, from += STEP * channels)
+            copy_async(to + swizzled(p + i, v, Tile::ROW_BYTES), from, i < left);
+    };
     auto load = [&](int tile) {
         auto& stage = shared.stages[(tile - first) % STAGES];
         uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
-        Pixel origin = TAPS > 1 ? g.patch.origin(tile) : Pixel();
+        if (TAPS == 1) {
+            load_line(d_tile, dout, O, o0, tile), load_line(x_tile, x, channels, c0, tile);
+            return;
+        }
+        Pixel origin = g.patch.origin(tile);
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
             int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
-            int m = tile * PIXELS + p;
-            if (TAPS > 1)
-                m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
-            bool valid = m >= 0 && m < M && o < O;
+            int m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
+            bool valid = m >= 0 && o < O;
             copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES), valid ? dout + (size_t)m * O + o : dout,
                        valid);
         }
         for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
             int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
-            if (TAPS > 1 && r >= g.patch.rows()) break;
-            int m = TAPS > 1 ? g.patch.pixel(origin, shared.offset_of_row[r]) : tile * PIXELS + r;
-            bool valid = m >= 0 && m < M && c < channels;
+            if (r >= g.patch.rows()) break;
+            int m = g.patch.pixel(origin, shared.offset_of_row[r]);
+            bool valid = m >= 0 && c < channels;
             copy_async(x_tile + swizzled(r, v, Tile::ROW_BYTES), valid ? x + (size_t)m * channels + c : x,
                        valid);
         }
@@ -7094,7 +7104,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
         copy_commit();
         auto& stage = shared.stages[(tile - first) % STAGES];
-        if (sums_bias && tile / set_tiles != set) flush_sums(), set = tile / set_tiles;
+        if (sums_bias && tile == (set + 1) * set_tiles) flush_sums(), set++;
         product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
                          sums_bias);
     }
