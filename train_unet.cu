@@ -661,8 +661,9 @@ struct TensorOf {
 template <typename Real>
 struct JoinedOf {
     TensorOf<Real> first, second;
-    const float2* affine = nullptr;  // (B, C): SiLU(2 (x .x + .y)) is meant, where x is what lies there
-    JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}) : first(one), second(two) {}
+    const float2* affine;  // (B, C): meant is SiLU(2 (x .x + .y)) of what lies there; null: that itself
+    JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
+        : first(one), second(two), affine(affine) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
     // Of channel c: which of the two it is in, and where among its channels.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
@@ -5930,30 +5931,27 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
-static void groupnorm_forward(Tensor out, const Norm& norm) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
+static void launch_groupnorm_forward(floatX* out, float2* affine, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid s(norm.x, 0);
+    if (!out) s.ranks = 1;
     auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
-    launch(kernel, s.ranks * s.slabs * out.B, NORM_THREADS, 0, out.data, nullptr, norm, s);
+    launch(kernel, s.ranks * s.slabs * norm.x.first.B, NORM_THREADS, 0, out, affine, norm, s);
 }
-
+static void groupnorm_forward(Tensor out, const Norm& norm) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
+    launch_groupnorm_forward(out.data, nullptr, norm);
+}
 #ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
 static bool hopper_norms(const Norm& norm, int O);
 #endif
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
 #ifdef HOPPER
     if (hopper_norms(norm, O)) {
-        Joined x = norm.x;
+        PROFILE("group norm forward", {0, 1.0 * sizeof(float2) * normed.count() / NORM_PART});
         float2* affine = (float2*)normed.data;
-        x.affine = affine;
-        NormGrid s(x, 0);
-        s.ranks = 1;
-        PROFILE("group norm forward", {0, (double)sizeof(float2) * normed.B * normed.C * norm_parts(normed.T())});
-        auto kernel =
-            norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
-        launch(kernel, s.slabs * normed.B, NORM_THREADS, 0, nullptr, affine, norm, s);
-        return x;
+        launch_groupnorm_forward(nullptr, affine, norm);
+        return {norm.x.first, norm.x.second, affine};
     }
 #endif
     groupnorm_forward(normed, norm);
@@ -7504,7 +7502,8 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
 // for the warpgroups that multiply, and is soon a tile ahead: with the patches of a tile's 64-channel chunks,
 // and then with what is added to the outputs, where these are put together; and with the taps' weights. Block
 // (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks take the same
-// tile, and a share of its chunks each. Per tile its patch and 64 channels' weights come once; weights that
+// tile, and a share of its chunks each. A norm of x goes by the way: a warpgroup rewrites each patch before it
+// is multiplied. Per tile its patch and 64 channels' weights come once; weights that
 // the ring holds all of, once for all of a block's tiles.
 template <class Tile>
 struct HopperGemmBlock {
