@@ -7373,12 +7373,11 @@ __device__ inline void wgmma_wait() {
 #define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
 #define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
 #define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
-#define NAMES_120 NAMES_90 "," NAMES_10(9) "," NAMES_10(10) "," NAMES_10(11)
 // c (64, N) += a (64, 16) b (16, N); thread t's c[4 j + e]: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
 // 8 j + t % 4 * 2 + e % 2.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
-    static_assert(N == 64 || N == 128 || N == 192 || N == 256, "");
+    static_assert(N == 64 || N == 128 || N == 192, "");
 #define WGMMA(n, c_names, a_name, b_name, a_order, b_order, ...)                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names "}, %" #a_name \
                  ", %" #b_name ", 1, 1, 1, %" #a_order ", %" #b_order ";"                            \
@@ -7390,9 +7389,6 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
     if constexpr (N == 192)
         WGMMA(192, NAMES_90 ",%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, REGISTERS_32(c, 0),
               REGISTERS_32(c, 32), REGISTERS_32(c, 64));
-    if constexpr (N == 256)
-        WGMMA(256, NAMES_120 ",%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131,
-              REGISTERS_32(c, 0), REGISTERS_32(c, 32), REGISTERS_32(c, 64), REGISTERS_32(c, 96));
 }
 
 // Pixels of a copy.
@@ -7441,8 +7437,8 @@ struct HopperGemm : Gemm {
 };
 
 // A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
-// 8 x 8; or two parts of 16 lines of 8, side by side or one below the other.
-enum TileShape { ONE_PART, TWO_IMAGES, PARTS_BESIDE, PARTS_BELOW };
+// 8 x 8; or two parts of 16 lines of 8, side by side.
+enum TileShape { ONE_PART, TWO_IMAGES, TWO_PARTS };
 // 64 channels by such pixels. With two parts, two warpgroups take tiles in turn: one puts its outputs
 // together while the other multiplies.
 template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false>
@@ -7450,15 +7446,14 @@ struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool NORMS = NORMS_;  // x on the way, by a fourth warpgroup
-    static constexpr bool BESIDE = SHAPE == PARTS_BESIDE, BELOW = SHAPE == PARTS_BELOW;
-    static constexpr int PARTS = BESIDE || BELOW ? 2 : 1, RESIDENT = 2 / PARTS;  // blocks on a multiprocessor
+    static constexpr int PARTS = SHAPE == TWO_PARTS ? 2 : 1, RESIDENT = 2 / PARTS;  // blocks on a multiprocessor
     // A warpgroup a part multiplies. Producers: a thread for both rings (1x1), or one for each, in two warps;
     // with two parts in a warpgroup of their own, which leaves its registers to the others.
     static constexpr int READERS = PARTS * 128;
     static constexpr int THREADS = READERS + (NORMS ? 256 : PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
     static constexpr int BORDER = TAPS > 1;
     static constexpr Box PART = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr Box PIXELS = {PART.width << BESIDE, PART.height << BELOW, PART.images};
+    static constexpr Box PIXELS = {PART.width * PARTS, PART.height, PART.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
@@ -7472,9 +7467,7 @@ struct HopperTile {
                 tile % g.tiles_x * PIXELS.width};
     }
     // A part's first pixel, in a tile that begins at `at`.
-    __device__ static Pixel part(Pixel at, int k) {
-        return {at.b, at.y + BELOW * k * PART.height, at.x + BESIDE * k * PART.width};
-    }
+    __device__ static Pixel part(Pixel at, int k) { return {at.b, at.y, at.x + k * PART.width}; }
 };
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
@@ -7626,10 +7619,10 @@ struct HopperGemmBlock {
                     auto b = [&](int row) {
                         return further(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
                     };
-                    constexpr int N = Tile::BELOW ? 256 : Tile::PAIRS ? 64 : 128;
+                    constexpr int N = Tile::PAIRS ? 64 : 128;
                     wgmma<N, Tile::TRANSPOSED, 0>(c, a, b(0));
                     if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
-                    if (Tile::BESIDE) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::PART.width));
+                    if (PARTS > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::PART.width));
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
@@ -7771,7 +7764,7 @@ struct HopperEpilogue {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
                 int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
                 if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows() ||
-                    (Tile::BESIDE && at.x >= g.x.first.W))
+                    (Tile::PARTS > 1 && at.x >= g.x.first.W))
                     continue;
                 if (gradient) product[i][h] = (product[i][h] - mean[i][h] * sum[i][h]) * rstd[i][h];
                 g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
@@ -7916,13 +7909,11 @@ static bool launch_hopper(const Gemm& asked) {
     } else if (!suffice_in_pairs(g.x.first, g.N())) {
         launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
     } else if (g.x.affine) {
-        if constexpr (!TRANSPOSED) launch_hopper_tile<HopperTile<9, false, PARTS_BESIDE, 7, true>>(g);
-    } else if (H % 32 == 0 && g.chunks() == 1) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 9>>(g);
-    } else if (H % 32 == 0) {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BELOW, 6>>(g);
+        if constexpr (!TRANSPOSED) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
+    } else if (g.chunks() == 1) {
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
     } else {
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, PARTS_BESIDE, 7>>(g);
+        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
     }
     if (!sums) launch_gemm_sums(asked);
     return true;
