@@ -430,14 +430,14 @@ typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { STEPS_IN_FLIGHT = 3 };  // steps begun before the first of them is awaited
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the latter: steps begun before the first of them is awaited
 #else
 #define HOST_DEVICE
 typedef float floatX;
 struct float2 {  // as CUDA's
     float x, y;
 };
-enum { STEPS_IN_FLIGHT = 1 };
+enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
 // A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
@@ -2539,12 +2539,10 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
              m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
              fits);
     }
-    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2), model = 0;
+    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
+    double model = ON_GPU ? 0 : (double)memory_of(m);
     std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
     if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
-#ifndef __CUDACC__
-    model = (double)memory_of(m);
-#endif
     check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
                       "the model and " + what, instead);
 }
@@ -2785,13 +2783,13 @@ static void prepare_steps(Trainer* t) {
     const Dataset& data = t->images;
     bool floats = data.bytes.empty();
     const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
-#ifdef __CUDACC__
-    size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
-    t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
-    if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
-    backend_upload(t->pixels.as<char>(), pixels, bytes);
-    pixels = t->pixels.as<char>();
-#endif
+    if (ON_GPU) {
+        size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
+        t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
+        if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
+        backend_upload(t->pixels.as<char>(), pixels, bytes);
+        pixels = t->pixels.as<char>();
+    }
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = Memory((size_t)slots * data.count * sizeof(int), true);
     t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
@@ -4197,11 +4195,9 @@ static double time_step(Config config, int batch, double seconds, int least) {
 // Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
 // the batch only: this has to be quick.
 static void print_time(const Config& config, long steps_done) {
-    int batch = config.batch_size, least = 3;
-#ifndef __CUDACC__
-    batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch), least = 1;
-#endif
-    double ms = time_step(config, batch, 2, least) * config.batch_size / batch;
+    int batch = config.batch_size;
+    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch);
+    double ms = time_step(config, batch, 2, ON_GPU ? 3 : 1) * config.batch_size / batch;
     std::string how = batch == config.batch_size
                           ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
