@@ -440,11 +440,16 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
+// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And for
+// layers that add up (see Team): an accumulator, and what a team's threads share.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
+#define SHARED __shared__
+typedef float Sum;
 #else
 #define UNROLLED_FOR(...) for (__VA_ARGS__)
+#define SHARED
+typedef double Sum;
 #endif
 
 HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
@@ -821,13 +826,6 @@ static void run(Layer layer);
 struct Team {
     int index, thread, threads;
 };
-#ifdef __CUDA_ARCH__
-typedef float Sum;
-#define SHARED __shared__
-#else
-typedef double Sum;
-#define SHARED  // what a team's threads share
-#endif
 HOST_DEVICE static inline void team_wait() {
 #ifdef __CUDA_ARCH__
     __syncthreads();
