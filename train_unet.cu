@@ -153,8 +153,7 @@ struct Failure {
     throw Failure { 2, printable(text(__VA_ARGS__)) }
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
-template <typename Work>
-static std::string failure_of(Work work) {
+static std::string failure_of(auto work) {
     try {
         work();
     } catch (const Failure& failure) {
@@ -164,8 +163,7 @@ static std::string failure_of(Work work) {
 }
 
 // What main returns: the status of `program`, or of what it fails with, once that is told.
-template <typename Program>
-static int guarded(Program program) {
+static int guarded(auto program) {
     Failure failure = {
         1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
     try {
@@ -287,10 +285,7 @@ static int microbatch_of(const Config& c) {
     return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
 }
 
-template <typename T, size_t N>
-static int list_length(const T (&list)[N]) {
-    return (int)(std::find(list, list + N, 0) - list);
-}
+static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // Guided, the network has each picture twice, unless the second answer is another model's. How many pictures
@@ -1860,10 +1855,7 @@ static std::vector<Timestep> make_chain(const Config& c) {
 // item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels, b, first, n;  // pixels = H W; the first of n
-    template <typename T>
-    static size_t count(TensorOf<T> images) {
-        return (size_t)images.B * ceil_div(images.H * images.W, 4);
-    }
+    static size_t count(const auto& images) { return (size_t)images.B * ceil_div(images.T(), 4); }
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items), first = 4 * (int)(item % items);
