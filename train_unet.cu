@@ -456,16 +456,11 @@ static std::string backend_name();  // the device and its precision
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
 // Such a piece of memory, freed when its owner goes.
-struct Memory {
-    std::shared_ptr<void> data;
-    Memory() {}
-    Memory(size_t bytes, bool on_host)
-        : data(backend_allocate(bytes, on_host), [=](void* memory) { backend_free(memory, on_host); }) {}
-    template <typename T>
-    T* as() const {
-        return (T*)data.get();
-    }
-};
+template <typename T>
+static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
+    void* memory = backend_allocate(count * sizeof(T), on_host);
+    return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
+}
 // Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
 static size_t backend_memory_available();
 static size_t host_memory_available();
@@ -1160,7 +1155,7 @@ struct Model : OptimiserMemory {
     struct Beginning* begins;            // (B): theirs
     float* limits;                       // (B): theirs, for dynamic thresholding
     float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
-    Memory memory;
+    std::shared_ptr<char[]> memory;
     size_t bytes;
 };
 
@@ -2538,12 +2533,12 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
 }
 
 static void allocate_model(Model* m) {
-    m->memory = Memory(m->bytes, false);
-    if (!m->memory.data || !allocate_workspace())
+    m->memory = allocate<char>(m->bytes);
+    if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
              human_bytes(memory_of(*m)).c_str());
-    backend_zero(m->memory.as<char>(), m->bytes);
-    lay_out_model(m, m->memory.as<char>());
+    backend_zero(m->memory.get(), m->bytes);
+    lay_out_model(m, m->memory.get());
     std::vector<Timestep> chain = make_chain(m->config);
     backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
 }
@@ -2742,11 +2737,11 @@ struct Trainer {
     Model model = Model();
     Dataset images, validation;
     BatchSource source;
-    Memory pixels;   // the images where the device reads them, if that is a copy
-    Memory labels;   // int (N): the images', where the network is told
-    Memory order;    // int (slots, count), the host's, which the device reads
-    Memory results;  // StepState (RESULT_SLOTS), the host's
-    long epochs;     // whose orders were sent
+    std::shared_ptr<char[]> pixels;        // the images where the device reads them, if that is a copy
+    std::shared_ptr<int[]> labels;         // (N): the images', where the network is told
+    std::shared_ptr<int[]> order;          // (slots, count), the host's, which the device reads
+    std::shared_ptr<StepState[]> results;  // (RESULT_SLOTS), the host's
+    long epochs;                           // whose orders were sent
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
@@ -2775,26 +2770,26 @@ static void prepare_steps(Trainer* t) {
     const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
     if (ON_GPU) {
         size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
-        t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
-        if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
-        backend_upload(t->pixels.as<char>(), pixels, bytes);
-        pixels = t->pixels.as<char>();
+        t->pixels = allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9);
+        if (!t->pixels) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
+        backend_upload(t->pixels.get(), pixels, bytes);
+        pixels = t->pixels.get();
     }
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
-    t->order = Memory((size_t)slots * data.count * sizeof(int), true);
-    t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
-    if (!t->order.data || !t->results.data) fail("could not allocate memory for the order of the images");
+    t->order = allocate<int>((size_t)slots * data.count, true);
+    t->results = allocate<StepState>(RESULT_SLOTS, true);
+    if (!t->order || !t->results) fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
-    source->order = t->order.as<int>(), source->count = data.count, source->slots = slots;
+    source->order = t->order.get(), source->count = data.count, source->slots = slots;
     source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
     source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
     if (m->labels) {
-        t->labels = Memory(data.count * sizeof(int), false);
-        if (!t->labels.data) fail("could not allocate memory for the labels");
-        backend_upload(t->labels.as<int>(), data.labels.data(), data.count * sizeof(int));
-        source->labels = t->labels.as<int>(), source->no_class = c.num_classes;
+        t->labels = allocate<int>(data.count);
+        if (!t->labels) fail("could not allocate memory for the labels");
+        backend_upload(t->labels.get(), data.labels.data(), data.count * sizeof(int));
+        source->labels = t->labels.get(), source->no_class = c.num_classes;
         source->drop = c.cond_drop_prob;
     }
     StepState state = StepState();
@@ -2845,7 +2840,7 @@ static void enqueue_step(Trainer* t) {
 static void send_orders(Trainer* t, long last_epoch) {
     int count = t->images.count;
     for (; t->epochs <= last_epoch; t->epochs++) {
-        int* order = t->order.as<int>() + (size_t)(t->epochs % t->source.slots) * count;
+        int* order = t->order.get() + (size_t)(t->epochs % t->source.slots) * count;
         random_permutation(order, count, t->source.seed, (uint32_t)t->epochs);
     }
 }
@@ -2855,7 +2850,7 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_copy(t->results.as<StepState>() + slot, t->model.state, sizeof(StepState));
+    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
     backend_mark(slot);
     t->begun++;
 }
@@ -2864,7 +2859,7 @@ static void begin_next_step(Trainer* t) {
 static StepState await_step(Trainer* t) {
     int slot = (int)(t->step % RESULT_SLOTS);
     backend_await(slot);
-    const StepState& result = t->results.as<StepState>()[slot];
+    const StepState& result = t->results[slot];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
