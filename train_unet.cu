@@ -116,6 +116,15 @@ static int omp_get_thread_num() { return 0; }
 
 // ---- errors -----------------------------------------------------------------------------------------------
 
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+    char buffer[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+
 // Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
 // Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
 static std::string printable(const std::string& bytes) {
@@ -125,20 +134,9 @@ static std::string printable(const std::string& bytes) {
         uint8_t byte = (uint8_t)bytes[i], next = (uint8_t)bytes.c_str()[i + 1];
         bool pair =
             (byte == 0xC2 && next >= 0x80 && next < 0xA0) || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
-        char code[8];
-        snprintf(code, sizeof code, "\\x%02X", byte);
-        shown += pair || byte < ' ' || byte == 127 ? code : bytes.substr(i, 1);
+        shown += pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : bytes.substr(i, 1);
     }
     return shown;
-}
-
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
-    char buffer[4096];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
 }
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
