@@ -3229,19 +3229,16 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return edits.back();
 }
 
-// The name in a table (FLAGS, PRESETS) that `name` resembles most.
-template <typename Entry, size_t N>
-static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
-    return std::ranges::min_element(table, {}, distance)->name;
+// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name.
+static const auto& named(const auto& table, const std::string& name, const std::string& shown,
+                         const char* mark) {
+    auto distance = [&](const auto& entry) { return edit_distance(name.substr(0, 64), entry.name); };
+    for (const auto& entry : table)
+        if (name == entry.name) return entry;
+    fail_usage("there is no %s; did you mean %s%s? (--help lists them all)", shown.c_str(), mark,
+               std::ranges::min_element(table, {}, distance)->name);
 }
-
-static const Flag& flag_named(const std::string& name) {
-    auto flag = std::ranges::find(FLAGS, name, &Flag::name);
-    if (flag != std::end(FLAGS)) return *flag;
-    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-               nearest(FLAGS, name.substr(0, 64)));
-}
+static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
@@ -3983,11 +3980,7 @@ static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->
 
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
-    auto preset = std::ranges::find(PRESETS, name, &Preset::name);
-    if (preset == std::end(PRESETS))
-        fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-                   nearest(PRESETS, name.substr(0, 64)));
-    std::vector<std::string> words = split(preset->flags, ' ');
+    std::vector<std::string> words = split(named(PRESETS, name, "preset '" + name + "'", "").flags, ' ');
     for (size_t i = 0; i + 1 < words.size(); i += 2)
         given.push_back({&flag_named(words[i].substr(2)), words[i + 1], "--preset " + name});
     return given;
