@@ -286,8 +286,7 @@ static int microbatch_of(const Config& c) {
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice, unless the second answer is another model's. How many pictures
-// are drawn at a time, of `batch` of the network.
+// Guided, the network has each picture twice, unless the second answer is another model's.
 static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
 static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
 
@@ -519,14 +518,12 @@ struct Parameter {
 
 static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
 
-// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8. Only an image's are
-// no such multiple; zeros follow them. The weights of these are zeros too, which the optimiser leaves zeros,
-// because their gradients are.
+// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: zeros follow an
+// image's. The weights of these are zeros too, and stay zeros, because their gradients are.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
 static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
 
-// From PyTorch's order, (count), to the order in memory, (size), or back. Only 3x3 weights differ, (O, C, 3,
-// 3) against (O, 3, 3, C), and what is padded.
+// From PyTorch's order, (count), to memory's, (size), or back: there 3x3 weights are (O, 3, 3, C), padded.
 static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
     if (to_memory) std::fill(to, to + t.size, 0.0f);
     bool conv = is_conv3x3(t);
@@ -579,8 +576,7 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3): the host transforms
-// them in double, a GPU in float, 2e-6 from the host's.
+// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, 2e-6 from it.
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
@@ -1000,8 +996,7 @@ struct ModulationBackward {
     }
 };
 
-// x = F.dropout(x, p), or the same of its gradient: the mask is a function of block, sample, step and element
-// in the order (H, W, C). An item is four elements.
+// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step and element (H, W, C).
 struct Dropping {
     float p;
     uint32_t seed, block;
@@ -1082,7 +1077,6 @@ struct Buffer {
     int first, last;
 };
 
-// One entry of the plan.
 struct Block {
     BlockKind kind;
     char name[48] = "";
@@ -2021,8 +2015,7 @@ struct SamplerStep {
     float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
 };
 
-// The part of the chain that pictures go through, of which an --init_image leaves out the beginning: Meng et
-// al., "SDEdit" (2022).
+// How much of the chain pictures go through, less with an --init_image: Meng et al., "SDEdit" (2022).
 static float strength_of(const Config& c) {
     if (!*c.init_image) return 1;
     return c.strength > 0 ? c.strength : *c.mask ? 1 : 0.5f;
@@ -2236,8 +2229,7 @@ struct StartPictures {
     }
 };
 
-// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise + to_known image, saved <- save_x0 x0 + save_x x, and
-// what is kept of the image: see SamplerStep. Then the step is done.
+// x and what is saved become what SamplerStep says. Then the step is done.
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
@@ -2493,7 +2485,6 @@ static int most_images(const Config& c) {
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
-// Refuses what the host's memory can't hold.
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
     double available = (double)host_memory_available();
     if (available && bytes > available)
@@ -2574,8 +2565,7 @@ static void start_from_master(Model* m) {
         if (ema) backend_copy(ema, m->master, m->plan.num_floats * sizeof(float));
 }
 
-// Fresh weights as by PyTorch's defaults, uniform within 1 / sqrt(fan_in) or, of a table's rows, normal; and
-// guided-diffusion's zeros.
+// Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
     size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
@@ -2627,8 +2617,7 @@ struct BatchSource {
     float drop = 0;
 };
 
-// A step begins: the state's update; each sample's timestep, its image (-1 - image: mirrored), and its label.
-// An item is a sample.
+// A step begins: the state's update; an item is a sample: timestep, image (-1 - image: mirrored) and label.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -2668,8 +2657,7 @@ struct LoadImages {
     }
 };
 
-// The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
-// they decide. One team does it.
+// The end of a step, by one team: loss (also by quartile of the timesteps), gradient norm, what they decide.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -2751,8 +2739,7 @@ struct Trainer {
     History history = History();
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
-    // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> changes;
+    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
     // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
     double quartile_sums[4] = {0};
     long quartile_counts[4] = {0};
@@ -2919,8 +2906,7 @@ static std::vector<uint32_t> consecutive(uint32_t first, int count) {
     std::iota(numbers.begin(), numbers.end(), first);
     return numbers;
 }
-// The pictures' classes, equally many of each. Returns the columns of a grid with a row a class; 0: there are
-// none, or not as many of each.
+// The pictures' classes. Returns the columns of a grid with a row a class; 0: not equally many of each.
 static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_t>& classes) {
     size_t n = begins->size(), k = classes.size();
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
@@ -2958,10 +2944,9 @@ struct Progress {
 };
 
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
-// picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
-// asked; stops early, and returns false, on Ctrl-C. A step reads nothing from the host, and is recorded for
-// each size of batch and number of answers. While nothing is trained target and images are free for x and
-// what the sampler saves.
+// picture was predicted to be after steps evenly spread from the first to the last. Returns false on Ctrl-C.
+// A step reads nothing from the host, and is recorded for each size of batch and number of answers. While
+// nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
     const Config& c = m->config;
@@ -3252,7 +3237,6 @@ static double number_of(const Config& config, const Flag& flag, int i) {
     return flag.kind == FLOAT ? (double)*(const float*)at : (double)(uint32_t)*at;
 }
 
-// Without the blanks around it.
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
     return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
@@ -3410,7 +3394,6 @@ static std::string read_text(const std::string& path) {
     return contents;
 }
 
-// The names in a folder.
 static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
     std::vector<std::string> names;
     for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
@@ -3497,7 +3480,6 @@ static void write_text(const std::string& path, const std::string& contents) {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// The command that makes images of a size.
 static std::string prepare_command(const std::string& path, int image_size) {
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
@@ -3863,8 +3845,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
     out.commit();
 }
 
-// pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
-// as it can be. A NaN is black.
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps; columns 0: about square. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
                        int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
@@ -3887,8 +3868,7 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 
 // ---- logs -------------------------------------------------------------------------------------------------
 
-// On resume, lines of steps that are about to be done again are dropped; the others tell the validation
-// losses so far. Nothing is written before open_metrics.
+// Keeps what steps up to resumed_step logged, and their validation losses. open_metrics is what writes.
 static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
@@ -4054,8 +4034,7 @@ static void write_config(const Config& config, long step, const std::vector<std:
     write_text(path, contents);
 }
 
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
-// applied later, over the defaults or a checkpoint's configuration.
+// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones.
 static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
     std::vector<GivenFlag> given;
     for (int i = 1; i < argc; i++) {
@@ -4168,8 +4147,7 @@ static double time_step(Config config, int batch, double seconds, int least) {
     return 1e3 * taken / n;
 }
 
-// Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
-// the batch only: this has to be quick.
+// How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
     int batch = config.batch_size;
     if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch);
@@ -4212,7 +4190,6 @@ static void take_model(Config* config, const std::vector<GivenFlag>& given, cons
         if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
 }
 
-// The configuration of a new run.
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
@@ -4660,8 +4637,7 @@ struct Pace {
     void pause(double seconds) { start += seconds, log_start += seconds; }
 };
 
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
+// A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1, terminal = isatty(1);
