@@ -103,9 +103,7 @@ static int omp_get_max_threads() { return 1; }
 static int omp_get_thread_num() { return 0; }
 #endif
 #ifdef __CUDACC__
-#ifdef HOPPER
 #include <cuda.h>
-#endif
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #endif
@@ -432,15 +430,17 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And for
-// layers that add up (see Team): an accumulator, and what a team's threads share.
+// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And of a
+// Team of threads: what they share, where they wait for each other, what they add up in.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 #define SHARED __shared__
+#define team_wait() __syncthreads()
 typedef float Sum;
 #else
 #define UNROLLED_FOR(...) for (__VA_ARGS__)
 #define SHARED
+#define team_wait()
 typedef double Sum;
 #endif
 
@@ -810,11 +810,6 @@ static void run(Layer layer);
 struct Team {
     int index, thread, threads;
 };
-HOST_DEVICE static inline void team_wait() {
-#ifdef __CUDA_ARCH__
-    __syncthreads();
-#endif
-}
 // In thread 0 the sum of a team's values, in a fixed order. At most 1024 threads, whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
