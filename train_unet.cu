@@ -2626,12 +2626,11 @@ struct BeginStep {
         const BatchSource& s = source;
         uint64_t n = (uint64_t)step * s.batch + b;
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
-        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, (uint32_t)b, (uint32_t)step) >> 31;
+        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
-        timesteps[b] =
-            (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, (uint32_t)b, (uint32_t)step);
+        timesteps[b] = (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, b, step);
         if (!s.labels) return;
-        uint32_t word = random_word(s.seed, STREAM_LABEL, 0, (uint32_t)b, (uint32_t)step);
+        uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
         labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
     }
 };
