@@ -2703,8 +2703,7 @@ struct Dataset {
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
     std::string path, waiting;
-    std::string kept;    // of the file that is there
-    bool drops = false;  // and something is not
+    std::string kept;  // of the file that is there
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
@@ -3866,8 +3865,7 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
-    std::string old = read_text(path);
-    std::vector<std::string> lines = split(old, '\n');
+    std::vector<std::string> lines = split(read_text(path), '\n');
     lines.pop_back();  // what follows the last line feed was cut short
     for (const std::string& line : lines) {
         long step;
@@ -3878,11 +3876,10 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
         m->kept += line + "\n";
         if (validates) (*validated)[step] = loss;
     }
-    m->drops = m->kept.size() < old.size();
 }
 
 static void open_metrics(Metrics* m) {
-    if (m->drops) write_text(m->path, m->kept);
+    if (m->kept != read_text(m->path)) write_text(m->path, m->kept);
     m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", m->path.c_str(), strerror(errno));
