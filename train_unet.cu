@@ -2258,8 +2258,7 @@ struct UpdatePictures {
     }
 };
 
-// A sampler's next step begins. What the network is told in its call, of so many rows: the timestep, and of
-// the first `pictures` rows the classes (labels null: none), of the others that they have none.
+// A sampler's next step begins. What the network is told in its call, of so many rows, some without a class.
 struct TellNetwork {
     SamplerState* state;
     int *timesteps, *labels;
@@ -2487,8 +2486,7 @@ static void check_host_memory(double bytes, const std::string& what, const char*
              human_bytes(available).c_str(), instead);
 }
 
-// Refuses a model that a checkpoint's header and the kernels can't count, or memory can't hold; and a grid of
-// so many pictures, held as floats and as bytes with gaps between them, that memory or one PNG can't.
+// Refuses a model or a grid of pictures that header and kernels can't count, or memory or one PNG can't hold.
 static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
@@ -2858,8 +2856,7 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
-// would use. A stop breaks it off; then it means nothing.
+// Loss over the validation images, with noise and timesteps that never change. After a stop it means nothing.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
