@@ -3923,10 +3923,8 @@ static void print_help() {
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-        std::string standard = *flag.standard && (flag.kind != BOOL || *flag.standard != '0')
-                                   ? text(" (default %s)", flag.standard)
-                                   : "";
-        printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
+        bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
+        printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
     printf("\nPresets\n");
     for (auto [name, flags] : PRESETS) printf("  %s: %s\n", name, flags);
