@@ -1714,8 +1714,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 }
 
 // Operations of training on one image, a multiplication and an addition being two: every product forward, and
-// as many for each of its two gradients; what the network is given needs none. A weight meets every pixel,
-// but those of two dimensions, the embeddings', meet every image.
+// as many for each of its two gradients. A weight meets every pixel, but an embedding's every image.
 static double training_flops(const Plan& plan) {
     double flops = 0;
     for (const Block& b : plan.blocks) {
@@ -2595,8 +2594,7 @@ static double loss_of(const Model* m, int B) {
 // ---- the first and the last launch of a step --------------------------------------------------------------
 
 // All images, (count, C, size, size), as bytes or as floats (the other is null), where the device can read
-// them, and what decides which of them a step takes: sample n = step * batch + b of the run is image order[n
-// mod count] of epoch n / count, whose order lies in row (n / count) mod slots.
+// them, and what decides which of them a step takes: epoch n has its order in row n mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
@@ -3491,8 +3489,7 @@ static void shrink(Dataset* data, int factor) {
     data->floats.swap(smaller);
 }
 
-// The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other
-// size is refused with the command that mends it. image_size 0: as it is in the file.
+// The format: FORMATS.md. Images `factor` times as large as image_size (0: any) are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
