@@ -1474,18 +1474,15 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // ---- plan -------------------------------------------------------------------------------------------------
 
-// Declares a parameter of a block, as named_parameters() calls it.
-static void add_parameter(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
-                          Init init) {
-    if (!block->num_params) block->param = (int)plan->tensors.size();
+// Declares a parameter, as named_parameters() calls it.
+static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
     Parameter t = {};
     t.ndim = (int)shape.size(), t.count = 1, t.init = init;
     snprintf(t.name, sizeof t.name, "%s", name.c_str());
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
-             : t.ndim == 1 ? padded(shape[0])
-                           : t.count;
-    block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
+                           : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
+    plan->num_parameters += t.count, plan->num_floats += t.size;
     plan->tensors.push_back(t);
 }
 
@@ -1511,16 +1508,16 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     // a weight and its bias; `layer` is empty or ends in a dot
     auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
         layer = name + "." + layer;
-        add_parameter(plan, &block, layer + "weight", shape, init);
-        add_parameter(plan, &block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
+        add_parameter(plan, layer + "weight", shape, init);
+        add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
     };
     int K = block.C + block.C2, O = block.O;
+    block.param = (int)plan->tensors.size();
     switch (block.kind) {
         case BLOCK_EMBED:
             add_layer("0.", {O, block.C});
             add_layer("2.", {O, O});
-            if (int rows = label_rows(c))
-                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL);
+            if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
             break;
         case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
@@ -1545,6 +1542,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
     }
+    block.num_params = (int)plan->tensors.size() - block.param;
     plan->blocks.push_back(block);
 }
 
