@@ -2670,13 +2670,12 @@ struct FinishStep {
             sums[i] = team_sum(sums[i]);
             team_wait();
         }
-        if (team.thread == 0) {
-            float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-            UNROLLED_FOR (int q = 0; q < 4; q++)
-                state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
-                state->quartile_counts[q] = (int)sums[COUNT + q];
-            conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
-        }
+        if (team.thread > 0) return;
+        float mean = (float)((double)sums[WEIGHTED] / loss.elements());
+        UNROLLED_FOR (int q = 0; q < 4; q++)
+            state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
+            state->quartile_counts[q] = (int)sums[COUNT + q];
+        conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
 
@@ -3444,8 +3443,7 @@ struct Writer {
     }
     void commit() {
         check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
-        fclose(file);  // and with it goes the lock
-        file = nullptr;
+        fclose(std::exchange(file, nullptr));  // and with it goes the lock
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
         if (directory < 0) return;
         fsync(directory);  // the new name survives a power cut too
