@@ -4385,8 +4385,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     if (*config.guide_weights) load_guide(&guide, config);
     std::vector<float> pictures, strip;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr,
-                       *config.guide_weights ? &guide : nullptr)) {
+    if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         exit(130);
     }
