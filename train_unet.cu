@@ -407,13 +407,14 @@ static T* take(Arena* arena, size_t count) {
     return memory;
 }
 
-// ---- the machine: what the two builds do differently besides the layers -----------------------------------
+// ---- the machine: what the two builds do differently ------------------------------------------------------
 
 #if !defined(__CUDACC__) || defined(TESTING)
 #define CPU_LAYERS 1  // the specification of every layer is compiled
 #endif
 
 #ifdef __CUDACC__
+#define DEVICE gpu  // the namespace whose layers the network calls
 #define HOST_DEVICE __host__ __device__
 #ifdef PRECISION_FP32
 typedef float floatX;
@@ -422,6 +423,7 @@ typedef __nv_bfloat16 floatX;
 #endif
 enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the latter: steps begun before the first of them is awaited
 #else
+#define DEVICE cpu
 #define HOST_DEVICE
 typedef float floatX;
 struct float2 {  // as CUDA's
@@ -621,12 +623,6 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 // ===========================================================================================================
 //  3  THE LAYERS, DECLARED
 // ===========================================================================================================
-
-#ifdef __CUDACC__
-#define DEVICE gpu  // the namespace whose layers the network calls
-#else
-#define DEVICE cpu
-#endif
 
 // ---- what layers take -------------------------------------------------------------------------------------
 
