@@ -2462,8 +2462,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30, nor
-// sums of a bias gradient, one a channel and image, than half a lane's workspace holds.
+// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a lane's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = (int)((float)c.num_channels * std::ranges::max(c.channel_mult));
@@ -2725,8 +2724,7 @@ struct Trainer {
     long quartile_counts[4] = {0};
 };
 
-// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
-// device's memory where they fit, otherwise in host memory that the device reads.
+// All that steps need besides the model, weights and `step`. A GPU reads images that do not fit from the host.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
