@@ -2325,8 +2325,7 @@ struct SquaredNorm {
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n), a multiple of 4,
-// and aligned to 16 bytes. The state says how, and a step that is not accepted changes nothing. An item is
-// four parameters; x_n: its part of x. Branches come first, so that the rest is one stretch.
+// aligned to 16 bytes. x_n: an item's part of x, four. Branches come first, so that the rest is one stretch.
 template <typename T>
 struct UpdateWeights {
     OptimiserMemory memory;
@@ -2724,7 +2723,7 @@ struct Trainer {
     long quartile_counts[4] = {0};
 };
 
-// All that steps need besides the model, weights and `step`. A GPU reads images that do not fit from the host.
+// All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
