@@ -3908,7 +3908,7 @@ static void test_microbatch(double limit) {
         std::vector<float> garbage(values.size(), NAN);
         backend_upload(m->gradients, garbage.data(), garbage.size() * sizeof(float));
         for (int step = 0; step < 3; step++) begin_next_step(&t), await_step(&t);
-        StepState last = t.results.as<StepState>()[2];
+        StepState last = t.results[2];
         backend_download(values.data(), m->gradients, values.size() * sizeof(float));
         if (!microbatch) {
             whole = last, bytes = m->bytes;

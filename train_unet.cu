@@ -103,9 +103,7 @@ static int omp_get_max_threads() { return 1; }
 static int omp_get_thread_num() { return 0; }
 #endif
 #ifdef __CUDACC__
-#ifdef HOPPER
 #include <cuda.h>
-#endif
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #endif
@@ -116,6 +114,15 @@ static int omp_get_thread_num() { return 0; }
 
 // ---- errors -----------------------------------------------------------------------------------------------
 
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+    char buffer[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+
 // Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
 // Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
 static std::string printable(const std::string& bytes) {
@@ -125,20 +132,9 @@ static std::string printable(const std::string& bytes) {
         uint8_t byte = (uint8_t)bytes[i], next = (uint8_t)bytes.c_str()[i + 1];
         bool pair =
             (byte == 0xC2 && next >= 0x80 && next < 0xA0) || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
-        char code[8];
-        snprintf(code, sizeof code, "\\x%02X", byte);
-        shown += pair || byte < ' ' || byte == 127 ? code : bytes.substr(i, 1);
+        shown += pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : bytes.substr(i, 1);
     }
     return shown;
-}
-
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
-    char buffer[4096];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
 }
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
@@ -153,8 +149,7 @@ struct Failure {
     throw Failure { 2, printable(text(__VA_ARGS__)) }
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
-template <typename Work>
-static std::string failure_of(Work work) {
+static std::string failure_of(auto work) {
     try {
         work();
     } catch (const Failure& failure) {
@@ -164,8 +159,7 @@ static std::string failure_of(Work work) {
 }
 
 // What main returns: the status of `program`, or of what it fails with, once that is told.
-template <typename Program>
-static int guarded(Program program) {
+static int guarded(auto program) {
     Failure failure = {
         1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
     try {
@@ -287,14 +281,10 @@ static int microbatch_of(const Config& c) {
     return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
 }
 
-template <typename T, size_t N>
-static int list_length(const T (&list)[N]) {
-    return (int)(std::find(list, list + N, 0) - list);
-}
+static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice, unless the second answer is another model's. How many pictures
-// are drawn at a time, of `batch` of the network.
+// Guided, the network has each picture twice, unless the second answer is another model's.
 static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
 static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
 
@@ -417,34 +407,43 @@ static T* take(Arena* arena, size_t count) {
     return memory;
 }
 
-// ---- the machine: what the two builds do differently besides the layers -----------------------------------
+// ---- the machine: what the two builds do differently ------------------------------------------------------
 
 #if !defined(__CUDACC__) || defined(TESTING)
 #define CPU_LAYERS 1  // the specification of every layer is compiled
 #endif
 
 #ifdef __CUDACC__
+#define DEVICE gpu  // the namespace whose layers the network calls
 #define HOST_DEVICE __host__ __device__
 #ifdef PRECISION_FP32
 typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { STEPS_IN_FLIGHT = 3 };  // steps begun before the first of them is awaited
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the latter: steps begun before the first of them is awaited
 #else
+#define DEVICE cpu
 #define HOST_DEVICE
 typedef float floatX;
 struct float2 {  // as CUDA's
     float x, y;
 };
-enum { STEPS_IN_FLIGHT = 1 };
+enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant.
+// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And of a
+// Team of threads: what they share, where they wait for each other, what they add up in.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
+#define SHARED __shared__
+#define team_wait() __syncthreads()
+typedef float Sum;
 #else
 #define UNROLLED_FOR(...) for (__VA_ARGS__)
+#define SHARED
+#define team_wait()
+typedef double Sum;
 #endif
 
 HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
@@ -456,16 +455,11 @@ static std::string backend_name();  // the device and its precision
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
 // Such a piece of memory, freed when its owner goes.
-struct Memory {
-    std::shared_ptr<void> data;
-    Memory() {}
-    Memory(size_t bytes, bool on_host)
-        : data(backend_allocate(bytes, on_host), [=](void* memory) { backend_free(memory, on_host); }) {}
-    template <typename T>
-    T* as() const {
-        return (T*)data.get();
-    }
-};
+template <typename T>
+static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
+    void* memory = backend_allocate(count * sizeof(T), on_host);
+    return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
+}
 // Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
 static size_t backend_memory_available();
 static size_t host_memory_available();
@@ -526,14 +520,12 @@ struct Parameter {
 
 static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
 
-// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8. Only an image's are
-// no such multiple; zeros follow them. The weights of these are zeros too, which the optimiser leaves zeros,
-// because their gradients are.
+// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: zeros follow an
+// image's. The weights of these are zeros too, and stay zeros, because their gradients are.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
 static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
 
-// From PyTorch's order, (count), to the order in memory, (size), or back. Only 3x3 weights differ, (O, C, 3,
-// 3) against (O, 3, 3, C), and what is padded.
+// From PyTorch's order, (count), to memory's, (size), or back: there 3x3 weights are (O, 3, 3, C), padded.
 static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
     if (to_memory) std::fill(to, to + t.size, 0.0f);
     bool conv = is_conv3x3(t);
@@ -586,8 +578,7 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The four normals of a quad of elements, by Box-Muller from words (0, 1) and (2, 3): the host transforms
-// them in double, a GPU in float, 2e-6 from the host's.
+// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, 2e-6 from it.
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
@@ -632,12 +623,6 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 // ===========================================================================================================
 //  3  THE LAYERS, DECLARED
 // ===========================================================================================================
-
-#ifdef __CUDACC__
-#define DEVICE gpu  // the namespace whose layers the network calls
-#else
-#define DEVICE cpu
-#endif
 
 // ---- what layers take -------------------------------------------------------------------------------------
 
@@ -825,18 +810,6 @@ static void run(Layer layer);
 struct Team {
     int index, thread, threads;
 };
-#ifdef __CUDA_ARCH__
-typedef float Sum;
-#define SHARED __shared__
-#else
-typedef double Sum;
-#define SHARED  // what a team's threads share
-#endif
-HOST_DEVICE static inline void team_wait() {
-#ifdef __CUDA_ARCH__
-    __syncthreads();
-#endif
-}
 // In thread 0 the sum of a team's values, in a fixed order. At most 1024 threads, whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
@@ -1026,8 +999,7 @@ struct ModulationBackward {
     }
 };
 
-// x = F.dropout(x, p), or the same of its gradient: the mask is a function of block, sample, step and element
-// in the order (H, W, C). An item is four elements.
+// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step and element (H, W, C).
 struct Dropping {
     float p;
     uint32_t seed, block;
@@ -1108,7 +1080,6 @@ struct Buffer {
     int first, last;
 };
 
-// One entry of the plan.
 struct Block {
     BlockKind kind;
     char name[48] = "";
@@ -1179,7 +1150,7 @@ struct Model : OptimiserMemory {
     struct Beginning* begins;            // (B): theirs
     float* limits;                       // (B): theirs, for dynamic thresholding
     float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
-    Memory memory;
+    std::shared_ptr<char[]> memory;
     size_t bytes;
 };
 
@@ -1522,18 +1493,15 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // ---- plan -------------------------------------------------------------------------------------------------
 
-// Declares a parameter of a block, as named_parameters() calls it.
-static void add_parameter(Plan* plan, Block* block, const std::string& name, const std::vector<int>& shape,
-                          Init init) {
-    if (!block->num_params) block->param = (int)plan->tensors.size();
+// Declares a parameter, as named_parameters() calls it.
+static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
     Parameter t = {};
     t.ndim = (int)shape.size(), t.count = 1, t.init = init;
     snprintf(t.name, sizeof t.name, "%s", name.c_str());
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
-             : t.ndim == 1 ? padded(shape[0])
-                           : t.count;
-    block->num_params++, plan->num_parameters += t.count, plan->num_floats += t.size;
+                           : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
+    plan->num_parameters += t.count, plan->num_floats += t.size;
     plan->tensors.push_back(t);
 }
 
@@ -1559,16 +1527,16 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     // a weight and its bias; `layer` is empty or ends in a dot
     auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
         layer = name + "." + layer;
-        add_parameter(plan, &block, layer + "weight", shape, init);
-        add_parameter(plan, &block, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
+        add_parameter(plan, layer + "weight", shape, init);
+        add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
     };
     int K = block.C + block.C2, O = block.O;
+    block.param = (int)plan->tensors.size();
     switch (block.kind) {
         case BLOCK_EMBED:
             add_layer("0.", {O, block.C});
             add_layer("2.", {O, O});
-            if (int rows = label_rows(c))
-                add_parameter(plan, &block, "label_emb.weight", {rows, O}, INIT_NORMAL);
+            if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
             break;
         case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
@@ -1593,6 +1561,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
             break;
     }
+    block.num_params = (int)plan->tensors.size() - block.param;
     plan->blocks.push_back(block);
 }
 
@@ -1762,8 +1731,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 }
 
 // Operations of training on one image, a multiplication and an addition being two: every product forward, and
-// as many for each of its two gradients; what the network is given needs none. A weight meets every pixel,
-// but those of two dimensions, the embeddings', meet every image.
+// as many for each of its two gradients. A weight meets every pixel, but an embedding's every image.
 static double training_flops(const Plan& plan) {
     double flops = 0;
     for (const Block& b : plan.blocks) {
@@ -1885,10 +1853,7 @@ static std::vector<Timestep> make_chain(const Config& c) {
 // item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels, b, first, n;  // pixels = H W; the first of n
-    template <typename T>
-    static size_t count(TensorOf<T> images) {
-        return (size_t)images.B * ceil_div(images.H * images.W, 4);
-    }
+    static size_t count(const auto& images) { return (size_t)images.B * ceil_div(images.T(), 4); }
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items), first = 4 * (int)(item % items);
@@ -2066,8 +2031,7 @@ struct SamplerStep {
     float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
 };
 
-// The part of the chain that pictures go through, of which an --init_image leaves out the beginning: Meng et
-// al., "SDEdit" (2022).
+// How much of the chain pictures go through, less with an --init_image: Meng et al., "SDEdit" (2022).
 static float strength_of(const Config& c) {
     if (!*c.init_image) return 1;
     return c.strength > 0 ? c.strength : *c.mask ? 1 : 0.5f;
@@ -2281,8 +2245,7 @@ struct StartPictures {
     }
 };
 
-// x <- to_x0 x0 + to_x x + to_saved saved + sigma noise + to_known image, saved <- save_x0 x0 + save_x x, and
-// what is kept of the image: see SamplerStep. Then the step is done.
+// x and what is saved become what SamplerStep says. Then the step is done.
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
@@ -2316,8 +2279,7 @@ struct UpdatePictures {
     }
 };
 
-// A sampler's next step begins. What the network is told in its call, of so many rows: the timestep, and of
-// the first `pictures` rows the classes (labels null: none), of the others that they have none.
+// A sampler's next step begins. What the network is told in its call, of so many rows, some without a class.
 struct TellNetwork {
     SamplerState* state;
     int *timesteps, *labels;
@@ -2391,8 +2353,7 @@ struct SquaredNorm {
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n), a multiple of 4,
-// and aligned to 16 bytes. The state says how, and a step that is not accepted changes nothing. An item is
-// four parameters; x_n: its part of x. Branches come first, so that the rest is one stretch.
+// aligned to 16 bytes. x_n: an item's part of x, four. Branches come first, so that the rest is one stretch.
 template <typename T>
 struct UpdateWeights {
     OptimiserMemory memory;
@@ -2497,8 +2458,6 @@ static size_t lay_out_model(Model* m, char* memory) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
     place(P, m->master);
-    m->weights = (floatX*)m->master;
-    m->fp32_params = m->master;
     if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
@@ -2530,15 +2489,13 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time: no more than a grid has rows, nor more pixels than 2^30, nor
-// sums of a bias gradient, one a channel and image, than half a lane's workspace holds.
+// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a lane's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = (int)((float)c.num_channels * std::ranges::max(c.channel_mult));
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
-// Refuses what the host's memory can't hold.
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
     double available = (double)host_memory_available();
     if (available && bytes > available)
@@ -2546,8 +2503,7 @@ static void check_host_memory(double bytes, const std::string& what, const char*
              human_bytes(available).c_str(), instead);
 }
 
-// Refuses a model that a checkpoint's header and the kernels can't count, or memory can't hold; and a grid of
-// so many pictures, held as floats and as bytes with gaps between them, that memory or one PNG can't.
+// Refuses a model or a grid of pictures that header and kernels can't count, or memory or one PNG can't hold.
 static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
@@ -2567,23 +2523,21 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
              m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
              fits);
     }
-    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2), model = 0;
+    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
+    double model = ON_GPU ? 0 : (double)memory_of(m);
     std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
     if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
-#ifndef __CUDACC__
-    model = (double)memory_of(m);
-#endif
     check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
                       "the model and " + what, instead);
 }
 
 static void allocate_model(Model* m) {
-    m->memory = Memory(m->bytes, false);
-    if (!m->memory.data || !allocate_workspace())
+    m->memory = allocate<char>(m->bytes);
+    if (!m->memory || !allocate_workspace())
         fail("could not allocate %s of memory; use a smaller --batch_size",
              human_bytes(memory_of(*m)).c_str());
-    backend_zero(m->memory.as<char>(), m->bytes);
-    lay_out_model(m, m->memory.as<char>());
+    backend_zero(m->memory.get(), m->bytes);
+    lay_out_model(m, m->memory.get());
     std::vector<Timestep> chain = make_chain(m->config);
     backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
 }
@@ -2621,8 +2575,7 @@ static void start_from_master(Model* m) {
         if (ema) backend_copy(ema, m->master, m->plan.num_floats * sizeof(float));
 }
 
-// Fresh weights as by PyTorch's defaults, uniform within 1 / sqrt(fan_in) or, of a table's rows, normal; and
-// guided-diffusion's zeros.
+// Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     std::vector<float> values, reordered;
     size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
@@ -2661,8 +2614,7 @@ static double loss_of(const Model* m, int B) {
 // ---- the first and the last launch of a step --------------------------------------------------------------
 
 // All images, (count, C, size, size), as bytes or as floats (the other is null), where the device can read
-// them, and what decides which of them a step takes: sample n = step * batch + b of the run is image order[n
-// mod count] of epoch n / count, whose order lies in row (n / count) mod slots.
+// them, and what decides which of them a step takes: epoch n has its order in row n mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
@@ -2674,8 +2626,7 @@ struct BatchSource {
     float drop = 0;
 };
 
-// A step begins: the state's update; each sample's timestep, its image (-1 - image: mirrored), and its label.
-// An item is a sample.
+// A step begins: the state's update; an item is a sample: timestep, image (-1 - image: mirrored) and label.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -2689,12 +2640,11 @@ struct BeginStep {
         const BatchSource& s = source;
         uint64_t n = (uint64_t)step * s.batch + b;
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
-        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, (uint32_t)b, (uint32_t)step) >> 31;
+        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
-        timesteps[b] =
-            (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, (uint32_t)b, (uint32_t)step);
+        timesteps[b] = (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, b, step);
         if (!s.labels) return;
-        uint32_t word = random_word(s.seed, STREAM_LABEL, 0, (uint32_t)b, (uint32_t)step);
+        uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
         labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
     }
 };
@@ -2715,8 +2665,7 @@ struct LoadImages {
     }
 };
 
-// The end of a step: loss, by quartile of the timesteps too, and gradient norm from their parts, and what
-// they decide. One team does it.
+// The end of a step, by one team: loss (also by quartile of the timesteps), gradient norm, what they decide.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -2743,13 +2692,12 @@ struct FinishStep {
             sums[i] = team_sum(sums[i]);
             team_wait();
         }
-        if (team.thread == 0) {
-            float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-            UNROLLED_FOR (int q = 0; q < 4; q++)
-                state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
-                state->quartile_counts[q] = (int)sums[COUNT + q];
-            conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
-        }
+        if (team.thread > 0) return;
+        float mean = (float)((double)sums[WEIGHTED] / loss.elements());
+        UNROLLED_FOR (int q = 0; q < 4; q++)
+            state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
+            state->quartile_counts[q] = (int)sums[COUNT + q];
+        conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
 
@@ -2768,8 +2716,7 @@ struct Dataset {
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
     std::string path, waiting;
-    std::string kept;    // of the file that is there
-    bool drops = false;  // and something is not
+    std::string kept;  // of the file that is there
     int file = -1;
     off_t end = 0;  // of the last whole line
     bool warned = false;
@@ -2782,11 +2729,11 @@ struct Trainer {
     Model model = Model();
     Dataset images, validation;
     BatchSource source;
-    Memory pixels;   // the images where the device reads them, if that is a copy
-    Memory labels;   // int (N): the images', where the network is told
-    Memory order;    // int (slots, count), the host's, which the device reads
-    Memory results;  // StepState (RESULT_SLOTS), the host's
-    long epochs;     // whose orders were sent
+    std::shared_ptr<char[]> pixels;        // the images where the device reads them, if that is a copy
+    std::shared_ptr<int[]> labels;         // (N): the images', where the network is told
+    std::shared_ptr<int[]> order;          // (slots, count), the host's, which the device reads
+    std::shared_ptr<StepState[]> results;  // (RESULT_SLOTS), the host's
+    long epochs;                           // whose orders were sent
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
@@ -2798,43 +2745,41 @@ struct Trainer {
     History history = History();
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
-    // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> changes;
+    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
     // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
     double quartile_sums[4] = {0};
     long quartile_counts[4] = {0};
 };
 
-// Everything that steps need besides the model, once weights and `step` are in place. The images stay in the
-// device's memory where they fit, otherwise in host memory that the device reads.
+// All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     const Dataset& data = t->images;
     bool floats = data.bytes.empty();
     const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
-#ifdef __CUDACC__
-    size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
-    t->pixels = Memory(bytes, bytes > backend_memory_available() / 10 * 9);
-    if (!t->pixels.data) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
-    backend_upload(t->pixels.as<char>(), pixels, bytes);
-    pixels = t->pixels.as<char>();
-#endif
+    if (ON_GPU) {
+        size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
+        t->pixels = allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9);
+        if (!t->pixels) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
+        backend_upload(t->pixels.get(), pixels, bytes);
+        pixels = t->pixels.get();
+    }
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
-    t->order = Memory((size_t)slots * data.count * sizeof(int), true);
-    t->results = Memory(RESULT_SLOTS * sizeof(StepState), true);
-    if (!t->order.data || !t->results.data) fail("could not allocate memory for the order of the images");
+    t->order = allocate<int>((size_t)slots * data.count, true);
+    t->results = allocate<StepState>(RESULT_SLOTS, true);
+    if (!t->order || !t->results) fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
-    source->order = t->order.as<int>(), source->count = data.count, source->slots = slots;
+    source->order = t->order.get(), source->count = data.count, source->slots = slots;
     source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
     source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
     if (m->labels) {
-        t->labels = Memory(data.count * sizeof(int), false);
-        if (!t->labels.data) fail("could not allocate memory for the labels");
-        backend_upload(t->labels.as<int>(), data.labels.data(), data.count * sizeof(int));
-        source->labels = t->labels.as<int>(), source->no_class = c.num_classes;
+        t->labels = allocate<int>(data.count);
+        if (!t->labels) fail("could not allocate memory for the labels");
+        backend_upload(t->labels.get(), data.labels.data(), data.count * sizeof(int));
+        source->labels = t->labels.get(), source->no_class = c.num_classes;
         source->drop = c.cond_drop_prob;
     }
     StepState state = StepState();
@@ -2885,7 +2830,7 @@ static void enqueue_step(Trainer* t) {
 static void send_orders(Trainer* t, long last_epoch) {
     int count = t->images.count;
     for (; t->epochs <= last_epoch; t->epochs++) {
-        int* order = t->order.as<int>() + (size_t)(t->epochs % t->source.slots) * count;
+        int* order = t->order.get() + (size_t)(t->epochs % t->source.slots) * count;
         random_permutation(order, count, t->source.seed, (uint32_t)t->epochs);
     }
 }
@@ -2895,7 +2840,7 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_copy(t->results.as<StepState>() + slot, t->model.state, sizeof(StepState));
+    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
     backend_mark(slot);
     t->begun++;
 }
@@ -2904,7 +2849,7 @@ static void begin_next_step(Trainer* t) {
 static StepState await_step(Trainer* t) {
     int slot = (int)(t->step % RESULT_SLOTS);
     backend_await(slot);
-    const StepState& result = t->results.as<StepState>()[slot];
+    const StepState& result = t->results[slot];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
@@ -2925,8 +2870,7 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// Loss over the validation images with noise and timesteps that never change, of the weights that sampling
-// would use. A stop breaks it off; then it means nothing.
+// Loss over the validation images, with noise and timesteps that never change. After a stop it means nothing.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -2966,8 +2910,7 @@ static std::vector<uint32_t> consecutive(uint32_t first, int count) {
     std::iota(numbers.begin(), numbers.end(), first);
     return numbers;
 }
-// The pictures' classes, equally many of each. Returns the columns of a grid with a row a class; 0: there are
-// none, or not as many of each.
+// The pictures' classes. Returns the columns of a grid with a row a class; 0: not equally many of each.
 static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_t>& classes) {
     size_t n = begins->size(), k = classes.size();
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
@@ -3005,10 +2948,9 @@ struct Progress {
 };
 
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
-// picture was predicted to be after steps evenly spread from the first to the last. Says how far it is where
-// asked; stops early, and returns false, on Ctrl-C. A step reads nothing from the host, and is recorded for
-// each size of batch and number of answers. While nothing is trained target and images are free for x and
-// what the sampler saves.
+// picture was predicted to be after steps evenly spread from the first to the last. Returns false on Ctrl-C.
+// A step reads nothing from the host, and is recorded for each size of batch and number of answers. While
+// nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
                           bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
     const Config& c = m->config;
@@ -3276,19 +3218,16 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return edits.back();
 }
 
-// The name in a table (FLAGS, PRESETS) that `name` resembles most.
-template <typename Entry, size_t N>
-static const char* nearest(const Entry (&table)[N], const std::string& name) {
-    auto distance = [&](const Entry& entry) { return edit_distance(name, entry.name); };
-    return std::ranges::min_element(table, {}, distance)->name;
+// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name.
+static const auto& named(const auto& table, const std::string& name, const std::string& shown,
+                         const char* mark) {
+    auto distance = [&](const auto& entry) { return edit_distance(name.substr(0, 64), entry.name); };
+    for (const auto& entry : table)
+        if (name == entry.name) return entry;
+    fail_usage("there is no %s; did you mean %s%s? (--help lists them all)", shown.c_str(), mark,
+               std::ranges::min_element(table, {}, distance)->name);
 }
-
-static const Flag& flag_named(const std::string& name) {
-    auto flag = std::ranges::find(FLAGS, name, &Flag::name);
-    if (flag != std::end(FLAGS)) return *flag;
-    fail_usage("there is no flag --%s; did you mean --%s? (--help lists them all)", name.c_str(),
-               nearest(FLAGS, name.substr(0, 64)));
-}
+static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
@@ -3302,7 +3241,6 @@ static double number_of(const Config& config, const Flag& flag, int i) {
     return flag.kind == FLOAT ? (double)*(const float*)at : (double)(uint32_t)*at;
 }
 
-// Without the blanks around it.
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
     return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
@@ -3460,7 +3398,6 @@ static std::string read_text(const std::string& path) {
     return contents;
 }
 
-// The names in a folder.
 static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
     std::vector<std::string> names;
     for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
@@ -3527,8 +3464,7 @@ struct Writer {
     }
     void commit() {
         check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
-        fclose(file);  // and with it goes the lock
-        file = nullptr;
+        fclose(std::exchange(file, nullptr));  // and with it goes the lock
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
         if (directory < 0) return;
         fsync(directory);  // the new name survives a power cut too
@@ -3547,7 +3483,6 @@ static void write_text(const std::string& path, const std::string& contents) {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// The command that makes images of a size.
 static std::string prepare_command(const std::string& path, int image_size) {
     return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
                 shell_word(path).c_str());
@@ -3571,8 +3506,7 @@ static void shrink(Dataset* data, int factor) {
     data->floats.swap(smaller);
 }
 
-// The format is described in FORMATS.md. Images `factor` times as large as image_size are shrunk; any other
-// size is refused with the command that mends it. image_size 0: as it is in the file.
+// The format: FORMATS.md. Images `factor` times as large as image_size (0: any) are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
@@ -3913,8 +3847,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
     out.commit();
 }
 
-// pictures (N, H, W, PIXEL) in [-1, 1] as a grid, `gap` white pixels around and between; columns 0: as square
-// as it can be. A NaN is black.
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps; columns 0: about square. A NaN is black.
 static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
                        int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
@@ -3937,13 +3870,11 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 
 // ---- logs -------------------------------------------------------------------------------------------------
 
-// On resume, lines of steps that are about to be done again are dropped; the others tell the validation
-// losses so far. Nothing is written before open_metrics.
+// Keeps what steps up to resumed_step logged, and their validation losses. open_metrics is what writes.
 static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
-    std::string old = read_text(path);
-    std::vector<std::string> lines = split(old, '\n');
+    std::vector<std::string> lines = split(read_text(path), '\n');
     lines.pop_back();  // what follows the last line feed was cut short
     for (const std::string& line : lines) {
         long step;
@@ -3954,11 +3885,10 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
         m->kept += line + "\n";
         if (validates) (*validated)[step] = loss;
     }
-    m->drops = m->kept.size() < old.size();
 }
 
 static void open_metrics(Metrics* m) {
-    if (m->drops) write_text(m->path, m->kept);
+    if (m->kept != read_text(m->path)) write_text(m->path, m->kept);
     m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", m->path.c_str(), strerror(errno));
@@ -4005,10 +3935,8 @@ static void print_help() {
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-        std::string standard = *flag.standard && (flag.kind != BOOL || *flag.standard != '0')
-                                   ? text(" (default %s)", flag.standard)
-                                   : "";
-        printf("  %-37s %s%s\n", left.c_str(), flag.help, standard.c_str());
+        bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
+        printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
     printf("\nPresets\n");
     for (auto [name, flags] : PRESETS) printf("  %s: %s\n", name, flags);
@@ -4030,11 +3958,7 @@ static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->
 
 static std::vector<GivenFlag> preset_flags(const std::string& name) {
     std::vector<GivenFlag> given;
-    auto preset = std::ranges::find(PRESETS, name, &Preset::name);
-    if (preset == std::end(PRESETS))
-        fail_usage("there is no preset '%s'; did you mean %s? (--help lists them all)", name.c_str(),
-                   nearest(PRESETS, name.substr(0, 64)));
-    std::vector<std::string> words = split(preset->flags, ' ');
+    std::vector<std::string> words = split(named(PRESETS, name, "preset '" + name + "'", "").flags, ' ');
     for (size_t i = 0; i + 1 < words.size(); i += 2)
         given.push_back({&flag_named(words[i].substr(2)), words[i + 1], "--preset " + name});
     return given;
@@ -4108,8 +4032,7 @@ static void write_config(const Config& config, long step, const std::vector<std:
     write_text(path, contents);
 }
 
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones. They are
-// applied later, over the defaults or a checkpoint's configuration.
+// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones.
 static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
     std::vector<GivenFlag> given;
     for (int i = 1; i < argc; i++) {
@@ -4222,14 +4145,11 @@ static double time_step(Config config, int batch, double seconds, int least) {
     return 1e3 * taken / n;
 }
 
-// Prints how long a training step takes on this machine, and the steps that are left. A CPU may time some of
-// the batch only: this has to be quick.
+// How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
-    int batch = config.batch_size, least = 3;
-#ifndef __CUDACC__
-    batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch), least = 1;
-#endif
-    double ms = time_step(config, batch, 2, least) * config.batch_size / batch;
+    int batch = config.batch_size;
+    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch);
+    double ms = time_step(config, batch, 2, ON_GPU ? 3 : 1) * config.batch_size / batch;
     std::string how = batch == config.batch_size
                           ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
@@ -4268,7 +4188,6 @@ static void take_model(Config* config, const std::vector<GivenFlag>& given, cons
         if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
 }
 
-// The configuration of a new run.
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
@@ -4487,8 +4406,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     if (*config.guide_weights) load_guide(&guide, config);
     std::vector<float> pictures, strip;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true, config.strip ? &strip : nullptr,
-                       *config.guide_weights ? &guide : nullptr)) {
+    if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         exit(130);
     }
@@ -4716,8 +4634,7 @@ struct Pace {
     void pause(double seconds) { start += seconds, log_start += seconds; }
 };
 
-// A line of the log every log_every steps, for the first and the last, and at least every 30 seconds; on a
-// terminal a line that is overwritten, every second.
+// A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1, terminal = isatty(1);
