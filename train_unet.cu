@@ -5063,14 +5063,13 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
 enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
-    int T = x.first.T(), slabs = ceil_div(x.first.C, SLAB), all = slabs + ceil_div(x.second.C, SLAB);
-    each_tile(x.first.B, 1, all, 1, [&](int b, int, int i, int) {
-        const Tensor& of = i < slabs ? x.first : x.second;
-        int within = (i < slabs ? i : i - slabs) * SLAB;
-        float* first = of.data + (size_t)b * T * of.C + within;
-        work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
-             [first, C = of.C](int t) { return first + (size_t)t * C; });
-    });
+    for (int c0 : {0, x.first.C}) {
+        const Tensor& of = x.of(c0);
+        each_tile(of.B, 1, of.C, SLAB, [&](int b, int, int c, int end) {
+            float* first = of.data + (size_t)b * of.T() * of.C + c;
+            work(b, c0 + c, end - c, [first, C = of.C](int t) { return first + (size_t)t * C; });
+        });
+    }
 }
 
 static void channel_moments(Tensor x) {
@@ -5282,14 +5281,13 @@ template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     int O = dout.C, K = TAPS * dx.C();
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), O));
-    for (const Tensor& target : {dx.first, dx.second}) {
-        int C = target.C, first = target.data == dx.first.data ? 0 : dx.first.C;
-        if (!C) continue;
-        each_tile(dout.rows(), band_of<TAPS>(dout), C, 128, [&](int p0, int p1, int c0, int c1) {
+    for (int first : {0, dx.first.C}) {
+        const Tensor& of = dx.of(first);
+        each_tile(dout.rows(), band_of<TAPS>(dout), of.C, 128, [&](int p0, int p1, int c0, int c1) {
             Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
-                matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
-                       {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
+                matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels,
+                       {layer.w + (TAPS - 1 - tap) * of.C + first + c0, K}, tap > 0 || options.accumulate);
         });
     }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
@@ -5302,15 +5300,14 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     bias_backward(layer, demb, dout);
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
     int rows = TAPS == 1 ? 72 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
-    for (const Tensor& source : {x.first, x.second}) {
-        int C = source.C, first = source.data == x.first.data ? 0 : x.first.C;
-        if (!C) continue;
-        each_tile(O, rows, TAPS * C, columns, [&](int o0, int o1, int j0, int j1) {
+    for (int first : {0, x.first.C}) {
+        const Tensor& of = x.of(first);
+        each_tile(O, rows, TAPS * of.C, columns, [&](int o0, int o1, int j0, int j1) {
             for (int p0 = 0; p0 < M; p0 += step) {
                 int p1 = std::min(p0 + step, M);
                 matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                       transposed(dout.data + (size_t)p0 * O + o0, O),
-                       pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
+                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of<TAPS>(of, p0, p1, j0, j1),
+                       layer.accumulate || p0);
             }
         });
     }
