@@ -5699,9 +5699,11 @@ __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], c
     }
 }
 
-// put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
-template <typename Put>
-__device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
+// sums (B, parts, C) = finish(c, sums) of the block's part and channels: a and q, summed over its threads in a
+// fixed order.
+template <typename Finish>
+__device__ static inline void norm_part_sums(float2* sums, int C, float (&a)[VEC], float (&q)[VEC],
+                                             Finish finish) {
     __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = 0; i < VEC; i++) {
@@ -5713,7 +5715,8 @@ __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], P
     if (threadIdx.x >= 8 * VEC) return;
     float2 total = make_float2(0, 0);
     for (auto& of_warp : shared_sums) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
-    put(blockIdx.y * 8 * VEC + threadIdx.x, total);
+    int c = blockIdx.y * 8 * VEC + threadIdx.x;
+    if (c < C) sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] = finish(c, total);
 }
 
 // A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
@@ -5743,11 +5746,9 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
             for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
         }
     }
-    norm_part_sums(sum, squares, [&](int c, float2 total) {
-        if (c >= C) return;
+    norm_part_sums(x.moments, C, sum, squares, [&](int c, float2 total) {
         float shift = total.x / n;
-        x.moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
-            make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
+        return make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
     });
 }
 static void channel_moments(Tensor x) {
@@ -5927,10 +5928,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
-    norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
-        if (c < C)
-            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
-                make_float2(total.x, total.y * rstd[c / group]);
+    norm_part_sums(norm.sums, C, sum, sum_normed, [&](int c, float2 total) {
+        return make_float2(total.x, total.y * rstd[c / group]);
     });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
