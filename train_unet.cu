@@ -6060,19 +6060,17 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
 // them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
 // Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
-#ifdef PRECISION_FP32
-enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
-#else
-enum { ATTENTION_ROWS = 64 };
-#endif
-// Backward, heads of up to 32, an H100, bf16, T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3 blocks 43.
-enum { ATTENTION_BLOCKS = 4 };
+// In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
+enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
 template <int D>
 struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
     enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
     enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 64 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
+    // On a multiprocessor. Heads of up to 32, an H100, bf16, T = 256: with 6, B = 32 is one wave; backward
+    // takes 40 us, with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -6183,9 +6181,6 @@ __device__ static void attention_store(AttentionHead<floatX> target, int t0, Att
     }
 }
 
-// Blocks on a multiprocessor; `most` with heads of up to 32 channels.
-static constexpr int attention_blocks(int D, int most) { return D > 64 ? 2 : D > 32 ? 3 : most; }
-
 template <int D>
 struct AttentionForwardShared {
     AttentionRow<D> q[AttentionTile<D>::ROWS], k[2][AttentionTile<D>::COLUMNS],
@@ -6195,8 +6190,7 @@ struct AttentionForwardShared {
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS,
-                                  attention_blocks(D, 6))  // H100: B 32, T 256 is one wave
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BLOCKS)
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
     await_inputs();
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
@@ -6347,7 +6341,7 @@ __device__ static void attention_backward_rows(AttentionBackward a, int t0) {
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, attention_blocks(D, ATTENTION_BLOCKS))
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionBackward a) {
     await_inputs();
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2,
