@@ -6355,18 +6355,13 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
         attention_backward_rows<D, false>(a, t0);
 }
 
-// launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
-template <typename Launch>
+// launch(D), D being the channels that heads of d are padded to, 32, 64, 128 or 256: a constant of kernels.
+template <int D = 32, typename Launch>
 static void with_padded_head(int d, Launch launch) {
     assert(d % 16 == 0 && d <= MAX_HEAD);
-    if (d <= 32)
-        launch(std::integral_constant<int, 32>());
-    else if (d <= 64)
-        launch(std::integral_constant<int, 64>());
-    else if (d <= 128)
-        launch(std::integral_constant<int, 128>());
-    else
-        launch(std::integral_constant<int, MAX_HEAD>());
+    if constexpr (D < MAX_HEAD)
+        if (d > D) return with_padded_head<2 * D>(d, launch);
+    launch(std::integral_constant<int, D>());
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
