@@ -6401,10 +6401,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 //   ...                          engine and wgmma know this as the 128-byte swizzle.
 //   row 7   |7|6|5|4|3|2|1|0|
 
-enum {
-    BK = 8 * VEC,  // channels of a 128-byte row: the depth of a step of gemm_kernel
-    REDUCERS = 8   // threads that share one output of a reduction over splits
-};
+enum { BK = 8 * VEC };  // channels of a 128-byte row: the depth of a step of gemm_kernel
 
 // ---- vectors and instructions
 
@@ -7071,6 +7068,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
         reduce_bias(g, blockIdx.x - weight_blocks);
         return;
     }
+    enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
