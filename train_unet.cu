@@ -6531,12 +6531,15 @@ struct WarpProduct {
         bool swaps = sizeof(floatX) == 4 && Tile::TRANSPOSED;
         return n0 + (swaps ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
     }
-#ifndef PRECISION_FP32
-    int row[MI];  // of A, for this lane's ldmatrix
+    // Rows of A: in bf16 for this lane's ldmatrix, in fp32 those of its sums.
+    static constexpr int ROW_STEP = sizeof(floatX) == 2 ? 16 : 8;
+    int row[Tile::WM / ROW_STEP];
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
+        UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
+            row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
     }
+#ifndef PRECISION_FP32
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
@@ -6560,11 +6563,6 @@ struct WarpProduct {
         }
     }
 #else
-    int row[2 * MI];  // of A, of this lane's sums
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
-        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
-    }
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
