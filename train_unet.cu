@@ -5492,10 +5492,7 @@ static void backend_join(int call) {
 
 template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches) {
-    if (recording->runs++ == 0) {
-        launches();
-        return;
-    }
+    if (recording->runs++ == 0) return launches();
     if (!recording->graph) {
         cudaGraph_t graph;
         CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
@@ -5976,10 +5973,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     enum { ALPHA, BETA, SHIFT };
     __shared__ alignas(16) float of_channels[3][NORM_SLAB / sizeof(floatX)];  // of the slab
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
-    if ((int)blockIdx.x < weight_blocks) {
-        norm_weights<MODULATED>(norm, parts, C);
-        return;
-    }
+    if ((int)blockIdx.x < weight_blocks) return norm_weights<MODULATED>(norm, parts, C);
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
     const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
@@ -7062,10 +7056,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 // Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
-    if (blockIdx.x >= (unsigned)weight_blocks) {
-        reduce_bias(g, blockIdx.x - weight_blocks);
-        return;
-    }
+    if (blockIdx.x >= (unsigned)weight_blocks) return reduce_bias(g, blockIdx.x - weight_blocks);
     enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
