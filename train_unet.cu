@@ -5537,12 +5537,10 @@ static size_t backend_memory_available() {
 
 static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
 static bool allocate_workspace() {
-    for (Lane* each : {&main_lane, &side_lane}) {
+    for (Lane* each : {&main_lane, &side_lane})
         if (!each->workspace.base)
             each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
-        if (!each->workspace.base) return false;
-    }
-    return true;
+    return main_lane.workspace.base && side_lane.workspace.base;
 }
 
 namespace gpu {
