@@ -7078,10 +7078,9 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 
 // The memory that the splits of `g` need.
 static void take_partial_sums(WeightGradient* g) {
-    const Patch& patch = g->patch;
-    size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
+    size_t bias_rows = g->splits + ceil_div(g->dout.B, g->patch.images);
     Arena workspace = lane->workspace;
-    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * patch.images * g->dout.C);
+    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * g->patch.images * g->dout.C);
     if (g->splits > 1) g->partial = take<float>(&workspace, g->splits * g->count());
 }
 // Adds up what the splits have left there.
