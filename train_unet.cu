@@ -5694,8 +5694,8 @@ __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], c
     }
 }
 
-// sums (B, parts, C) = finish(c, sums) of the block's part and channels: a and q, summed over its threads in a
-// fixed order.
+// sums (B, parts, C) = finish(c, sums) of the block's part and channels: a and q, summed over its threads in
+// a fixed order.
 template <typename Finish>
 __device__ static inline void norm_part_sums(float2* sums, int C, float (&a)[VEC], float (&q)[VEC],
                                              Finish finish) {
@@ -5923,9 +5923,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
-    norm_part_sums(norm.sums, C, sum, sum_normed, [&](int c, float2 total) {
-        return make_float2(total.x, total.y * rstd[c / group]);
-    });
+    norm_part_sums(norm.sums, C, sum, sum_normed,
+                   [&](int c, float2 total) { return make_float2(total.x, total.y * rstd[c / group]); });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
