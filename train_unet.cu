@@ -5120,13 +5120,12 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
-#pragma omp parallel for
-    for (int g = 0; g < out.B * norm.groups; g++) {
-        int b = g / norm.groups, c0 = g % norm.groups * width;
+    each_tile(out.B, 1, out.C, width, [&](int b, int, int c0, int end) {
+        int g = b * norm.groups + c0 / width;
         double n = (double)T * width, mean = 0, squares = 0;
         auto each_moment = [&](auto use) {
             for (int part = 0; part < parts; part++)
-                for (int c = c0; c < c0 + width; c++) {
+                for (int c = c0; c < end; c++) {
                     const Tensor& x = norm.x.of(c);
                     const float2* moments = x.moments + ((size_t)b * parts + part) * x.C;
                     use(std::min((int)NORM_PART, T - part * NORM_PART), moments[norm.x.within(c)]);
@@ -5135,7 +5134,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         each_moment([&](int pixels, float2 m) { mean += pixels * m.x / n; });
         each_moment([&](int pixels, float2 m) { squares += m.y + pixels * (m.x - mean) * (m.x - mean); });
         norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / n + NORM_EPS));
-    }
+    });
     each_slab(norm.x, [&](int b, int c, int n, auto row) {
         NormMap map(norm, b, c, n);
         for (int t = 0; t < T; t++) {
