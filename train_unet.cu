@@ -5008,14 +5008,13 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
 enum { SLAB = 32 };
 template <typename Work>
 static void each_slab(const Joined& x, Work work) {
-    int T = x.first.T(), slabs = ceil_div(x.first.C, SLAB), all = slabs + ceil_div(x.second.C, SLAB);
-    each_tile(x.first.B, 1, all, 1, [&](int b, int, int i, int) {
-        const Tensor& of = i < slabs ? x.first : x.second;
-        int within = (i < slabs ? i : i - slabs) * SLAB;
-        float* first = of.data + (size_t)b * T * of.C + within;
-        work(b, i < slabs ? within : x.first.C + within, std::min((int)SLAB, of.C - within),
-             [first, C = of.C](int t) { return first + (size_t)t * C; });
-    });
+    for (int c0 : {0, x.first.C}) {
+        const Tensor& of = x.of(c0);
+        each_tile(of.B, 1, of.C, SLAB, [&](int b, int, int c, int end) {
+            float* first = of.data + (size_t)b * of.T() * of.C + c;
+            work(b, c0 + c, end - c, [first, C = of.C](int t) { return first + (size_t)t * C; });
+        });
+    }
 }
 
 static void channel_moments(Tensor x) {
@@ -5066,13 +5065,12 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
-#pragma omp parallel for
-    for (int g = 0; g < out.B * norm.groups; g++) {
-        int b = g / norm.groups, c0 = g % norm.groups * width;
+    each_tile(out.B, 1, out.C, width, [&](int b, int, int c0, int end) {
+        int g = b * norm.groups + c0 / width;
         double n = (double)T * width, mean = 0, squares = 0;
         auto each_moment = [&](auto use) {
             for (int part = 0; part < parts; part++)
-                for (int c = c0; c < c0 + width; c++) {
+                for (int c = c0; c < end; c++) {
                     const Tensor& x = norm.x.of(c);
                     const float2* moments = x.moments + ((size_t)b * parts + part) * x.C;
                     use(std::min((int)NORM_PART, T - part * NORM_PART), moments[norm.x.within(c)]);
@@ -5081,7 +5079,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         each_moment([&](int pixels, float2 m) { mean += pixels * m.x / n; });
         each_moment([&](int pixels, float2 m) { squares += m.y + pixels * (m.x - mean) * (m.x - mean); });
         norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / n + NORM_EPS));
-    }
+    });
     each_slab(norm.x, [&](int b, int c, int n, auto row) {
         NormMap map(norm, b, c, n);
         for (int t = 0; t < T; t++) {
@@ -5231,14 +5229,13 @@ template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     int O = dout.C, K = TAPS * dx.C();
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), O));
-    for (const Tensor& target : {dx.first, dx.second}) {
-        int C = target.C, first = target.data == dx.first.data ? 0 : dx.first.C;
-        if (!C) continue;
-        each_tile(dout.rows(), band_of<TAPS>(dout), C, 128, [&](int p0, int p1, int c0, int c1) {
+    for (int first : {0, dx.first.C}) {
+        const Tensor& of = dx.of(first);
+        each_tile(dout.rows(), band_of<TAPS>(dout), of.C, 128, [&](int p0, int p1, int c0, int c1) {
             Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
-                matmul({p1 - p0, c1 - c0, O}, target.data + (size_t)p0 * C + c0, C, pixels,
-                       {layer.w + (TAPS - 1 - tap) * C + first + c0, K}, tap > 0 || options.accumulate);
+                matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels,
+                       {layer.w + (TAPS - 1 - tap) * of.C + first + c0, K}, tap > 0 || options.accumulate);
         });
     }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
@@ -5251,15 +5248,14 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     bias_backward(layer, demb, dout);
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
     int rows = TAPS == 1 ? 72 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
-    for (const Tensor& source : {x.first, x.second}) {
-        int C = source.C, first = source.data == x.first.data ? 0 : x.first.C;
-        if (!C) continue;
-        each_tile(O, rows, TAPS * C, columns, [&](int o0, int o1, int j0, int j1) {
+    for (int first : {0, x.first.C}) {
+        const Tensor& of = x.of(first);
+        each_tile(O, rows, TAPS * of.C, columns, [&](int o0, int o1, int j0, int j1) {
             for (int p0 = 0; p0 < M; p0 += step) {
                 int p1 = std::min(p0 + step, M);
                 matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                       transposed(dout.data + (size_t)p0 * O + o0, O),
-                       pixels_of<TAPS>(source, p0, p1, j0, j1), layer.accumulate || p0);
+                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of<TAPS>(of, p0, p1, j0, j1),
+                       layer.accumulate || p0);
             }
         });
     }
@@ -5444,10 +5440,7 @@ static void backend_join(int call) {
 
 template <typename Launches>
 static void backend_replay(Recording* recording, Launches launches) {
-    if (recording->runs++ == 0) {
-        launches();
-        return;
-    }
+    if (recording->runs++ == 0) return launches();
     if (!recording->graph) {
         cudaGraph_t graph;
         CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
@@ -5492,12 +5485,10 @@ static size_t backend_memory_available() {
 
 static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
 static bool allocate_workspace() {
-    for (Lane* each : {&main_lane, &side_lane}) {
+    for (Lane* each : {&main_lane, &side_lane})
         if (!each->workspace.base)
             each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
-        if (!each->workspace.base) return false;
-    }
-    return true;
+    return main_lane.workspace.base && side_lane.workspace.base;
 }
 
 namespace gpu {
@@ -5538,7 +5529,6 @@ __device__ inline void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-#ifndef PRECISION_FP32
 // Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -5559,7 +5549,6 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-#endif
 
 // At the head of every kernel: waits until all that its lane was given before is done, and has been written.
 // The launch itself is over by then. Without, an H100 takes 10% longer for a call of the network at B = 1.
@@ -5657,9 +5646,11 @@ __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], c
     }
 }
 
-// put(c, sums) for each of the block's channels: a and q, summed over its threads in a fixed order.
-template <typename Put>
-__device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], Put put) {
+// sums (B, parts, C) = finish(c, sums) of the block's part and channels: a and q, summed over its threads in
+// a fixed order.
+template <typename Finish>
+__device__ static inline void norm_part_sums(float2* sums, int C, float (&a)[VEC], float (&q)[VEC],
+                                             Finish finish) {
     __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = 0; i < VEC; i++) {
@@ -5671,7 +5662,8 @@ __device__ static inline void norm_part_sums(float (&a)[VEC], float (&q)[VEC], P
     if (threadIdx.x >= 8 * VEC) return;
     float2 total = make_float2(0, 0);
     for (auto& of_warp : shared_sums) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
-    put(blockIdx.y * 8 * VEC + threadIdx.x, total);
+    int c = blockIdx.y * 8 * VEC + threadIdx.x;
+    if (c < C) sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] = finish(c, total);
 }
 
 // A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
@@ -5701,11 +5693,9 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
             for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
         }
     }
-    norm_part_sums(sum, squares, [&](int c, float2 total) {
-        if (c >= C) return;
+    norm_part_sums(x.moments, C, sum, squares, [&](int c, float2 total) {
         float shift = total.x / n;
-        x.moments[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
-            make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
+        return make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
     });
 }
 static void channel_moments(Tensor x) {
@@ -5906,11 +5896,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
-    norm_part_sums(sum, sum_normed, [&](int c, float2 total) {
-        if (c < C)
-            norm.sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] =
-                make_float2(total.x, total.y * rstd[c / group]);
-    });
+    norm_part_sums(norm.sums, C, sum, sum_normed,
+                   [&](int c, float2 total) { return make_float2(total.x, total.y * rstd[c / group]); });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
@@ -5956,10 +5943,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     enum { ALPHA, BETA, SHIFT };
     __shared__ alignas(16) float of_channels[3][NORM_SLAB / sizeof(floatX)];  // of the slab
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
-    if ((int)blockIdx.x < weight_blocks) {
-        norm_weights<MODULATED>(norm, parts, C);
-        return;
-    }
+    if ((int)blockIdx.x < weight_blocks) return norm_weights<MODULATED>(norm, parts, C);
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
     const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
@@ -6040,19 +6024,17 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
 // them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
 // Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
-#ifdef PRECISION_FP32
-enum { ATTENTION_ROWS = 32 };  // what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128
-#else
-enum { ATTENTION_ROWS = 64 };
-#endif
-// Backward, heads of up to 32, an H100, bf16, T = 256: 40 us; 32 columns and 5 blocks 48, 64 and 3 blocks 43.
-enum { ATTENTION_BLOCKS = 4 };
+// In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
+enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
 template <int D>
 struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
     enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
     enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 64 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
+    // On a multiprocessor. Heads of up to 32, an H100, bf16, T = 256: with 6, B = 32 is one wave; backward
+    // takes 40 us, with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -6163,9 +6145,6 @@ __device__ static void attention_store(AttentionHead<floatX> target, int t0, Att
     }
 }
 
-// Blocks on a multiprocessor; `most` with heads of up to 32 channels.
-static constexpr int attention_blocks(int D, int most) { return D > 64 ? 2 : D > 32 ? 3 : most; }
-
 template <int D>
 struct AttentionForwardShared {
     AttentionRow<D> q[AttentionTile<D>::ROWS], k[2][AttentionTile<D>::COLUMNS],
@@ -6175,8 +6154,7 @@ struct AttentionForwardShared {
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS,
-                                  attention_blocks(D, 6))  // H100: B 32, T 256 is one wave
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BLOCKS)
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
     await_inputs();
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
@@ -6327,7 +6305,7 @@ __device__ static void attention_backward_rows(AttentionBackward a, int t0) {
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
 template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, attention_blocks(D, ATTENTION_BLOCKS))
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionBackward a) {
     await_inputs();
     int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2,
@@ -6341,18 +6319,13 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, attention_blocks(D,
         attention_backward_rows<D, false>(a, t0);
 }
 
-// launch(D), D being the channels that heads of d are padded to, as a constant of the kernels.
-template <typename Launch>
+// launch(D), D being the channels that heads of d are padded to, 32, 64, 128 or 256: a constant of kernels.
+template <int D = 32, typename Launch>
 static void with_padded_head(int d, Launch launch) {
     assert(d % 16 == 0 && d <= MAX_HEAD);
-    if (d <= 32)
-        launch(std::integral_constant<int, 32>());
-    else if (d <= 64)
-        launch(std::integral_constant<int, 64>());
-    else if (d <= 128)
-        launch(std::integral_constant<int, 128>());
-    else
-        launch(std::integral_constant<int, MAX_HEAD>());
+    if constexpr (D < MAX_HEAD)
+        if (d > D) return with_padded_head<2 * D>(d, launch);
+    launch(std::integral_constant<int, D>());
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
@@ -6392,10 +6365,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 //   ...                          engine and wgmma know this as the 128-byte swizzle.
 //   row 7   |7|6|5|4|3|2|1|0|
 
-enum {
-    BK = 8 * VEC,  // channels of a 128-byte row: the depth of a step of gemm_kernel
-    REDUCERS = 8   // threads that share one output of a reduction over splits
-};
+enum { BK = 8 * VEC };  // channels of a 128-byte row: the depth of a step of gemm_kernel
 
 // ---- vectors and instructions
 
@@ -6525,12 +6495,15 @@ struct WarpProduct {
         bool swaps = sizeof(floatX) == 4 && Tile::TRANSPOSED;
         return n0 + (swaps ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
     }
-#ifndef PRECISION_FP32
-    int row[MI];  // of A, for this lane's ldmatrix
+    // Rows of A: in bf16 for this lane's ldmatrix, in fp32 those of its sums.
+    static constexpr int ROW_STEP = sizeof(floatX) == 2 ? 16 : 8;
+    int row[Tile::WM / ROW_STEP];
     template <class RowOf>
     __device__ WarpProduct(RowOf row_of) {
-        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
+        UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
+            row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
     }
+#ifndef PRECISION_FP32
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
@@ -6554,11 +6527,6 @@ struct WarpProduct {
         }
     }
 #else
-    int row[2 * MI];  // of A, of this lane's sums
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
-        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
-    }
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
@@ -7069,10 +7037,8 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
 // Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
-    if (blockIdx.x >= (unsigned)weight_blocks) {
-        reduce_bias(g, blockIdx.x - weight_blocks);
-        return;
-    }
+    if (blockIdx.x >= (unsigned)weight_blocks) return reduce_bias(g, blockIdx.x - weight_blocks);
+    enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
@@ -7095,10 +7061,9 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 
 // The memory that the splits of `g` need.
 static void take_partial_sums(WeightGradient* g) {
-    const Patch& patch = g->patch;
-    size_t bias_rows = g->splits + ceil_div(g->dout.B, patch.images);
+    size_t bias_rows = g->splits + ceil_div(g->dout.B, g->patch.images);
     Arena workspace = lane->workspace;
-    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * patch.images * g->dout.C);
+    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * g->patch.images * g->dout.C);
     if (g->splits > 1) g->partial = take<float>(&workspace, g->splits * g->count());
 }
 // Adds up what the splits have left there.
