@@ -1419,7 +1419,7 @@ static void check_all(const Plan& plan) {
         test_optimiser(4, emas, true), test_optimiser(70004, emas, true);
     test_optimiser(70004, 2, false);
     test_philox(2000000);
-    // Hopper's tiles of two parts: weights stay, or don't; x is normed on the way, or not; the second outside.
+    // Hopper's tiles of two parts: weights stay or don't; x is normed on the way or not; the second outside.
     test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64}, 9);
     test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .C2 = 128, .modulated = true}, 9);
     test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .silu = false}, 9);

@@ -911,8 +911,8 @@ HOST_DEVICE static inline float sigmoid(float x) {
 #endif
 }
 
-// F.silu(x) = x sigmoid(x) and its derivative, from h = x / 2. On a GPU in bf16 by way of sigmoid(x) =
-// (1 + tanh(h)) / 2, one instruction instead of two: an error of 2^-12, below a rounding of what it multiplies.
+// F.silu(x) = x sigmoid(x) and its derivative, from h = x / 2. On a GPU in bf16 sigmoid(x) is (1 + tanh h) /
+// 2, one instruction instead of two: an error of 2^-12, below a rounding of what it multiplies.
 HOST_DEVICE static inline float silu_of_half(float h) {
 #if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
     return 2.0f * h * sigmoid(2.0f * h);
@@ -937,9 +937,7 @@ struct SiluForward {
     TensorOf<T> out, x;
 
     size_t items() const { return x.count(); }
-    HOST_DEVICE void operator()(size_t i) const {
-        out.data[i] = (T)silu_of_half(0.5f * (float)x.data[i]);
-    }
+    HOST_DEVICE void operator()(size_t i) const { out.data[i] = (T)silu_of_half(0.5f * (float)x.data[i]); }
 };
 template <typename T>
 struct SiluBackward {
@@ -1328,7 +1326,7 @@ static void res_forward(Model* m, const Block& block, int B) {
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
     r.modulate({});
     if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
-    const int embedding = side_calls;  // the last call so far, or an older one
+    const int embedding = side_calls;  // that call, or a later one
     if (r.widens) on_side_lane([&] { product_forward(residual, r.x, r.skip); });
     Joined input1 = normed1, input2 = normed2;  // of the convolutions
     if (r.resizes) {
@@ -5493,6 +5491,18 @@ static bool allocate_workspace() {
 
 namespace gpu {
 
+#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
+static constexpr bool HOPPER_KERNELS = true;
+#else
+static constexpr bool HOPPER_KERNELS = false;
+#endif
+struct Gemm;
+struct WeightGradient;
+static bool hopper_norms(const Norm& norm, int O);  // these three: see room 13
+template <int TAPS, bool TRANSPOSED>
+static bool launch_hopper(const Gemm& g);
+static void launch_hopper_weight_gradient(WeightGradient g);
+
 // ---- what the kernels share -------------------------------------------------------------------------------
 
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
@@ -5849,18 +5859,14 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
     launch_groupnorm_forward(out.data, nullptr, norm);
 }
-#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
-static bool hopper_norms(const Norm& norm, int O);
-#endif
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-#ifdef HOPPER
-    if (hopper_norms(norm, O)) {
-        PROFILE("group norm forward", {0, 1.0 * sizeof(float2) * normed.count() / NORM_PART});
-        float2* affine = (float2*)normed.data;
-        launch_groupnorm_forward(nullptr, affine, norm);
-        return {norm.x.first, norm.x.second, affine};
-    }
-#endif
+    if constexpr (HOPPER_KERNELS)
+        if (hopper_norms(norm, O)) {
+            PROFILE("group norm forward", {0, 1.0 * sizeof(float2) * normed.count() / NORM_PART});
+            float2* affine = (float2*)normed.data;
+            launch_groupnorm_forward(nullptr, affine, norm);
+            return {norm.x.first, norm.x.second, affine};
+        }
     groupnorm_forward(normed, norm);
     return normed;
 }
@@ -6712,11 +6718,6 @@ static void launch_gemm_tile(Gemm g) {
     if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
 }
 
-#ifdef HOPPER
-template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(const Gemm& g);
-#endif
-
 // What norms want of the output, where the product did not leave it behind.
 static void launch_gemm_sums(const Gemm& g) {
     if (g.out.first.moments) channel_moments(g.out.first);
@@ -6732,9 +6733,8 @@ template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-#ifdef HOPPER
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
-#endif
+    if constexpr (HOPPER_KERNELS)
+        if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
@@ -6780,10 +6780,6 @@ struct WeightGradient {
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
 };
-
-#ifdef HOPPER
-static void launch_hopper_weight_gradient(WeightGradient g);
-#endif
 
 // 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
 template <int TAPS_>
@@ -6947,10 +6943,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     auto load = [&](int tile) {
         auto& stage = shared.stages[(tile - first) % STAGES];
         uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
-        if (TAPS == 1) {
-            load_line(d_tile, dout, O, o0, tile), load_line(x_tile, x, channels, c0, tile);
-            return;
-        }
+        if (TAPS == 1) return load_line(d_tile, dout, O, o0, tile), load_line(x_tile, x, channels, c0, tile);
         Pixel origin = g.patch.origin(tile);
         for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
             int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
@@ -7113,9 +7106,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, layer.accumulate, dout, x, demb, TAPS};
-#ifdef HOPPER
-    if (TAPS > 1) return launch_hopper_weight_gradient(g);
-#endif
+    if constexpr (HOPPER_KERNELS && TAPS > 1) return launch_hopper_weight_gradient(g);
     launch_portable_weight_gradient<TAPS>(g);
 }
 
@@ -7181,8 +7172,8 @@ struct Ring {
 __device__ inline void warpgroup_barrier(int warpgroup) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "r"(128) : "memory");
 }
-// A thread's warpgroup, the same for a whole warp, as the compiler sees: what follows from it is computed once
-// a warp and not once a thread. Where it could not, addresses for wgmma took longer than the products.
+// A thread's warpgroup, which the compiler now knows to be a whole warp's: what follows from it is computed
+// once a warp. Where it did not know, the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 // The registers of a warpgroup's threads from here on. Waits until others have given up theirs.
 template <int COUNT>
@@ -7237,7 +7228,6 @@ __device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(stride >> 4) << 32 | 1ull << 62;
 }
-// The matrix that begins so many bytes further.
 __device__ inline uint64_t further(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -7328,7 +7318,7 @@ struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool NORMS = NORMS_;  // x on the way, by a fourth warpgroup
-    static constexpr int PARTS = SHAPE == TWO_PARTS ? 2 : 1, RESIDENT = 2 / PARTS;  // blocks on a multiprocessor
+    static constexpr int PARTS = SHAPE == TWO_PARTS ? 2 : 1, RESIDENT = 2 / PARTS;  // on a multiprocessor
     // A warpgroup a part multiplies. Producers: a thread for both rings (1x1), or one for each, in two warps;
     // with two parts in a warpgroup of their own, which leaves its registers to the others.
     static constexpr int READERS = PARTS * 128;
@@ -7377,9 +7367,9 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
 // for the warpgroups that multiply, and is soon a tile ahead: with the patches of a tile's 64-channel chunks,
 // and then with what is added to the outputs, where these are put together; and with the taps' weights. Block
 // (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks take the same
-// tile, and a share of its chunks each. A norm of x goes by the way: a warpgroup rewrites each patch before it
-// is multiplied. Per tile its patch and 64 channels' weights come once; weights that
-// the ring holds all of, once for all of a block's tiles.
+// tile, and a share of its chunks each. Where x is normed on the way, a warpgroup does so with each patch that
+// has come. Per tile its patch and 64 channels' weights come once; weights that the ring holds all of, once
+// for all of a block's tiles.
 template <class Tile>
 struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
@@ -7442,8 +7432,7 @@ struct HopperGemmBlock {
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows are these borders
 #pragma unroll 1
         for (int i = 0; i < STEPS; i++) {
-            const int y = (first_row + i * STEP) / Tile::PATCH.width,
-                      x = (first_row + i * STEP) % Tile::PATCH.width;
+            const int row = first_row + i * STEP, y = row / Tile::PATCH.width, x = row % Tile::PATCH.width;
             left |= (x == 0) << i, right |= (x == Tile::PATCH.width - 1) << i;
             top |= (y == 0) << i, bottom |= (y == Tile::PATCH.height - 1) << i;
         }
@@ -7456,8 +7445,8 @@ struct HopperGemmBlock {
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<float, 2 * VEC> affine;
                 if (chunk < last)
-                    affine = load<2 * VEC>((const float*)(g.x.affine + at.b * g.x.C() +
-                                                          first_channel(chunk) + vector * VEC));
+                    affine = load<2 * VEC>(
+                        (const float*)(g.x.affine + at.b * g.x.C() + first_channel(chunk) + vector * VEC));
                 shared.patch.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
@@ -7674,8 +7663,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     if (threadIdx.x >= Tile::READERS) {
         if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
             keep_registers<88>();
-            block.norm_patches();
-            return;
+            return block.norm_patches();
         }
         if (Tile::PARTS > 1) keep_registers<Tile::NORMS ? 24 : 40>();
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
