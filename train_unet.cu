@@ -7367,8 +7367,8 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
 // for the warpgroups that multiply, and is soon a tile ahead: with the patches of a tile's 64-channel chunks,
 // and then with what is added to the outputs, where these are put together; and with the taps' weights. Block
 // (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks take the same
-// tile, and a share of its chunks each. Where x is normed on the way, a warpgroup does so with each patch that
-// has come. Per tile its patch and 64 channels' weights come once; weights that the ring holds all of, once
+// tile, and a share of its chunks each. Where x is normed on the way, a warpgroup does so with each patch as
+// it comes. Per tile its patch and 64 channels' weights come once; weights that the ring holds all of, once
 // for all of a block's tiles.
 template <class Tile>
 struct HopperGemmBlock {
