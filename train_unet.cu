@@ -5491,17 +5491,14 @@ static bool allocate_workspace() {
 
 namespace gpu {
 
-#ifdef HOPPER  // compute capability 9.0 with its own instructions (sm_90a), in bf16; defined by the Makefile
-static constexpr bool HOPPER_KERNELS = true;
-#else
-static constexpr bool HOPPER_KERNELS = false;
-#endif
+// Whether room 13 takes these, at once but for the first: with compute capability 9.0's own instructions
+// (sm_90a) and bf16, for which the Makefile defines HOPPER.
 struct Gemm;
 struct WeightGradient;
-static bool hopper_norms(const Norm& norm, int O);  // these three: see room 13
+static bool hopper_norms(const Norm& norm, int O);
 template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(const Gemm& g);
-static void launch_hopper_weight_gradient(WeightGradient g);
+static bool launch_hopper(const Gemm& asked);
+static bool launch_hopper_weight_gradient(WeightGradient g);
 
 // ---- what the kernels share -------------------------------------------------------------------------------
 
@@ -5860,13 +5857,12 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     launch_groupnorm_forward(out.data, nullptr, norm);
 }
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-    if constexpr (HOPPER_KERNELS)
-        if (hopper_norms(norm, O)) {
-            PROFILE("group norm forward", {0, 1.0 * sizeof(float2) * normed.count() / NORM_PART});
-            float2* affine = (float2*)normed.data;
-            launch_groupnorm_forward(nullptr, affine, norm);
-            return {norm.x.first, norm.x.second, affine};
-        }
+    if (hopper_norms(norm, O)) {
+        PROFILE("group norm forward", {0, 1.0 * sizeof(float2) * normed.count() / NORM_PART});
+        float2* affine = (float2*)normed.data;
+        launch_groupnorm_forward(nullptr, affine, norm);
+        return {norm.x.first, norm.x.second, affine};
+    }
     groupnorm_forward(normed, norm);
     return normed;
 }
@@ -6733,8 +6729,7 @@ template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    if constexpr (HOPPER_KERNELS)
-        if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
@@ -7106,7 +7101,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, layer.accumulate, dout, x, demb, TAPS};
-    if constexpr (HOPPER_KERNELS && TAPS > 1) return launch_hopper_weight_gradient(g);
+    if (TAPS > 1 && launch_hopper_weight_gradient(g)) return;
     launch_portable_weight_gradient<TAPS>(g);
 }
 
@@ -7970,7 +7965,7 @@ static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
 
 // launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take
 // the least estimated time: of an H100.
-static void launch_hopper_weight_gradient(WeightGradient g) {
+static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
     const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
@@ -7992,7 +7987,13 @@ static void launch_hopper_weight_gradient(WeightGradient g) {
     else
         launch_hopper_weight_tile<HopperWeightTile<1>>(g, sum_tiles * 3);
     launch_weight_reduction(g);
+    return true;
 }
 
 }  // namespace gpu
+#elif defined(__CUDACC__)
+static bool gpu::hopper_norms(const Norm&, int) { return false; }
+template <int TAPS, bool TRANSPOSED>
+static bool gpu::launch_hopper(const Gemm&) { return false; }
+static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER
