@@ -768,6 +768,7 @@ static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // What norm writes, for a 3x3 product with O outputs to read: in `normed`, or to be normed on the way there.
+// Both `normed` and what norm reads stay as they are until that product has run.
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw [+]= sum dy x^,  dbias [+]= sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
@@ -912,7 +913,7 @@ HOST_DEVICE static inline float sigmoid(float x) {
 }
 
 // F.silu(x) = x sigmoid(x) and its derivative, from h = x / 2. On a GPU in bf16 sigmoid(x) is (1 + tanh h) /
-// 2, one instruction instead of two: an error of 2^-12, below a rounding of what it multiplies.
+// 2, one instruction instead of two: an error of 2^-12, so that SiLU's is below a rounding of x.
 HOST_DEVICE static inline float silu_of_half(float h) {
 #if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
     return 2.0f * h * sigmoid(2.0f * h);
@@ -1326,7 +1327,7 @@ static void res_forward(Model* m, const Block& block, int B) {
     r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
     r.modulate({});
     if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
-    const int embedding = side_calls;  // that call, or a later one
+    const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
     if (r.widens) on_side_lane([&] { product_forward(residual, r.x, r.skip); });
     Joined input1 = normed1, input2 = normed2;  // of the convolutions
     if (r.resizes) {
@@ -2456,6 +2457,8 @@ static size_t lay_out_model(Model* m, char* memory) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
     place(P, m->master);
+    m->weights = (floatX*)m->master;
+    m->fp32_params = m->master;
     if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
@@ -5491,8 +5494,8 @@ static bool allocate_workspace() {
 
 namespace gpu {
 
-// Whether room 13 takes these, at once but for the first: with compute capability 9.0's own instructions
-// (sm_90a) and bf16, for which the Makefile defines HOPPER.
+// Room 13, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
+// HOPPER: whether a 3x3 product norms what it reads; a product, if it is taken, and whether it was.
 struct Gemm;
 struct WeightGradient;
 static bool hopper_norms(const Norm& norm, int O);
@@ -5525,7 +5528,7 @@ __device__ static inline void store_pair(floatX* to, float first, float second) 
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`.
+// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
@@ -7099,6 +7102,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
             convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
     assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    assert(!x.affine);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
     WeightGradient g = {layer.dw, layer.dbias, layer.accumulate, dout, x, demb, TAPS};
     if (TAPS > 1 && launch_hopper_weight_gradient(g)) return;
@@ -7170,15 +7174,9 @@ __device__ inline void warpgroup_barrier(int warpgroup) {
 // A thread's warpgroup, which the compiler now knows to be a whole warp's: what follows from it is computed
 // once a warp. Where it did not know, the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
-// The registers of a warpgroup's threads from here on. Waits until others have given up theirs.
-template <int COUNT>
-__device__ inline void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT>
-__device__ inline void keep_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
+// The registers of a warpgroup's threads from here on; "inc" waits until others have given up some by "dec".
+#define SET_REGISTERS(change, count) \
+    asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
 
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
@@ -7423,6 +7421,7 @@ struct HopperGemmBlock {
     // By a warpgroup: patches, where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
         enum { STEP = Tile::SWEEP, STEPS = Tile::BUFFER_ROWS / STEP };
+        static_assert(!Tile::NORMS || (STEPS <= 32 && PARTS == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows are these borders
 #pragma unroll 1
@@ -7657,10 +7656,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 
     if (threadIdx.x >= Tile::READERS) {
         if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
-            keep_registers<88>();
+            SET_REGISTERS("dec", 88);
             return block.norm_patches();
         }
-        if (Tile::PARTS > 1) keep_registers<Tile::NORMS ? 24 : 40>();
+        if (Tile::PARTS > 1) SET_REGISTERS("dec", Tile::NORMS ? 24 : 40);
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
@@ -7669,7 +7668,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     }
 
     // All begin with 168, or 128: 2 * 232 + 40 = 3 * 168, 2 * 200 + 24 + 88 = 4 * 128.
-    if (Tile::PARTS > 1) take_registers<Tile::NORMS ? 200 : 232>();
+    if (Tile::PARTS > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
@@ -7767,6 +7766,7 @@ static bool launch_hopper(const Gemm& asked) {
         T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
+    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && suffice_in_pairs(g.x.first, g.N())));
     if constexpr (TAPS == 1) {
         launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
     } else if (small) {
