@@ -1006,7 +1006,7 @@ struct Dropping {
     const int64_t* step;
 };
 template <typename T>
-struct Dropout {
+struct Dropout {  // an item is four elements
     TensorOf<T> x;
     Dropping by;
 
@@ -2281,10 +2281,10 @@ struct UpdatePictures {
 // A sampler's next step begins. What the network is told in its call, of so many rows, some without a class.
 struct TellNetwork {
     SamplerState* state;
-    int *timesteps, *labels;
+    int *timesteps, *labels;  // (rows); labels null: the network knows no classes
     const SamplerStep* sampler;
     const Beginning* begins;
-    int rows, pictures, no_class;
+    int rows, pictures, no_class;  // the latter for rows from `pictures` on
 
     size_t items() const { return rows; }
     HOST_DEVICE void operator()(size_t i) const {
@@ -2358,7 +2358,7 @@ struct UpdateWeights {
     OptimiserMemory memory;
     T* working;         // the weights as the layers read them; null where they read master
     size_t n, decayed;  // of n the first
-    const StepState* state;
+    const StepState* state;  // says how; a step that is not accepted changes nothing
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
@@ -3889,7 +3889,7 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
 }
 
 static void open_metrics(Metrics* m) {
-    if (m->kept != read_text(m->path)) write_text(m->path, m->kept);
+    if (fs::exists(m->path) && fs::file_size(m->path) != m->kept.size()) write_text(m->path, m->kept);
     m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
         fail("can't write %s: %s", m->path.c_str(), strerror(errno));
@@ -5507,12 +5507,13 @@ static bool launch_hopper_weight_gradient(WeightGradient g);
 
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
+__device__ static inline float bf16_of_pair(uint32_t pair, int which) {
+    return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
+}
 __device__ static inline void unpack(float value[VEC], uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     for (int i = 0; i < VEC; i++)
-        value[i] = __uint_as_float(VEC == 4     ? words[i % 4]
-                                   : i % 2 == 0 ? words[i / 2] << 16
-                                                : words[i / 2] & 0xffff0000u);
+        value[i] = VEC == 4 ? __uint_as_float(words[i % 4]) : bf16_of_pair(words[i / 2], i % 2);
 }
 __device__ static inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -7587,7 +7588,7 @@ struct HopperEpilogue {
             UNROLLED_FOR (int e = 0; e < 8; e++) {
                 const int h = e / 2 % 2;
                 float& value = c[4 * j + e];
-                float extra = __uint_as_float(e % 2 ? r[e / 2] & 0xffff0000u : r[e / 2] << 16);
+                float extra = bf16_of_pair(r[e / 2], e % 2);
                 if (!Tile::TRANSPOSED) value += added[i][h];
                 if (EXTRA == NORM_SILU) value *= silu_gradient_of_half(extra * scale[i][h] + shift[i][h]);
                 if (EXTRA == ADDED)
