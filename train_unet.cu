@@ -5573,7 +5573,7 @@ __device__ inline void await_inputs() {
 template <typename... Parameters, typename... Arguments>
 static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
                             int cluster, Arguments... arguments) {
-    if (shared > 48 * 1024)
+    if (shared > 40 * 1024)  // 48 KB with what a kernel declares itself
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -5657,24 +5657,25 @@ __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], c
     }
 }
 
-// sums (B, parts, C) = finish(c, sums) of the block's part and channels: a and q, summed over its threads in
-// a fixed order.
-template <typename Finish>
+// In thread c < ROW vectors, sums (ROW vectors) = finish(c, sum) where c < C: of a and q over a part of an
+// image, summed over the block's threads, of which one in ROW has the same vector of channels, in a fixed
+// order.
+template <int ROW, int THREADS, typename Finish>
 __device__ static inline void norm_part_sums(float2* sums, int C, float (&a)[VEC], float (&q)[VEC],
                                              Finish finish) {
-    __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    static_assert(ROW * VEC <= THREADS, "a thread a channel");
+    __shared__ float2 shared_sums[THREADS / 32][ROW * VEC];
+    int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
-        for (int step = 8; step < 32; step *= 2)
+        for (int step = ROW; step < 32; step *= 2)
             a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
-        if (lane < 8) shared_sums[warp][lane * VEC + i] = make_float2(a[i], q[i]);
+        if (lane < ROW) shared_sums[warp][lane * VEC + i] = make_float2(a[i], q[i]);
     }
     __syncthreads();
-    if (threadIdx.x >= 8 * VEC) return;
+    if (c >= min(ROW * VEC, C)) return;
     float2 total = make_float2(0, 0);
-    for (auto& of_warp : shared_sums) total.x += of_warp[threadIdx.x].x, total.y += of_warp[threadIdx.x].y;
-    int c = blockIdx.y * 8 * VEC + threadIdx.x;
-    if (c < C) sums[((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c] = finish(c, total);
+    for (auto& of_warp : shared_sums) total.x += of_warp[c].x, total.y += of_warp[c].y;
+    sums[c] = finish(c, total);
 }
 
 // A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
@@ -5684,9 +5685,15 @@ __device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const fl
         if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
 }
 
+// The moments of n values, from the sums of their distances from a pivot, and of the squares of these. Where
+// the pivot is one of the values, these are at most n + 1 times the sum about the mean: little cancels.
+__device__ static inline float2 moments_about(float pivot, float2 sums, float n) {
+    float shift = sums.x / n;
+    return make_float2(pivot + shift, fmaxf(0, sums.y - sums.x * shift));
+}
+
 // moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
-// 8 vectors of channels, image); x is read once. Squares are summed about the part's first pixel: over n
-// values of which the pivot is one, that is at most n + 1 times the sum about the mean: little cancels.
+// 8 vectors of channels, image); x is read once. The pivot is the part's first pixel.
 __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
     const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
@@ -5704,9 +5711,10 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
             for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
         }
     }
-    norm_part_sums(x.moments, C, sum, squares, [&](int c, float2 total) {
-        float shift = total.x / n;
-        return make_float2((float)first[c] + shift, fmaxf(0, total.y - total.x * shift));
+    const int c0 = blockIdx.y * 8 * VEC;
+    float2* moments = x.moments + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    norm_part_sums<8, NORM_PART_THREADS>(moments, C - c0, sum, squares, [&](int c, float2 total) {
+        return moments_about((float)first[c0 + c], total, n);
     });
 }
 static void channel_moments(Tensor x) {
@@ -5732,7 +5740,7 @@ struct NormGrid {
 // each(i, g) for i < VEC: channel c + i belongs to group g.
 template <typename Each>
 __device__ static inline void norm_each_channel(int c, int group, Each each) {
-    int g = c / group, within = c - g * group;
+    int g = (unsigned)c / group, within = c - g * group;
     for (int i = 0; i < VEC; i++) {
         each(i, g);
         if (++within == group) within = 0, g++;
@@ -5748,12 +5756,16 @@ struct NormPlace {
     size_t at, at_joined;     // the thread's first element in its tensor, and in one of all channels
     int step, step_joined;    // from one of its pixels to the next
     float *mean, *rstd;       // of the block's groups
-    __device__ NormPlace(const NormGrid& s, int block, const Norm& norm) {
-        int T = norm.x.first.T(), C = norm.x.C();
-        rank = block % s.ranks, slab = block / s.ranks % s.slabs * s.channels, b = block / s.ranks / s.slabs;
-        int vectors = min(s.channels, C - slab) / VEC, r = threadIdx.x / vectors, R = NORM_THREADS / vectors;
-        c = slab + threadIdx.x % vectors * VEC;
-        group = C / norm.groups, g0 = slab / group, groups = (slab + vectors * VEC - 1) / group - g0 + 1;
+    // Few divisions, none of them signed: at B = 1 a call of the network takes 2% longer with them.
+    __device__ NormPlace(const NormGrid& s, unsigned block, const Norm& norm) {
+        const unsigned T = norm.x.first.T(), C = norm.x.C(), image_slab = block / s.ranks;
+        rank = block - image_slab * s.ranks, b = image_slab / s.slabs;
+        slab = (image_slab - b * s.slabs) * s.channels;
+        const unsigned vectors = min(s.channels, C - slab) / VEC, R = NORM_THREADS / vectors;
+        const unsigned r = threadIdx.x / vectors;
+        c = slab + (threadIdx.x - r * vectors) * VEC;
+        group = C / norm.groups, g0 = (unsigned)slab / group;
+        groups = (slab + vectors * VEC - 1) / group - g0 + 1;
         c0 = c - g0 * group, t = rank * R + r, stride = R * s.ranks;
         int width = norm.x.of(c).C;
         size_t pixel = (size_t)b * T + t;
@@ -5773,7 +5785,8 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
     __shared__ float2 shared_sums[NORM_THREADS];
     int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
     int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
-    int part = lane / p.group, c = lane % p.group, part_step = lanes / p.group, c_step = lanes % p.group;
+    const unsigned group = p.group;
+    int part = lane / group, c = lane % group, part_step = lanes / group, c_step = lanes % group;
     float2 sum = make_float2(0, 0);
     if (i < p.groups)
 #pragma unroll 4
@@ -5902,8 +5915,10 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
-    norm_part_sums(norm.sums, C, sum, sum_normed,
-                   [&](int c, float2 total) { return make_float2(total.x, total.y * rstd[c / group]); });
+    const int c0 = blockIdx.y * 8 * VEC;
+    norm_part_sums<8, NORM_PART_THREADS>(
+        norm.sums + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0, C - c0, sum, sum_normed,
+        [&](int c, float2 total) { return make_float2(total.x, total.y * rstd[(c0 + c) / group]); });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
@@ -6386,6 +6401,20 @@ __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     unpack(x, *(const uint4*)p);
     for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
+// p + n pitch, by one 32-bit multiplication, because neither factor has a sign.
+__device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
+    return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
+}
+// By a thread, a vector of each of n <= N rows of shared memory, `step` bytes apart: from `from` on, of pixel
+// pixel_of(i) for the i-th; zeros where there are not so many pixels.
+template <int N, class PixelOf>
+__device__ __forceinline__ void load_pixels(uint32_t to, int step, int n, const floatX* from,
+                                            unsigned channels, unsigned pixels, PixelOf pixel_of) {
+    unsigned m[N];  // all before the first copy: none waits for another
+    UNROLLED_FOR (int i = 0; i < N; i++) m[i] = i < n ? pixel_of(i) : 0;
+    UNROLLED_FOR (int i = 0; i < N; i++)
+        if (i < n) copy_async(to + i * step, rows_from(from, m[i], channels), m[i] < pixels);
+}
 template <int N>
 __device__ inline Vector<float, N> load_shared(uint32_t address) {
     return load<N>((const float*)__cvta_shared_to_generic(address));
@@ -6421,7 +6450,7 @@ struct Patch {
     }
     // The first pixel of a tile's border.
     __device__ Pixel origin(int tile) const {
-        int line = tile / tiles_x, b = line / tiles_y;
+        int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
         return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
     }
     // A pixel's index in (B, H, W), or -1 outside.
@@ -6452,9 +6481,10 @@ struct Gemm {
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
     Norm norm = {};  // whose output's gradient is `out`: its sums are wanted too; without mean: none
+    float2* sums = nullptr;  // (B, parts, N): the output's moments, or its norm's sums; null: none
     Patch patch = {};
-    int splits = 1;
-    float* partial = nullptr;  // (splits, M, N), where splits > 1
+    int splits = 1, share = 0;  // so many blocks share a tile's chunks, and so many chunks are a block's
+    float* partial = nullptr;   // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
     // Of BK of K's channels; no chunk straddles the two of x.
@@ -6469,20 +6499,24 @@ struct GemmTile {
                          BLOCKS = BLOCKS_;
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
-    static constexpr int A_ROWS =
-        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
+    // Of a buffer, at most: 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2.
+    static constexpr int A_SWEEPS = ((TAPS == 1 ? BM : BM / 64 * 100) + SWEEP - 1) / SWEEP;
     static constexpr int B_BYTES = BN * 128;
-    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
+    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_SWEEPS * SWEEP * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
-    static constexpr int A_VECTORS = (A_ROWS * 8 + THREADS - 1) / THREADS;  // of a thread, one buffer
     // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
-    static constexpr int A_PARTS = 9 - STAGES;
+    static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES, A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
-    static_assert(BM * 8 % THREADS == 0, "every thread has as many vectors of a 1x1 product's A");
+    static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
-    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
-    static int shared_bytes(int chunks, int rows) {
-        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
+    // Rows of a buffer of A: those of its patch, in whole sweeps.
+    __host__ __device__ static int a_rows(const Patch& patch) {
+        return TAPS == 1 ? BM : (patch.rows() + SWEEP - 1) / SWEEP * SWEEP;
+    }
+    // The first buffer of a single chunk of channels is the only one.
+    static int shared_bytes(int chunks, const Patch& patch) {
+        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * a_rows(patch) * 128;
         int staging = BM * STAGING_PITCH * (int)sizeof(float);
         return TABLE_BYTES + (ring > staging ? ring : staging);
     }
@@ -6578,27 +6612,97 @@ __device__ inline void finish_output(const Gemm& g, float (&value)[VEC], int m, 
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// A block's sums, finished or its split's, from shared memory to where they go.
+// What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
+// a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
+// added, these are of one image. A thread has a vector of channels of every STEP-th of them.
 template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const float* staging, const int* pixel_of_row,
-                                              int tile, int n0) {
-    constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC;
-    int column = threadIdx.x % ROW * VEC, n = n0 + column;
-    if (n >= g.N()) return;
-    for (int p = threadIdx.x / ROW; p < BM; p += Tile::THREADS / ROW) {
-        int m = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-        if (m < 0 || m >= g.M()) continue;
-        float value[VEC];
-        for (int e = 0; e < VEC; e += 4)
-            *(float4*)(value + e) = *(const float4*)(staging + p * Tile::STAGING_PITCH + column + e);
-        if (g.splits == 1) {
-            finish_output(g, value, m, n);
-        } else {
-            float* to = g.partial + ((size_t)blockIdx.y * g.M() + m) * g.N() + n;
-            for (int e = 0; e < VEC; e += 4) *(float4*)(to + e) = *(float4*)(value + e);
+struct GemmEpilogue {
+    static constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW,
+                         PASSES = 64 / STEP, PITCH = Tile::STAGING_PITCH;
+    const Gemm& g;
+    float* staging;
+    const int* pixel_of_row;
+    const int tile, n0, column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+    const bool gradient = Tile::TRANSPOSED && g.norm.mean && g.sums;
+    const int parts = g.x.first.T() == 64 ? BM / 64 : 1;  // of images, that a tile holds if g.sums
+    int image, m[PASSES];                                 // its pixels, -1: outside
+    uint4 there[PASSES];                                  // what is added to the outputs, or a norm's x
+    float value[PASSES][VEC], sum[VEC] = {}, product[VEC] = {};
+
+    __device__ __forceinline__ void load(int half) {
+        if (TAPS == 1) image = (tile * BM + half * 64) / g.x.first.T();
+        if (TAPS > 1) image = tile / g.patch.set_tiles() * g.patch.images + (g.patch.images > 1 ? half : 0);
+        const Joined& extra = gradient ? g.norm.x : g.residual;
+        const Tensor& of = extra.of(n);
+        const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
+        UNROLLED_FOR (int i = 0; i < PASSES;
+                      i++) {  // all loads before the first store: none waits for another
+            const int p = half * 64 + i * STEP + row;
+            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+            if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
+            there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
+            for (int e = 0; e < VEC; e += 4)
+                *(float4*)(value[i] + e) = *(const float4*)(staging + p * PITCH + column + e);
         }
     }
-}
+    __device__ __forceinline__ void store_partial() {
+        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+            float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
+            for (int e = 0; e < VEC && m[i] >= 0; e += 4) *(float4*)(to + e) = *(float4*)(value[i] + e);
+        }
+    }
+    // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
+    __device__ __forceinline__ void finish() {
+        float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
+        if (m[0] >= 0 && gradient) {
+            norm_affine<true>(scale, shift, g.norm, image, n);
+            norm_each_channel(n, g.N() / g.norm.groups, [&](int e, int group) {
+                const int of = image * g.norm.groups + group;
+                mean[e] = g.norm.mean[of];
+                scale[e] *= g.norm.rstd[of], shift[e] -= mean[e] * scale[e];
+            });
+        } else if (m[0] >= 0) {
+            if (g.bias) add_vector(added, g.bias + n);
+            if (g.emb.data) add_vector(added, g.emb.data + (size_t)image * g.emb.pitch + n);
+        }
+        const Tensor& out = g.out.of(n);
+        const floatX* to = out.data + g.out.within(n);
+        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+            float x[VEC];
+            unpack(x, there[i]);
+            if (gradient && g.norm.silu)
+                for (int e = 0; e < VEC; e++) value[i][e] *= silu_gradient(x[e] * scale[e] + shift[e]);
+            for (int e = 0; e < VEC; e++)
+                if (gradient)
+                    sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - mean[e]);
+                else
+                    value[i][e] += added[e] + x[e];
+            if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
+        }
+    }
+    // By all threads: the sums of a part, when its last pixels are finished; the outputs' own sums about the
+    // part's first pixel, which takes the place of its sums in `staging`.
+    __device__ __forceinline__ void leave_sums(int half) {
+        const int part = tile * parts + (parts > 1 ? half : 0), begins = half % (BM / 64 / parts) == 0;
+        float* pivot = staging + (parts > 1 ? half * 64 : 0) * PITCH;
+        if (!gradient && begins && row == 0)
+            for (int e = 0; e < VEC; e++) pivot[column + e] = value[0][e];
+        __syncthreads();  // also: the sums of the part before have been read
+        UNROLLED_FOR (int i = 0; i < PASSES; i++)
+            for (int e = 0; e < VEC && !gradient; e++) {
+                float d = value[i][e] - pivot[column + e];
+                sum[e] += d, product[e] += d * d;
+            }
+        if ((half + 1) % (BM / 64 / parts) || part * (BM / parts) >= g.M()) return;
+        norm_part_sums<ROW, Tile::THREADS>(
+            g.sums + (size_t)part * g.N() + n0, g.N() - n0, sum, product, [&](int c, float2 total) {
+                if (!gradient) return moments_about(pivot[c], total, BM / parts);
+                const int group = (n0 + c) / (g.N() / g.norm.groups);
+                return make_float2(total.x, total.y * g.norm.rstd[image * g.norm.groups + group]);
+            });
+        for (int e = 0; e < VEC; e++) sum[e] = product[e] = 0;
+    }
+};
 
 // out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
@@ -6614,78 +6718,76 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     extern __shared__ __align__(128) unsigned char shared[];
     int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
     uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
-    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    int tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
-    int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-
-    int first = (int)((long long)blockIdx.y * g.chunks() / g.splits);
-    int last = (int)((long long)(blockIdx.y + 1) * g.chunks() / g.splits), steps = (last - first) * TAPS;
+    const int a_rows = Tile::a_rows(g.patch), a_bytes = a_rows * 128;
+    const unsigned tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
+    const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+    const int first = blockIdx.y * g.share, chunks = min(first + g.share, g.chunks()) - first;
 
     if (TAPS > 1) {
         Pixel origin = g.patch.origin(tile);
         for (int r = tid; r < a_rows; r += THREADS)
-            pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
+            pixel_of_row[r] = r < g.patch.rows() ? g.patch.pixel(origin, g.patch.offset(r)) : -1;
         __syncthreads();
     }
-    auto load_a = [&](int buffer, int chunk, int begin, int end) {
-        bool second = TAPS == 1 && chunk >= g.chunks1();
-        const floatX* x = second ? g.x.second.data : g.x.first.data;
-        int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? chunk - g.chunks1() : chunk) * BK;
-        uint32_t to = a_ring + buffer * a_bytes;
-        for (int i = begin; i < end; i++) {
-            int r = (i * THREADS + tid) / 8, v = tid % 8;  // THREADS is a multiple of 8
-            if (TAPS > 1 && r >= a_rows) break;
-            int c = c0 + v * VEC, m = TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-            bool valid = (TAPS > 1 ? m >= 0 : m < g.M()) && c < channels;
-            copy_async(to + swizzled(r, v), valid ? x + (size_t)m * channels + c : x, valid);
-        }
+    // Where a chunk, counted from `first`, lies: in which of the two, and from which of its channels on.
+    auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
+    auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
+    const int sweeps = a_rows / Tile::SWEEP;
+    auto load_a = [&](int buffer, int chunk, int begin) {
+        const Tensor& x = second(chunk) ? g.x.second : g.x.first;
+        const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
+        load_pixels<Tile::A_LOADS>(a_ring + buffer * a_bytes + swizzled(row, tid % 8), Tile::SWEEP * 128,
+                                   TAPS > 1 ? sweeps - begin : Tile::A_LOADS, x.data + c, x.C,
+                                   c < x.C ? g.M() : 0, [&](int i) {
+                                       int r = row + i * Tile::SWEEP;
+                                       return TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
+                                   });
     };
-    // The weights of step s, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
-    auto load_b = [&](int s) {
+    // A tap's weights, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
+    auto load_b = [&](int stage, int chunk, int tap) {
         constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
         static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-        int chunk = first + s / TAPS, tap = s % TAPS, row = tid / ROW, v = tid % ROW;
-        bool second = TAPS == 1 && chunk >= g.chunks1();
-        int c0 = (second ? chunk - g.chunks1() : chunk) * BK, C = second ? g.x.second.C : g.x.first.C;
-        uint32_t to = b_ring + s % STAGES * Tile::B_BYTES + swizzled(row, v, ROW * 16);
-        for (int i = 0; i < BN * 8 / THREADS; i++) {
-            int n = n0 + (TRANSPOSED ? v * VEC : row + i * ROWS);
-            int c = c0 + (TRANSPOSED ? row + i * ROWS : v * VEC), column = c + (second ? g.x.first.C : 0);
-            size_t at = TRANSPOSED ? (size_t)(column * TAPS + TAPS - 1 - tap) * g.N() + n
-                                   : (size_t)(n * TAPS + tap) * g.x.C() + column;
-            bool valid = n < g.N() && c < C;
-            copy_async(to + i * (ROWS * ROW * 16), valid ? g.w + at : g.w, valid);
-        }
+        const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
+        const unsigned n = n0 + (TRANSPOSED ? v * VEC : row),
+                       c = channel(chunk) + (TRANSPOSED ? row : v * VEC);
+        const unsigned C = second(chunk) ? g.x.second.C : g.x.first.C,
+                       column = c + (second(chunk) ? K - C : 0);
+        const floatX* from = TRANSPOSED ? rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N)
+                                        : rows_from(g.w + column, n * TAPS + tap, K);
+        const int left = n < N && c < C ? (TRANSPOSED ? C - c : N - n) : 0;
+        const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
+        UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
+            copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, TRANSPOSED ? N : K),
+                       i * ROWS < left);
     };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
-    if (TAPS > 1) load_a(0, first, 0, Tile::A_VECTORS);
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (TAPS == 1 && s < steps) load_a(s, first + s, 0, Tile::A_VECTORS);
-        if (s < steps) load_b(s);
+    // Steps: a chunk's taps, or 1x1 a chunk each. Weights, and 1x1 all, come STAGES - 1 steps early.
+    struct Step {
+        int stage = 0, tap = 0, chunk = 0;
+        __device__ void next() {
+            if (++stage == STAGES) stage = 0;
+            if (++tap == TAPS) tap = 0, chunk++;
+        }
+    } step, early;
+    auto load_early = [&] {
+        if (early.chunk < chunks) {
+            if (TAPS == 1) load_a(early.stage, early.chunk, 0);
+            load_b(early.stage, early.chunk, early.tap);
+        }
         copy_commit();
-    }
-    int tap = 0, chunk = 0, stage = 0;  // of step s, the chunk counted from `first`
-    for (int s = 0; s < steps; s++) {
+        early.next();
+    };
+    for (int begin = 0; TAPS > 1 && begin < sweeps; begin += Tile::A_LOADS) load_a(0, 0, begin);
+    UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
+    for (; step.chunk < chunks; step.next()) {
         copy_wait<STAGES - 2>();
-        __syncthreads();  // step s has arrived for every thread, and every thread is done with step s - 1
-        int next = s + STAGES - 1;
-        if (TAPS > 1 && first + chunk + 1 < last && tap < Tile::A_PARTS) {
-            constexpr int PART = (Tile::A_VECTORS + Tile::A_PARTS - 1) / Tile::A_PARTS;
-            int begin = tap * PART;
-            for (int i = 0; i < PART; i++)
-                if (begin + i < Tile::A_VECTORS)
-                    load_a((chunk + 1) % 2, first + chunk + 1, begin + i, begin + i + 1);
-        }
-        if (next < steps) {
-            if (TAPS == 1) load_a(next % STAGES, first + next, 0, Tile::A_VECTORS);
-            load_b(next);
-        }
-        copy_commit();
-        product.multiply(a_ring + (TAPS > 1 ? chunk % 2 : stage) * a_bytes, b_ring + stage * Tile::B_BYTES,
-                         TAPS > 1 ? g.patch.tap(tap) : 0);
-        if (++tap == TAPS) tap = 0, chunk++;
-        if (++stage == STAGES) stage = 0;
+        __syncthreads();  // the step has arrived for every thread, and every thread is done with the one before
+        if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < Tile::A_PARTS)
+            load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * Tile::A_LOADS);
+        load_early();
+        product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
+                         b_ring + step.stage * Tile::B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
     }
 
     copy_wait<0>();
@@ -6693,7 +6795,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
+    GemmEpilogue<Tile> epilogue = {g, staging, pixel_of_row, tile, n0};
+    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
+        epilogue.load(half);
+        if (g.splits > 1) {
+            epilogue.store_partial();
+            continue;
+        }
+        epilogue.finish();
+        if (g.sums) epilogue.leave_sums(half);
+    }
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and more. A thread owns VEC outputs.
@@ -6709,19 +6820,28 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     finish_output(g, value, m, (int)(i % g.N()));
 }
 
-template <class Tile>
-static void launch_gemm_tile(Gemm g) {
-    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
-    int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
-    int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
-}
-
 // What norms want of the output, where the product did not leave it behind.
 static void launch_gemm_sums(const Gemm& g) {
     if (g.out.first.moments) channel_moments(g.out.first);
     if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+}
+
+template <class Tile>
+static void launch_gemm_tile(Gemm g) {
+    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
+    int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
+    g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
+    int bytes = Tile::shared_bytes(g.chunks(), g.patch);
+    // Whether tiles hold whole parts of images, so that blocks can leave their sums behind.
+    const int H = g.x.first.H, W = g.x.first.W;
+    const bool line = Tile::TAPS == 1;
+    const bool whole = H * W == 64
+                           ? line || H == 8
+                           : Tile::BM == 128 && H * W % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
+    if (whole && g.splits == 1) g.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
+    if (!g.sums) launch_gemm_sums(g);
 }
 
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
@@ -6733,6 +6853,7 @@ template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
+    assert((TAPS > 1 || !g.emb.data) && (!g.norm.mean || !g.residual.first));
     if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
@@ -6740,9 +6861,9 @@ static void launch_gemm(Gemm g) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
     bool even = ceil_div(g.N(), 64) % 2 == 0;  // tiles of 128 channels are full
-    int tile = even && tiles(128, 128) >= 3 * gpu_multiprocessors ? 0
-               : tiles(128, 64) >= 2 * gpu_multiprocessors        ? 1
-                                                                  : 2;
+    int tile = even && tiles(128, 128) >= gpu_multiprocessors  ? 0
+               : 2 * tiles(128, 64) >= 3 * gpu_multiprocessors ? 1
+                                                               : 2;
     const int chunks = g.chunks(), least_steps = HALF ? 18 : 1;
     while (tile == 2 && g.splits < 8 && 2 * g.splits <= chunks && TAPS * chunks >= least_steps * g.splits &&
            g.splits * tiles(64, 64) <= gpu_multiprocessors)
@@ -6754,11 +6875,10 @@ static void launch_gemm(Gemm g) {
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
-    if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, 3>>(g);
+    if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
     if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
     if constexpr (!TRANSPOSED)
         if (tile == 3) launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
-    launch_gemm_sums(g);
 }
 
 // ---- weight gradient
@@ -6788,11 +6908,14 @@ struct WeightTile {
     static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
     static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
     static constexpr int ROW = 64 / VEC, ROW_BYTES = ROW * 16;  // of shared memory, in vectors, bytes
-    static constexpr int X_ROWS = TAPS == 1 ? PIXELS : PIXELS / 64 * 100;
+    static constexpr int SWEEP = THREADS / ROW;  // rows of shared memory that a block loads at a time
+    static constexpr int X_SWEEPS = ((TAPS == 1 ? PIXELS : PIXELS / 64 * 100) + SWEEP - 1) / SWEEP;
+    static constexpr int X_ROWS = X_SWEEPS * SWEEP;
 };
 template <class Tile>
 struct WeightShared {
-    alignas(128) uchar4 offset_of_row[Tile::TAPS > 1 ? Tile::X_ROWS : 1];  // in the patch; 3x3 only
+    // 3x3: the pixel that lies in each row of this tile or of the next, -1: outside; a tile's pixels' rows.
+    alignas(128) int pixel_of_row[2][Tile::TAPS > 1 ? Tile::X_ROWS : 1];
     int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
     struct alignas(128) Stage {
         unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
@@ -6913,7 +7036,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     weight_gradient_kernel(const WeightGradient g) {
     await_inputs();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS;
-    constexpr int ROW = Tile::ROW, THREADS = Tile::THREADS;
+    constexpr int ROW = Tile::ROW, THREADS = Tile::THREADS, D_SWEEPS = PIXELS / Tile::SWEEP;
     extern __shared__ __align__(128) unsigned char weight_shared[];
     auto& shared = *(WeightShared<Tile>*)weight_shared;
     int tid = threadIdx.x;
@@ -6926,39 +7049,33 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
     const bool sums_bias = g.bias_parts && c_tile == 0;
 
+    const uchar4 offset = g.patch.offset(tid);
+    auto locate = [&](int tile) {  // its pixels, before it is loaded
+        static_assert(TAPS == 1 || (Tile::X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
+        if (TAPS == 1 || tid >= Tile::X_ROWS || tile >= last) return;
+        const int pixel = g.patch.pixel(g.patch.origin(tile), offset);
+        shared.pixel_of_row[tile % 2][tid] = tid < g.patch.rows() ? pixel : -1;
+    };
     if (TAPS > 1) {
-        for (int r = tid; r < Tile::X_ROWS; r += THREADS) shared.offset_of_row[r] = g.patch.offset(r);
         for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
+        locate(first), locate(first + 1);
         __syncthreads();
     }
-    // A tile's pixels in a row (1x1): their channels from c on, of so many.
-    auto load_line = [&](uint32_t to, const floatX* from, int channels, int c, int tile) {
-        const int STEP = THREADS / ROW, p = tid / ROW, v = tid % ROW, m = tile * PIXELS + p;
-        const int left = c + v * VEC < channels ? M - m : 0;
-        from += (size_t)m * channels + c + v * VEC;
-        for (int i = 0; i < PIXELS; i += STEP, from += STEP * channels)
-            copy_async(to + swizzled(p + i, v, Tile::ROW_BYTES), from, i < left);
-    };
+    const int row = tid / ROW, v = tid % ROW;
     auto load = [&](int tile) {
         auto& stage = shared.stages[(tile - first) % STAGES];
-        uint32_t d_tile = shared_address(stage.dout), x_tile = shared_address(stage.x);
-        if (TAPS == 1) return load_line(d_tile, dout, O, o0, tile), load_line(x_tile, x, channels, c0, tile);
-        Pixel origin = g.patch.origin(tile);
-        for (int i = 0; i < PIXELS * ROW / THREADS; i++) {
-            int p = (i * THREADS + tid) / ROW, v = tid % ROW, o = o0 + v * VEC;
-            int m = g.patch.pixel(origin, shared.offset_of_row[shared.row_of_pixel[p] + g.patch.tap(4)]);
-            bool valid = m >= 0 && o < O;
-            copy_async(d_tile + swizzled(p, v, Tile::ROW_BYTES), valid ? dout + (size_t)m * O + o : dout,
-                       valid);
-        }
-        for (int i = 0; i < (Tile::X_ROWS * ROW + THREADS - 1) / THREADS; i++) {
-            int r = (i * THREADS + tid) / ROW, v = tid % ROW, c = c0 + v * VEC;
-            if (r >= g.patch.rows()) break;
-            int m = g.patch.pixel(origin, shared.offset_of_row[r]);
-            bool valid = m >= 0 && c < channels;
-            copy_async(x_tile + swizzled(r, v, Tile::ROW_BYTES), valid ? x + (size_t)m * channels + c : x,
-                       valid);
-        }
+        const int at = swizzled(row, v, Tile::ROW_BYTES), step = Tile::SWEEP * Tile::ROW_BYTES,
+                  o = o0 + v * VEC, c = c0 + v * VEC;
+        const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
+        auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+        load_pixels<D_SWEEPS>(shared_address(stage.dout) + at, step, D_SWEEPS, dout + o, O, o < O ? M : 0,
+                              [&](int i) {
+                                  int p = row + i * Tile::SWEEP;
+                                  return pixel(TAPS > 1 ? shared.row_of_pixel[p] + g.patch.tap(4) : p);
+                              });
+        load_pixels<Tile::X_SWEEPS>(shared_address(stage.x) + at, step, Tile::X_SWEEPS, x + c, channels,
+                                    c < channels ? M : 0,
+                                    [&](int i) { return pixel(row + i * Tile::SWEEP); });
     };
     WeightProduct<Tile> product;
     // On leaving a set of images part split + set: the pair never goes down, so no two have the same sum.
@@ -6978,6 +7095,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
         if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
         copy_commit();
+        locate(tile + 2);
         auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias && tile == (set + 1) * set_tiles) flush_sums(), set++;
         product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
@@ -7297,9 +7415,7 @@ struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
     JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x; 0 columns: none
     CUtensorMap w_map;
-    float2* sums;  // (B, parts, N): the output's moments, or its norm's sums; null: none
     int tiles_x, tiles_y, tiles;
-    int share;  // the chunks of one of a cluster's blocks
 };
 
 // A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
@@ -7761,7 +7877,6 @@ static bool launch_hopper(const Gemm& asked) {
     bool small = TAPS > 1 && H <= 8 && W <= 8;
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
-    if (TAPS == 1 && g.emb.data) return false;
     // A part's 128 pixels are of one image, or of two images of 64.
     bool whole_parts =
         T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
