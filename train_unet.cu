@@ -3332,21 +3332,21 @@ static Config default_config() {
 
 // ---- checksums --------------------------------------------------------------------------------------------
 
-// CRC-32 as zlib computes it, eight bytes at a time; continue a sum by passing it in.
+// CRC-32 as zlib computes it, 16 bytes at a time; continue a sum by passing it in.
 static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
-    static uint32_t table[8][256];  // entry k, i: of byte i with k zeros behind it
-    for (uint32_t i = 0; i < 8 * 256 && !table[7][255]; i++) {
+    static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
+    for (uint32_t i = 0; i < 16 * 256 && !table[15][255]; i++) {
         uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
         for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
         table[i / 256][i % 256] = c;
     }
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
-    for (; bytes >= 8; bytes -= 8, p += 8) {
-        uint64_t word;
-        memcpy(&word, p, 8);
-        word ^= crc, crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
+    for (; bytes >= 16; bytes -= 16, p += 16) {
+        uint64_t words[2];
+        memcpy(words, p, 16);
+        words[0] ^= crc, crc = 0;
+        for (int k = 0; k < 16; k++) crc ^= table[15 - k][words[k / 8] >> k % 8 * 8 & 255];
     }
     while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
