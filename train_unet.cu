@@ -914,22 +914,19 @@ HOST_DEVICE static inline float sigmoid(float x) {
 
 // F.silu(x) = x sigmoid(x) and its derivative, from h = x / 2. On a GPU in bf16 sigmoid(x) is (1 + tanh h) /
 // 2, one instruction instead of two: an error of 2^-12, so that SiLU's is below a rounding of x.
-HOST_DEVICE static inline float silu_of_half(float h) {
 #if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
-    return 2.0f * h * sigmoid(2.0f * h);
-#else
-    return h + h * tanh_fast(h);
-#endif
-}
+HOST_DEVICE static inline float silu_of_half(float h) { return 2.0f * h * sigmoid(2.0f * h); }
 HOST_DEVICE static inline float silu_gradient_of_half(float h) {
-#if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
     float s = sigmoid(2.0f * h);
     return s * (1.0f + 2.0f * h * (1.0f - s));
+}
 #else
+HOST_DEVICE static inline float silu_of_half(float h) { return h + h * tanh_fast(h); }
+HOST_DEVICE static inline float silu_gradient_of_half(float h) {
     float t = tanh_fast(h);
     return 0.5f + 0.5f * (t + h * (1.0f - t * t));
-#endif
 }
+#endif
 HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
 // F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
