@@ -4300,11 +4300,9 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                   : newest_checkpoint(run_folder(config), otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    static const char* const NEEDED[][2] = {{"mask", "init_image"},
-                                            {"strength", "init_image"},
-                                            {"jump_length", "mask"},
-                                            {"jump_n_sample", "mask"}};
-    for (auto [name, needed] : NEEDED)
+    using Needs = std::pair<const char*, const char*>;
+    for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
+                                Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
         if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
