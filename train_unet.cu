@@ -3371,18 +3371,22 @@ struct Reader {
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
+    template <typename Values>
+    Values take(size_t count) {  // the next so many
+        Values values(count, 0);
+        read(values.data(), count * sizeof values[0]);
+        return values;
+    }
 };
 
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
 // writer stream: data first, then the header with a 0 in that field, which stays there.
 static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field) {
-    std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
     uint32_t crc = 0, stored = (uint32_t)std::exchange(header[field], 0);
     in->seek(HEADER_BYTES);
-    for (size_t at = HEADER_BYTES; at < in->size; at += buffer.size()) {
-        buffer.resize(std::min(buffer.size(), in->size - at));
-        in->read(buffer.data(), buffer.size());
-        crc = crc32(buffer.data(), buffer.size(), crc);
+    for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
+        bytes = std::min(left, (size_t)1 << 20);
+        crc = crc32(in->take<std::string>(bytes).data(), bytes, crc);
     }
     return crc32(header, HEADER_BYTES, crc) == stored;
 }
@@ -3391,9 +3395,7 @@ static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field)
 static std::string read_text(const std::string& path) {
     if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
-    std::string contents(in.size, '\0');
-    in.read(&contents[0], in.size);
-    return contents;
+    return in.take<std::string>(in.size);
 }
 
 static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
@@ -3544,15 +3546,12 @@ static Dataset read_images(const std::string& path, const Config& c) {
     data.count = N, data.size = H, data.channels = C;
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
-    data.bytes.resize(bytes ? count : 0);
-    in.read(data.bytes.data(), data.bytes.size());
-    data.floats.resize(bytes ? 0 : count);
-    in.read(data.floats.data(), data.floats.size() * sizeof(float));
+    data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
+    data.floats = in.take<std::vector<float>>(bytes ? 0 : count);
     for (float value : data.floats)
         if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", name, value);
-    data.labels.resize(classes ? N : 0);
-    in.read(data.labels.data(), data.labels.size() * sizeof(int));
+    data.labels = in.take<std::vector<int>>(classes ? N : 0);
     for (int label : data.labels)
         if (label < 0 || label >= classes)
             fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
@@ -3673,10 +3672,9 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
     for (const char* name : TEXT_SECTIONS) {
         if (!file->sections.contains(name)) continue;
         auto [offset, bytes] = file->sections[name];
-        std::string value(std::min(bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
+        in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
+        std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
         if (value.empty()) continue;
-        in->seek(offset);
-        in->read(&value[0], value.size());
         std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
@@ -3724,11 +3722,9 @@ static WeightsFile open_weights(const std::string& path) {
 // One section of parameters, from a file's order to memory's. `to` (num_floats) is on the device.
 static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
     Reader in(file.path);
-    std::vector<float> stored, reordered;
     in.seek(file.sections.at(section).offset);
     for (const Parameter& t : plan.tensors) {
-        stored.resize(t.count), reordered.resize(t.size);
-        in.read(stored.data(), t.count * sizeof(float));
+        std::vector<float> stored = in.take<std::vector<float>>(t.count), reordered(t.size);
         if (!all_finite(stored.data(), t.count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
                  file.path.c_str(), t.name, section);
@@ -3986,8 +3982,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     if (path.empty()) fail_usage("--config needs a file's name, not ''");
     std::vector<GivenFlag> given;
     Reader in(path);
-    std::string contents(std::min(in.size, (size_t)1 << 20), '\0');
-    in.read(&contents[0], contents.size());
+    std::string contents = in.take<std::string>(std::min(in.size, (size_t)1 << 20));
     if (in.size > contents.size() || contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
     if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
