@@ -4849,8 +4849,7 @@ static float* thread_floats() {
 
 // work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads. Shapes
 // decide what a tile is, never the number of threads.
-template <typename Work>
-static void each_tile(int M, int rows, int N, int columns, Work work) {
+static void each_tile(int M, int rows, int N, int columns, auto work) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int m = 0; m < M; m += rows)
         for (int n = 0; n < N; n += columns) work(m, std::min(m + rows, M), n, std::min(n + columns, N));
@@ -4997,8 +4996,7 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
 // work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the
 // two tensors: x(t) is where they lie at pixel t.
 enum { SLAB = 32 };
-template <typename Work>
-static void each_slab(const Joined& x, Work work) {
+static void each_slab(const Joined& x, auto work) {
     for (int c0 : {0, x.first.C}) {
         const Tensor& of = x.of(c0);
         each_tile(of.B, 1, of.C, SLAB, [&](int b, int, int c, int end) {
@@ -5259,8 +5257,7 @@ static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
 
 // work(b, head, t0, rows) for every image, head and band of rows of the score matrix, of which a thread holds
 // so many at a time; a head's bands follow each other.
-template <typename Work>
-static void each_band(Tensor qkv, int heads, Work work) {
+static void each_band(Tensor qkv, int heads, auto work) {
     int T = qkv.H * qkv.W, most = std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T)));
     each_tile(qkv.B, 1, heads, 1, [&](int b, int, int head, int) {
         for (int t0 = 0; t0 < T; t0 += most) work(b, head, t0, std::min(most, T - t0));
