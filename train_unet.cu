@@ -318,9 +318,7 @@ static int heads_of(const Config& c, int channels, bool decoder) {
 }
 
 // Whether --attention_resolutions names a level's size.
-static bool attends(const Config& c, int size) {
-    return std::count(c.attention_resolutions, std::end(c.attention_resolutions), size) > 0;
-}
+static bool attends(const Config& c, int size) { return std::ranges::count(c.attention_resolutions, size); }
 
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
@@ -3249,8 +3247,7 @@ static bool in_range(const Flag& flag, double number) {
     if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
     if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
     float value = (float)number;
-    return value >= (float)flag.least && value <= (float)flag.most &&
-           (number == 0 || fabsf(value) >= FLT_MIN);
+    return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
 }
 
 // The number in `value`, which must be all of it and within [least, most].
