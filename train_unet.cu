@@ -4831,18 +4831,14 @@ namespace cpu {
 // ---- CPU workspace ----------------------------------------------------------------------------------------
 
 // Each thread's own scratch: gathered inputs of a product, attention scores, and matmul's packed panels.
-enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
+enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512, SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
 static float* cpu_workspace;
 
-static size_t cpu_workspace_bytes() {
-    return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
-}
+static size_t cpu_workspace_bytes() { return sizeof(float) * SCRATCH_FLOATS * omp_get_max_threads(); }
 static bool allocate_cpu_workspace() {
     return cpu_workspace || !posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes());
 }
-static float* thread_floats() {
-    return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
-}
+static float* thread_floats() { return cpu_workspace + (size_t)omp_get_thread_num() * SCRATCH_FLOATS; }
 
 // work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads. Shapes
 // decide what a tile is, never the number of threads.
@@ -5194,11 +5190,10 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     each_tile(out.rows(), band_of<TAPS>(x.first), O, 128, [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
-        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
+        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C),
+               behind = pixels_of<1>(x.second, p0, p1, 0, C2);
         matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        if (C2)
-            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-                   transposed(w + C, K), true);
+        matmul({p1 - p0, o1 - o0, C2}, target, O, behind, transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
             size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
             const float *emb = options.emb.data, *bias = layer.bias;
