@@ -2011,9 +2011,9 @@ struct PredictionLoss {
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. With an
-// --init_image the first step, number 0, adds to_known image. Over x goes what --mask keeps of the image,
-// noised: known_signal image + known_noise noise.
+// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. The first step,
+// number 0, calls nothing: x becomes noise, or with an --init_image to_known image + sigma noise. Over x goes
+// what --mask keeps of the image, noised: known_signal image + known_noise noise.
 struct SamplerStep {
     uint32_t number = 0;  // of those that follow, counted from 1
     int timestep = -1;    // what the network is told; -1: it is not called
@@ -2094,11 +2094,10 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
     int count = (int)timesteps.size();
     std::vector<int> places = places_of(c, count);
-    if (*c.init_image) {  // with a mask, from the chain's beginning on, the rest is noise alone
-        double a = abar[timesteps.back()];
-        bool rest = !*c.mask || strength_of(c) < 1;
-        add({.to_x = rest ? (float)sqrt(1 - a) : 1, .to_known = rest ? (float)sqrt(a) : 0}, a);
-    }
+    double start = abar[timesteps.back()];
+    // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
+    bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
+    add({.sigma = noised ? (float)sqrt(1 - start) : 1, .to_known = noised ? (float)sqrt(start) : 0}, start);
     for (size_t k = 0; k + 1 < places.size(); k++) {
         int i = places[k], to = places[k + 1];
         double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
@@ -2219,27 +2218,8 @@ struct ThresholdLimits {
     }
 };
 
-// x begins as noise. A picture depends on its Beginning alone, whatever the batch it is drawn in.
-template <typename T>
-struct StartPictures {
-    Drawing<T> drawing;
-
-    size_t items() const { return FourPixels::count(drawing.input); }
-    HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, drawing.input.T());
-        Beginning from = drawing.begins[four.b];
-        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4], other[4] = {};
-            random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
-            if (from.other_weight != 0)
-                random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
-            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++)
-                drawing.set(four.at(i, c), from.weight * normal[i] + from.other_weight * other[i]);
-        }
-    }
-};
-
-// x and what is saved become what SamplerStep says. Then the step is done.
+// x and what is saved become what SamplerStep says. Then the step is done. A picture depends on its Beginning
+// alone, whatever the batch it is drawn in.
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
@@ -2250,19 +2230,23 @@ struct UpdatePictures {
         if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4] = {}, masked[4] = {};
+            float normal[4] = {}, other[4] = {}, masked[4] = {};
             const float* known = drawing.known;
-            uint32_t seed = drawing.begins[four.b].seed, number = step.number;
+            const Beginning from = drawing.begins[four.b];
+            uint32_t number = step.number;
             int e = four.element(c), mask = four.element(drawing.channels);  // where it lies behind the image
-            if (step.sigma > 0) random_normals_at(normal, seed, STREAM_SAMPLER, e, 0, number);
-            if (known) random_normals_at(masked, seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
+            if (step.sigma > 0) random_normals_at(normal, from.seed, STREAM_SAMPLER, e, 0, number);
+            if (number == 0 && from.other_weight != 0)
+                random_normals_at(other, from.other, STREAM_SAMPLER, e, 0, 0);
+            if (known) random_normals_at(masked, from.seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i];
+                float noise = number ? normal[i] : from.weight * normal[i] + from.other_weight * other[i];
+                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * noise;
                 if (known) next += step.to_known * known[e + i];
                 if (known && known[mask + i] > 0)
                     next = step.known_signal * known[e + i] + step.known_noise * masked[i];
@@ -2972,8 +2956,8 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                *weak_input = is_guided(c) ? weak->input + behind : nullptr;
         Drawing<floatX> drawing = {input, out,       weak_input, weak_out,         c.in_channels, x,
                                    saved, m->begins, m->limits,  m->sampler_state, m->known};
-        run(StartPictures<floatX>{drawing});
-        backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
+        for (float* held : {x, saved}) backend_zero(held, bytes);  // the start takes 0 times these,
+        backend_zero(out, input.count() * sizeof(floatX));         // which may hold a NaN
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
             backend_await(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
@@ -2992,7 +2976,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             });
             backend_mark(begun++ % STEPS_IN_FLIGHT);
             if (answers) progress.count();
-            if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
+            if (!answers || s.save_x) continue;  // a step ends where x0 is saved; for a strip we wait for it
             int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
                 for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
