@@ -4944,8 +4944,7 @@ static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
     }
 }
 
-template <int TAPS>
-static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
+static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     int B = dout.B, T = dout.H * dout.W, O = dout.C;
     each_tile(1, 1, O, 16, [&](int, int, int o0, int o1) {
@@ -5160,10 +5159,7 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
     return {thread_floats(), j1 - j0};
 }
 // So many pixels at a time that they fit there.
-template <int TAPS>
-static int band_of(Tensor x) {
-    return TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C));
-}
+static int band_of(int taps, int C) { return taps == 1 ? 252 : std::min(252, THREAD_FLOATS / (taps * C)); }
 
 template <int TAPS>
 static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
@@ -5171,7 +5167,7 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
     const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(out.rows(), band_of<TAPS>(x.first), O, 128, [&](int p0, int p1, int o0, int o1) {
+    each_tile(out.rows(), band_of(TAPS, x.first.C), O, 128, [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
         Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C),
@@ -5196,7 +5192,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), O));
     for (int first : {0, dx.first.C}) {
         const Tensor& of = dx.of(first);
-        each_tile(dout.rows(), band_of<TAPS>(dout), of.C, 128, [&](int p0, int p1, int c0, int c1) {
+        each_tile(dout.rows(), band_of(TAPS, O), of.C, 128, [&](int p0, int p1, int c0, int c1) {
             Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
                 matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels,
