@@ -509,10 +509,10 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
 struct Parameter {
-    char name[64];        // as PyTorch's named_parameters() calls it
-    int shape[4], ndim;   // in PyTorch's order
-    size_t count;         // elements, as in files
-    size_t offset, size;  // in memory, in floats; without gaps, in the order that join_projections makes
+    char name[64] = "";           // as PyTorch's named_parameters() calls it
+    int shape[4] = {}, ndim = 0;  // in PyTorch's order
+    size_t count = 0;             // elements, as in files
+    size_t offset = 0, size = 0;  // in memory, in floats; without gaps, in join_projections' order
     Init init;
 };
 
@@ -1099,14 +1099,14 @@ struct Block {
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
 
 struct Plan {
-    std::vector<Block> blocks;
-    std::vector<Parameter> tensors;
-    size_t num_parameters;
-    size_t num_floats;   // that they take in memory
-    size_t num_decayed;  // of them the first: weight decay is for matrices
-    size_t arena_bytes;
-    int batch;
-    bool training;
+    std::vector<Block> blocks = {};
+    std::vector<Parameter> tensors = {};
+    size_t num_parameters = 0;
+    size_t num_floats = 0;   // that they take in memory
+    size_t num_decayed = 0;  // of them the first: weight decay is for matrices
+    size_t arena_bytes = 0;
+    int batch = 0;
+    bool training = false;
 };
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
@@ -1489,8 +1489,7 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // Declares a parameter, as named_parameters() calls it.
 static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
-    Parameter t = {};
-    t.ndim = (int)shape.size(), t.count = 1, t.init = init;
+    Parameter t = {.ndim = (int)shape.size(), .count = 1, .init = init};
     snprintf(t.name, sizeof t.name, "%s", name.c_str());
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
@@ -1671,8 +1670,7 @@ static void place_buffers(Plan* plan) {
 }
 
 static Plan make_plan(const Config& c, int batch, bool training) {
-    Plan plan = Plan();
-    plan.batch = batch, plan.training = training;
+    Plan plan = {.batch = batch, .training = training};
     int levels = list_length(c.channel_mult), width = level_width(c, 0), count = 0, part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
@@ -1944,8 +1942,7 @@ HOST_DEVICE static inline BoundTerm cumulative(float z) {
 // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
 // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
-    bool black = x0 < -0.999f;
-    bool white = x0 > 0.999f;
+    bool black = x0 < -0.999f, white = x0 > 0.999f;
     float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
     BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
@@ -2686,10 +2683,10 @@ struct FinishStep {
 // The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
 struct Dataset {
     int count = 0, size = 0, channels = 0;  // images; height and width
-    std::vector<uint8_t> bytes;
-    std::vector<float> floats;
+    std::vector<uint8_t> bytes = {};
+    std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
-    std::vector<int> labels;  // (N), where there are classes
+    std::vector<int> labels = {};  // (N), where there are classes
 };
 
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
@@ -2759,9 +2756,8 @@ static void prepare_steps(Trainer* t) {
         t->labels = allocate<int>(data.count);
         if (!t->labels) fail("could not allocate memory for the labels");
         backend_upload(t->labels.get(), data.labels.data(), data.count * sizeof(int));
-        source->labels = t->labels.get(), source->no_class = c.num_classes;
-        source->drop = c.cond_drop_prob;
     }
+    source->labels = t->labels.get(), source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
     StepState state = StepState();
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
@@ -3523,8 +3519,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
-    Dataset data;
-    data.count = N, data.size = H, data.channels = C;
+    Dataset data = {.count = N, .size = H, .channels = C};
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
     data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
@@ -3569,7 +3564,7 @@ struct WeightsFile {
     long step = 0;
     float smoothed = 0;
     History history = History();
-    std::map<std::string, Section> sections;  // by name
+    std::map<std::string, Section> sections = {};  // by name
 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -3665,8 +3660,7 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
     Reader in(path);
-    WeightsFile file;
-    file.path = path, file.config = default_config();
+    WeightsFile file = {.path = path, .config = default_config()};
     int32_t header[HEADER_INTS] = {0};
     in.read(header, std::min(in.size, sizeof header));
     if (header[0] == IMAGES_MAGIC)
