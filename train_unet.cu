@@ -4246,14 +4246,13 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
 
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
+    static const char* const THRESHOLDS[] = {"", ", dynamic threshold", ", no threshold"};
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
-    if (c.threshold != THRESHOLD_CLAMP)
-        line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
-    return line;
+    return line + THRESHOLDS[c.threshold];
 }
 
 // The folder of a run that is there.
@@ -4675,12 +4674,11 @@ static void request_stop(int signal_number) {
     stop_requested = 1;
     if (signal_number == SIGINT || signal_number == SIGTERM) alarm(1);
 }
-static void end_at_the_next(int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); }
 
 static void handle_signals() {
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
-    signal(SIGALRM, end_at_the_next);
+    signal(SIGALRM, [](int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 
@@ -5134,10 +5132,9 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 
 // Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or
 // with nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
-template <int TAPS>
-static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
+static Matrix pixels_of(int taps, Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
-    if (TAPS == 1) return {x.data + (size_t)p0 * C + j0, C};
+    if (taps == 1) return {x.data + (size_t)p0 * C + j0, C};
     float* columns = thread_floats();
     for (int p = p0; p < p1; p++) {
         int column = p % W, row = p / W % H;
@@ -5164,8 +5161,8 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     each_tile(out.rows(), band_of(TAPS, x.first.C), O, 128, [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
-        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C),
-               behind = pixels_of<1>(x.second, p0, p1, 0, C2);
+        Matrix pixels = pixels_of(TAPS, x.first, p0, p1, 0, C),
+               behind = pixels_of(1, x.second, p0, p1, 0, C2);
         matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
         matmul({p1 - p0, o1 - o0, C2}, target, O, behind, transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
@@ -5187,7 +5184,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     for (int first : {0, dx.first.C}) {
         const Tensor& of = dx.of(first);
         each_tile(dout.rows(), band_of(TAPS, O), of.C, 128, [&](int p0, int p1, int c0, int c1) {
-            Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
+            Matrix pixels = pixels_of(TAPS, dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
                 matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels,
                        {layer.w + (TAPS - 1 - tap) * of.C + first + c0, K}, tap > 0 || options.accumulate);
@@ -5209,7 +5206,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
             for (int p0 = 0; p0 < M; p0 += step) {
                 int p1 = std::min(p0 + step, M);
                 matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of<TAPS>(of, p0, p1, j0, j1),
+                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of(TAPS, of, p0, p1, j0, j1),
                        layer.accumulate || p0);
             }
         });
