@@ -2369,12 +2369,11 @@ struct UpdateWeights {
 
 // The learning rate of step s, counted from 0.
 HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
-    double rate = c.lr;
-    if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
-    if (c.lr_schedule == LR_CONSTANT) return rate;
+    if (s < c.warmup_steps) return c.lr * (double)(s + 1) / c.warmup_steps;
+    if (c.lr_schedule == LR_CONSTANT) return c.lr;
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
            done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
-    return rate *
+    return c.lr *
            (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
 }
 
