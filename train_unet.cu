@@ -2553,13 +2553,11 @@ static void start_from_master(Model* m) {
 
 // Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
-    std::vector<float> values, reordered;
     size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
         const Parameter& t = m->plan.tensors[index];
         if (t.ndim > 1) fan_in = t.count / t.shape[0];
-        values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-        reordered.resize(t.size);
+        std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f), reordered(t.size);
         float bound = (float)(1.0 / sqrt((double)fan_in));
         for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
             uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
@@ -3708,9 +3706,8 @@ static void read_parameters(float* to, const WeightsFile& file, const char* sect
 }
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
-    std::vector<float> held, reordered;
     for (const Parameter& t : plan.tensors) {
-        held.resize(t.size), reordered.resize(t.count);
+        std::vector<float> held(t.size), reordered(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
             fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
