@@ -4349,10 +4349,9 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
-    std::vector<float> known, mask;
+    std::vector<float> known;
     if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
-    if (*config.mask) mask = first_picture(config.mask, config, 1);
-    known.insert(known.end(), mask.begin(), mask.end());
+    if (*config.mask) std::ranges::copy(first_picture(config.mask, config, 1), std::back_inserter(known));
     // what can't be written is better said before the pictures are drawn
     { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
