@@ -1632,9 +1632,8 @@ static void size_buffers(Plan* plan, const Config& c) {
         for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
             read_again->first = i, read_again->last = kept;
         if (plan->training && b.kind == BLOCK_RES) b.hidden.last++;  // dh, which is read as `late` is
-        bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
-        size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
-        b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
+        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
+            b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
             b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
