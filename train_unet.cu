@@ -3331,12 +3331,14 @@ struct Reader {
     std::unique_ptr<FILE, int (*)(FILE*)> file;
     std::string path;
     size_t size = 0;
+    int32_t header[HEADER_INTS] = {0};  // what the file begins with, and zeros where it ends sooner
     explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
         struct stat info;
         if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
             fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
+        read(header, std::min(size, sizeof header)), seek(0);
     }
     void check(bool ok) {
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
@@ -3354,14 +3356,14 @@ struct Reader {
 
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
 // writer stream: data first, then the header with a 0 in that field, which stays there.
-static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field) {
-    uint32_t crc = 0, stored = (uint32_t)std::exchange(header[field], 0);
+static bool checksum_matches(Reader* in, int field) {
+    uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
     in->seek(HEADER_BYTES);
     for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
         bytes = std::min(left, (size_t)1 << 20);
         crc = crc32(in->take<std::string>(bytes).data(), bytes, crc);
     }
-    return crc32(header, HEADER_BYTES, crc) == stored;
+    return crc32(in->header, HEADER_BYTES, crc) == stored;
 }
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
@@ -3488,8 +3490,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
         fail("there is no %s; make one from a folder of images: %s", name,
              prepare_command(path, c.image_size).c_str());
     Reader in(path);
-    int32_t header[HEADER_INTS] = {0};
-    in.read(header, std::min(in.size, sizeof header));
+    const int32_t* header = in.header;
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
     int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
@@ -3506,7 +3507,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
         fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
-    if (version && !checksum_matches(&in, header, IMAGES_CHECKSUM_FIELD))
+    if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
@@ -3537,9 +3538,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
 // The number of classes that an image file's header tells; 0 where it has none.
 static int classes_in(const std::string& path) {
     Reader in(path);
-    int32_t header[HEADER_INTS] = {0};
-    in.read(header, std::min(in.size, sizeof header));
-    return header[0] == IMAGES_MAGIC && header[5] ? std::max(0, header[7]) : 0;
+    return in.header[0] == IMAGES_MAGIC && in.header[5] ? std::max(0, in.header[7]) : 0;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
@@ -3657,8 +3656,7 @@ static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
     Reader in(path);
     WeightsFile file = {.path = path, .config = default_config()};
-    int32_t header[HEADER_INTS] = {0};
-    in.read(header, std::min(in.size, sizeof header));
+    const int32_t* header = in.header;
     if (header[0] == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (header[0] == OLD_WEIGHTS_MAGIC)
@@ -3670,8 +3668,7 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
              header[FIELD_VERSION], UNET_VERSION);
     read_sections(&file, header, in.size);
-    if (!checksum_matches(&in, header, FIELD_CHECKSUM))
-        fail("%s is damaged: its checksum does not match", name);
+    if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
