@@ -1632,7 +1632,7 @@ static void size_buffers(Plan* plan, const Config& c) {
         for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
             read_again->first = i, read_again->last = kept;
         if (plan->training && b.kind == BLOCK_RES) b.hidden.last++;  // dh, which is read as `late` is
-        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
+        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)            // a norm reads `out`
             b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
