@@ -986,8 +986,17 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                  on(sampler),
                                                  on(known, keeps)};
     };
-    check("start pictures", shape, {{&x, KEPT, "x", FLOAT_LIMIT}, input_output},
-          [&](auto on) { on.run(StartPictures<typename decltype(on)::T>{drawing(on)}); });
+    auto check_update = [&](const char* name) {
+        check(name, shape,
+              {{&x, KEPT, "x", FLOAT_LIMIT},
+               {&saved, KEPT, "saved", FLOAT_LIMIT},
+               {&sampler, KEPT, "state", EXACT},
+               input_output},
+              [&](auto on) { on.run(UpdatePictures<typename decltype(on)::T>{drawing(on)}); });
+    };
+    sampler.host[0] = {.done = 0, .step = {.sigma = 1}};
+    sampler.upload();
+    check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
         for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
             SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
@@ -999,12 +1008,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
             check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}},
                   [&](auto on) { on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on)}); });
             limits.upload();
-            check("update pictures", shape,
-                  {{&x, KEPT, "x", FLOAT_LIMIT},
-                   {&saved, KEPT, "saved", FLOAT_LIMIT},
-                   {&sampler, KEPT, "state", EXACT},
-                   input_output},
-                  [&](auto on) { on.run(UpdatePictures<typename decltype(on)::T>{drawing(on)}); });
+            check_update("update pictures");
         }
     for (bool training : {true, false}) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
@@ -3678,6 +3682,7 @@ static void twin_case(const Case& c, Verdict* v) {
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1), config.predict = c.arg(2);
         config.sampler = c.arg(3), config.sample_steps = c.arg(4);
         std::vector<SamplerStep> steps = make_sampler(config);
+        steps.erase(steps.begin());  // the start, which calls no network
         wrong = steps.size() * 6 != n;
         for (size_t i = 0; i < steps.size() && !wrong; i++) {
             const SamplerStep& s = steps[i];
@@ -3711,11 +3716,11 @@ static void twin_case(const Case& c, Verdict* v) {
                                   begins.data(),
                                   limits.data(),
                                   &state};
-        cpu::run(StartPictures<float>{drawing});
         for (const SamplerStep& s : make_sampler(config)) {
-            double a = sqrt(abar[s.timestep]), b = sqrt(1 - abar[s.timestep]);
+            int t = std::max(0, s.timestep);  // the start tells none
+            double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
             for (size_t i = 0; i < x.size(); i++) {
-                double x0 = 1.6 * tanh(input[i] + (double)s.timestep / config.diffusion_steps / 2);
+                double x0 = 1.6 * tanh(input[i] + (double)t / config.diffusion_steps / 2);
                 double eps = (input[i] - a * x0) / b;
                 out[i] = (float)(config.predict == PREDICT_EPS ? eps
                                  : config.predict == PREDICT_V ? a * eps - b * x0

@@ -318,9 +318,7 @@ static int heads_of(const Config& c, int channels, bool decoder) {
 }
 
 // Whether --attention_resolutions names a level's size.
-static bool attends(const Config& c, int size) {
-    return std::count(c.attention_resolutions, std::end(c.attention_resolutions), size) > 0;
-}
+static bool attends(const Config& c, int size) { return std::ranges::count(c.attention_resolutions, size); }
 
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
@@ -511,10 +509,10 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
 struct Parameter {
-    char name[64];        // as PyTorch's named_parameters() calls it
-    int shape[4], ndim;   // in PyTorch's order
-    size_t count;         // elements, as in files
-    size_t offset, size;  // in memory, in floats; without gaps, in the order that join_projections makes
+    char name[64] = "";           // as PyTorch's named_parameters() calls it
+    int shape[4] = {}, ndim = 0;  // in PyTorch's order
+    size_t count = 0;             // elements, as in files
+    size_t offset = 0, size = 0;  // in memory, in floats; without gaps, in join_projections' order
     Init init;
 };
 
@@ -914,22 +912,19 @@ HOST_DEVICE static inline float sigmoid(float x) {
 
 // F.silu(x) = x sigmoid(x) and its derivative, from h = x / 2. On a GPU in bf16 sigmoid(x) is (1 + tanh h) /
 // 2, one instruction instead of two: an error of 2^-12, so that SiLU's is below a rounding of x.
-HOST_DEVICE static inline float silu_of_half(float h) {
 #if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
-    return 2.0f * h * sigmoid(2.0f * h);
-#else
-    return h + h * tanh_fast(h);
-#endif
-}
+HOST_DEVICE static inline float silu_of_half(float h) { return 2.0f * h * sigmoid(2.0f * h); }
 HOST_DEVICE static inline float silu_gradient_of_half(float h) {
-#if !defined(__CUDA_ARCH__) || defined(PRECISION_FP32)
     float s = sigmoid(2.0f * h);
     return s * (1.0f + 2.0f * h * (1.0f - s));
+}
 #else
+HOST_DEVICE static inline float silu_of_half(float h) { return h + h * tanh_fast(h); }
+HOST_DEVICE static inline float silu_gradient_of_half(float h) {
     float t = tanh_fast(h);
     return 0.5f + 0.5f * (t + h * (1.0f - t * t));
-#endif
 }
+#endif
 HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
 // F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
@@ -1104,14 +1099,14 @@ struct Block {
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
 
 struct Plan {
-    std::vector<Block> blocks;
-    std::vector<Parameter> tensors;
-    size_t num_parameters;
-    size_t num_floats;   // that they take in memory
-    size_t num_decayed;  // of them the first: weight decay is for matrices
-    size_t arena_bytes;
-    int batch;
-    bool training;
+    std::vector<Block> blocks = {};
+    std::vector<Parameter> tensors = {};
+    size_t num_parameters = 0;
+    size_t num_floats = 0;   // that they take in memory
+    size_t num_decayed = 0;  // of them the first: weight decay is for matrices
+    size_t arena_bytes = 0;
+    int batch = 0;
+    bool training = false;
 };
 
 // What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
@@ -1494,8 +1489,7 @@ static void out_backward(Model* m, const Block& block, int B) {
 
 // Declares a parameter, as named_parameters() calls it.
 static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
-    Parameter t = {};
-    t.ndim = (int)shape.size(), t.count = 1, t.init = init;
+    Parameter t = {.ndim = (int)shape.size(), .count = 1, .init = init};
     snprintf(t.name, sizeof t.name, "%s", name.c_str());
     for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
@@ -1638,9 +1632,8 @@ static void size_buffers(Plan* plan, const Config& c) {
         for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
             read_again->first = i, read_again->last = kept;
         if (plan->training && b.kind == BLOCK_RES) b.hidden.last++;  // dh, which is read as `late` is
-        bool normed = b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT;  // a norm reads `out`
-        size_t out_parts = normed ? norm_parts(b.out_H * b.out_H) : 0;
-        b.moments = {0, aligned(B * out_parts * O * sizeof(float2)), i, i};
+        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)            // a norm reads `out`
+            b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
             b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
@@ -1676,8 +1669,7 @@ static void place_buffers(Plan* plan) {
 }
 
 static Plan make_plan(const Config& c, int batch, bool training) {
-    Plan plan = Plan();
-    plan.batch = batch, plan.training = training;
+    Plan plan = {.batch = batch, .training = training};
     int levels = list_length(c.channel_mult), width = level_width(c, 0), count = 0, part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
@@ -1949,8 +1941,7 @@ HOST_DEVICE static inline BoundTerm cumulative(float z) {
 // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
 // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
-    bool black = x0 < -0.999f;
-    bool white = x0 > 0.999f;
+    bool black = x0 < -0.999f, white = x0 > 0.999f;
     float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
     BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
@@ -2016,9 +2007,9 @@ struct PredictionLoss {
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. With an
-// --init_image the first step, number 0, adds to_known image. Over x goes what --mask keeps of the image,
-// noised: known_signal image + known_noise noise.
+// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. The first step,
+// number 0, calls nothing: x becomes noise, or with an --init_image to_known image + sigma noise. Over x goes
+// what --mask keeps of the image, noised: known_signal image + known_noise noise.
 struct SamplerStep {
     uint32_t number = 0;  // of those that follow, counted from 1
     int timestep = -1;    // what the network is told; -1: it is not called
@@ -2099,11 +2090,10 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
     int count = (int)timesteps.size();
     std::vector<int> places = places_of(c, count);
-    if (*c.init_image) {  // with a mask, from the chain's beginning on, the rest is noise alone
-        double a = abar[timesteps.back()];
-        bool rest = !*c.mask || strength_of(c) < 1;
-        add({.to_x = rest ? (float)sqrt(1 - a) : 1, .to_known = rest ? (float)sqrt(a) : 0}, a);
-    }
+    double start = abar[timesteps.back()];
+    // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
+    bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
+    add({.sigma = noised ? (float)sqrt(1 - start) : 1, .to_known = noised ? (float)sqrt(start) : 0}, start);
     for (size_t k = 0; k + 1 < places.size(); k++) {
         int i = places[k], to = places[k + 1];
         double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
@@ -2224,27 +2214,8 @@ struct ThresholdLimits {
     }
 };
 
-// x begins as noise. A picture depends on its Beginning alone, whatever the batch it is drawn in.
-template <typename T>
-struct StartPictures {
-    Drawing<T> drawing;
-
-    size_t items() const { return FourPixels::count(drawing.input); }
-    HOST_DEVICE void operator()(size_t item) const {
-        FourPixels four(item, drawing.input.T());
-        Beginning from = drawing.begins[four.b];
-        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4], other[4] = {};
-            random_normals_at(normal, from.seed, STREAM_SAMPLER, four.element(c), 0, 0);
-            if (from.other_weight != 0)
-                random_normals_at(other, from.other, STREAM_SAMPLER, four.element(c), 0, 0);
-            UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++)
-                drawing.set(four.at(i, c), from.weight * normal[i] + from.other_weight * other[i]);
-        }
-    }
-};
-
-// x and what is saved become what SamplerStep says. Then the step is done.
+// x and what is saved become what SamplerStep says. Then the step is done. A picture depends on its Beginning
+// alone, whatever the batch it is drawn in.
 template <typename T>
 struct UpdatePictures {
     Drawing<T> drawing;
@@ -2255,19 +2226,23 @@ struct UpdatePictures {
         if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4] = {}, masked[4] = {};
+            float normal[4] = {}, other[4] = {}, masked[4] = {};
             const float* known = drawing.known;
-            uint32_t seed = drawing.begins[four.b].seed, number = step.number;
+            const Beginning from = drawing.begins[four.b];
+            uint32_t number = step.number;
             int e = four.element(c), mask = four.element(drawing.channels);  // where it lies behind the image
-            if (step.sigma > 0) random_normals_at(normal, seed, STREAM_SAMPLER, e, 0, number);
-            if (known) random_normals_at(masked, seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
+            if (step.sigma > 0) random_normals_at(normal, from.seed, STREAM_SAMPLER, e, 0, number);
+            if (number == 0 && from.other_weight != 0)
+                random_normals_at(other, from.other, STREAM_SAMPLER, e, 0, 0);
+            if (known) random_normals_at(masked, from.seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * normal[i];
+                float noise = number ? normal[i] : from.weight * normal[i] + from.other_weight * other[i];
+                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * noise;
                 if (known) next += step.to_known * known[e + i];
                 if (known && known[mask + i] > 0)
                     next = step.known_signal * known[e + i] + step.known_noise * masked[i];
@@ -2393,12 +2368,11 @@ struct UpdateWeights {
 
 // The learning rate of step s, counted from 0.
 HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
-    double rate = c.lr;
-    if (s < c.warmup_steps) return rate * (double)(s + 1) / c.warmup_steps;
-    if (c.lr_schedule == LR_CONSTANT) return rate;
+    if (s < c.warmup_steps) return c.lr * (double)(s + 1) / c.warmup_steps;
+    if (c.lr_schedule == LR_CONSTANT) return c.lr;
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
            done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
-    return rate *
+    return c.lr *
            (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
 }
 
@@ -2578,13 +2552,11 @@ static void start_from_master(Model* m) {
 
 // Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
-    std::vector<float> values, reordered;
     size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
         const Parameter& t = m->plan.tensors[index];
         if (t.ndim > 1) fan_in = t.count / t.shape[0];
-        values.assign(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-        reordered.resize(t.size);
+        std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f), reordered(t.size);
         float bound = (float)(1.0 / sqrt((double)fan_in));
         for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
             uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
@@ -2707,10 +2679,10 @@ struct FinishStep {
 // The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
 struct Dataset {
     int count = 0, size = 0, channels = 0;  // images; height and width
-    std::vector<uint8_t> bytes;
-    std::vector<float> floats;
+    std::vector<uint8_t> bytes = {};
+    std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
-    std::vector<int> labels;  // (N), where there are classes
+    std::vector<int> labels = {};  // (N), where there are classes
 };
 
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
@@ -2780,9 +2752,8 @@ static void prepare_steps(Trainer* t) {
         t->labels = allocate<int>(data.count);
         if (!t->labels) fail("could not allocate memory for the labels");
         backend_upload(t->labels.get(), data.labels.data(), data.count * sizeof(int));
-        source->labels = t->labels.get(), source->no_class = c.num_classes;
-        source->drop = c.cond_drop_prob;
     }
+    source->labels = t->labels.get(), source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
     StepState state = StepState();
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
@@ -2977,8 +2948,8 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                *weak_input = is_guided(c) ? weak->input + behind : nullptr;
         Drawing<floatX> drawing = {input, out,       weak_input, weak_out,         c.in_channels, x,
                                    saved, m->begins, m->limits,  m->sampler_state, m->known};
-        run(StartPictures<floatX>{drawing});
-        backend_zero(saved, bytes);  // it is multiplied by 0, and may hold a NaN
+        for (float* held : {x, saved}) backend_zero(held, bytes);  // the start takes 0 times these,
+        backend_zero(out, input.count() * sizeof(floatX));         // which may hold a NaN
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
             backend_await(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
@@ -2997,7 +2968,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             });
             backend_mark(begun++ % STEPS_IN_FLIGHT);
             if (answers) progress.count();
-            if (s.save_x) continue;  // a step ends where what is saved is x0; for a strip we wait for it
+            if (!answers || s.save_x) continue;  // a step ends where x0 is saved; for a strip we wait for it
             int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
                 for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
@@ -3252,8 +3223,7 @@ static bool in_range(const Flag& flag, double number) {
     if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
     if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
     float value = (float)number;
-    return value >= (float)flag.least && value <= (float)flag.most &&
-           (number == 0 || fabsf(value) >= FLT_MIN);
+    return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
 }
 
 // The number in `value`, which must be all of it and within [least, most].
@@ -3361,12 +3331,14 @@ struct Reader {
     std::unique_ptr<FILE, int (*)(FILE*)> file;
     std::string path;
     size_t size = 0;
+    int32_t header[HEADER_INTS] = {0};  // what the file begins with, and zeros where it ends sooner
     explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
         struct stat info;
         if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
             fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
+        read(header, std::min(size, sizeof header)), seek(0);
     }
     void check(bool ok) {
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
@@ -3374,29 +3346,31 @@ struct Reader {
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
+    template <typename Values>
+    Values take(size_t count) {  // the next so many
+        Values values(count, 0);
+        read(values.data(), count * sizeof values[0]);
+        return values;
+    }
 };
 
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
 // writer stream: data first, then the header with a 0 in that field, which stays there.
-static bool checksum_matches(Reader* in, int32_t header[HEADER_INTS], int field) {
-    std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
-    uint32_t crc = 0, stored = (uint32_t)std::exchange(header[field], 0);
+static bool checksum_matches(Reader* in, int field) {
+    uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
     in->seek(HEADER_BYTES);
-    for (size_t at = HEADER_BYTES; at < in->size; at += buffer.size()) {
-        buffer.resize(std::min(buffer.size(), in->size - at));
-        in->read(buffer.data(), buffer.size());
-        crc = crc32(buffer.data(), buffer.size(), crc);
+    for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
+        bytes = std::min(left, (size_t)1 << 20);
+        crc = crc32(in->take<std::string>(bytes).data(), bytes, crc);
     }
-    return crc32(header, HEADER_BYTES, crc) == stored;
+    return crc32(in->header, HEADER_BYTES, crc) == stored;
 }
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
     if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
-    std::string contents(in.size, '\0');
-    in.read(&contents[0], in.size);
-    return contents;
+    return in.take<std::string>(in.size);
 }
 
 static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
@@ -3516,8 +3490,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
         fail("there is no %s; make one from a folder of images: %s", name,
              prepare_command(path, c.image_size).c_str());
     Reader in(path);
-    int32_t header[HEADER_INTS] = {0};
-    in.read(header, std::min(in.size, sizeof header));
+    const int32_t* header = in.header;
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
     int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
@@ -3534,7 +3507,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
     if (claimed != (double)in.size)
         fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
-    if (version && !checksum_matches(&in, header, IMAGES_CHECKSUM_FIELD))
+    if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
@@ -3543,19 +3516,15 @@ static Dataset read_images(const std::string& path, const Config& c) {
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
-    Dataset data;
-    data.count = N, data.size = H, data.channels = C;
+    Dataset data = {.count = N, .size = H, .channels = C};
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
-    data.bytes.resize(bytes ? count : 0);
-    in.read(data.bytes.data(), data.bytes.size());
-    data.floats.resize(bytes ? 0 : count);
-    in.read(data.floats.data(), data.floats.size() * sizeof(float));
+    data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
+    data.floats = in.take<std::vector<float>>(bytes ? 0 : count);
     for (float value : data.floats)
         if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", name, value);
-    data.labels.resize(classes ? N : 0);
-    in.read(data.labels.data(), data.labels.size() * sizeof(int));
+    data.labels = in.take<std::vector<int>>(classes ? N : 0);
     for (int label : data.labels)
         if (label < 0 || label >= classes)
             fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
@@ -3569,9 +3538,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
 // The number of classes that an image file's header tells; 0 where it has none.
 static int classes_in(const std::string& path) {
     Reader in(path);
-    int32_t header[HEADER_INTS] = {0};
-    in.read(header, std::min(in.size, sizeof header));
-    return header[0] == IMAGES_MAGIC && header[5] ? std::max(0, header[7]) : 0;
+    return in.header[0] == IMAGES_MAGIC && in.header[5] ? std::max(0, in.header[7]) : 0;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
@@ -3592,7 +3559,7 @@ struct WeightsFile {
     long step = 0;
     float smoothed = 0;
     History history = History();
-    std::map<std::string, Section> sections;  // by name
+    std::map<std::string, Section> sections = {};  // by name
 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -3676,10 +3643,9 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
     for (const char* name : TEXT_SECTIONS) {
         if (!file->sections.contains(name)) continue;
         auto [offset, bytes] = file->sections[name];
-        std::string value(std::min(bytes, (size_t)MAX_PATH_LENGTH), '\0');  // more is refused as too long
+        in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
+        std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
         if (value.empty()) continue;
-        in->seek(offset);
-        in->read(&value[0], value.size());
         std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
@@ -3689,10 +3655,8 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
     Reader in(path);
-    WeightsFile file;
-    file.path = path, file.config = default_config();
-    int32_t header[HEADER_INTS] = {0};
-    in.read(header, std::min(in.size, sizeof header));
+    WeightsFile file = {.path = path, .config = default_config()};
+    const int32_t* header = in.header;
     if (header[0] == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (header[0] == OLD_WEIGHTS_MAGIC)
@@ -3704,8 +3668,7 @@ static WeightsFile open_weights(const std::string& path) {
         fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
              header[FIELD_VERSION], UNET_VERSION);
     read_sections(&file, header, in.size);
-    if (!checksum_matches(&in, header, FIELD_CHECKSUM))
-        fail("%s is damaged: its checksum does not match", name);
+    if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
     fields_to_flags(&file.config, header, path);
     file.step = header[FIELD_STEP];
     memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
@@ -3727,11 +3690,9 @@ static WeightsFile open_weights(const std::string& path) {
 // One section of parameters, from a file's order to memory's. `to` (num_floats) is on the device.
 static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
     Reader in(file.path);
-    std::vector<float> stored, reordered;
     in.seek(file.sections.at(section).offset);
     for (const Parameter& t : plan.tensors) {
-        stored.resize(t.count), reordered.resize(t.size);
-        in.read(stored.data(), t.count * sizeof(float));
+        std::vector<float> stored = in.take<std::vector<float>>(t.count), reordered(t.size);
         if (!all_finite(stored.data(), t.count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
                  file.path.c_str(), t.name, section);
@@ -3741,9 +3702,8 @@ static void read_parameters(float* to, const WeightsFile& file, const char* sect
 }
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
-    std::vector<float> held, reordered;
     for (const Parameter& t : plan.tensors) {
-        held.resize(t.size), reordered.resize(t.count);
+        std::vector<float> held(t.size), reordered(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
             fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
@@ -3989,8 +3949,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     if (path.empty()) fail_usage("--config needs a file's name, not ''");
     std::vector<GivenFlag> given;
     Reader in(path);
-    std::string contents(std::min(in.size, (size_t)1 << 20), '\0');
-    in.read(&contents[0], contents.size());
+    std::string contents = in.take<std::string>(std::min(in.size, (size_t)1 << 20));
     if (in.size > contents.size() || contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
     if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
@@ -4279,14 +4238,13 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
 
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
+    static const char* const THRESHOLDS[] = {"", ", dynamic threshold", ", no threshold"};
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
-    if (c.threshold != THRESHOLD_CLAMP)
-        line += c.threshold == THRESHOLD_DYNAMIC ? ", dynamic threshold" : ", no threshold";
-    return line;
+    return line + THRESHOLDS[c.threshold];
 }
 
 // The folder of a run that is there.
@@ -4303,11 +4261,9 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
                                   : newest_checkpoint(run_folder(config), otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    static const char* const NEEDED[][2] = {{"mask", "init_image"},
-                                            {"strength", "init_image"},
-                                            {"jump_length", "mask"},
-                                            {"jump_n_sample", "mask"}};
-    for (auto [name, needed] : NEEDED)
+    using Needs = std::pair<const char*, const char*>;
+    for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
+                                Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
         if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
@@ -4389,10 +4345,9 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
-    std::vector<float> known, mask;
+    std::vector<float> known;
     if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
-    if (*config.mask) mask = first_picture(config.mask, config, 1);
-    known.insert(known.end(), mask.begin(), mask.end());
+    if (*config.mask) std::ranges::copy(first_picture(config.mask, config, 1), std::back_inserter(known));
     // what can't be written is better said before the pictures are drawn
     { Writer trial(config.output_name); }
     if (*config.output_dir) make_folder(config.output_dir);
@@ -4710,12 +4665,11 @@ static void request_stop(int signal_number) {
     stop_requested = 1;
     if (signal_number == SIGINT || signal_number == SIGTERM) alarm(1);
 }
-static void end_at_the_next(int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); }
 
 static void handle_signals() {
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
-    signal(SIGALRM, end_at_the_next);
+    signal(SIGALRM, [](int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 
@@ -4844,23 +4798,18 @@ namespace cpu {
 // ---- CPU workspace ----------------------------------------------------------------------------------------
 
 // Each thread's own scratch: gathered inputs of a product, attention scores, and matmul's packed panels.
-enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
+enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512, SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
 static float* cpu_workspace;
 
-static size_t cpu_workspace_bytes() {
-    return (size_t)omp_get_max_threads() * (THREAD_FLOATS + KC * NC) * sizeof(float);
-}
+static size_t cpu_workspace_bytes() { return sizeof(float) * SCRATCH_FLOATS * omp_get_max_threads(); }
 static bool allocate_cpu_workspace() {
     return cpu_workspace || !posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes());
 }
-static float* thread_floats() {
-    return cpu_workspace + (size_t)omp_get_thread_num() * (THREAD_FLOATS + KC * NC);
-}
+static float* thread_floats() { return cpu_workspace + (size_t)omp_get_thread_num() * SCRATCH_FLOATS; }
 
 // work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads. Shapes
 // decide what a tile is, never the number of threads.
-template <typename Work>
-static void each_tile(int M, int rows, int N, int columns, Work work) {
+static void each_tile(int M, int rows, int N, int columns, auto work) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int m = 0; m < M; m += rows)
         for (int n = 0; n < N; n += columns) work(m, std::min(m + rows, M), n, std::min(n + columns, N));
@@ -4978,8 +4927,7 @@ static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
     }
 }
 
-template <int TAPS>
-static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
+static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     int B = dout.B, T = dout.H * dout.W, O = dout.C;
     each_tile(1, 1, O, 16, [&](int, int, int o0, int o1) {
@@ -5007,8 +4955,7 @@ static void bias_backward(Product<TAPS> layer, Rows per_image, Tensor dout) {
 // work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the
 // two tensors: x(t) is where they lie at pixel t.
 enum { SLAB = 32 };
-template <typename Work>
-static void each_slab(const Joined& x, Work work) {
+static void each_slab(const Joined& x, auto work) {
     for (int c0 : {0, x.first.C}) {
         const Tensor& of = x.of(c0);
         each_tile(of.B, 1, of.C, SLAB, [&](int b, int, int c, int end) {
@@ -5176,10 +5123,9 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 
 // Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or
 // with nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
-template <int TAPS>
-static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
+static Matrix pixels_of(int taps, Tensor x, int p0, int p1, int j0, int j1) {
     int H = x.H, W = x.W, C = x.C;
-    if (TAPS == 1) return {x.data + (size_t)p0 * C + j0, C};
+    if (taps == 1) return {x.data + (size_t)p0 * C + j0, C};
     float* columns = thread_floats();
     for (int p = p0; p < p1; p++) {
         int column = p % W, row = p / W % H;
@@ -5195,10 +5141,7 @@ static Matrix pixels_of(Tensor x, int p0, int p1, int j0, int j1) {
     return {thread_floats(), j1 - j0};
 }
 // So many pixels at a time that they fit there.
-template <int TAPS>
-static int band_of(Tensor x) {
-    return TAPS == 1 ? 252 : std::min(252, (int)THREAD_FLOATS / (TAPS * x.C));
-}
+static int band_of(int taps, int C) { return taps == 1 ? 252 : std::min(252, THREAD_FLOATS / (taps * C)); }
 
 template <int TAPS>
 static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
@@ -5206,14 +5149,13 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
     const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(out.rows(), band_of<TAPS>(x.first), O, 128, [&](int p0, int p1, int o0, int o1) {
+    each_tile(out.rows(), band_of(TAPS, x.first.C), O, 128, [&](int p0, int p1, int o0, int o1) {
         float* target = out.data + (size_t)p0 * O + o0;
         const float* w = layer.w + (size_t)o0 * K;
-        Matrix pixels = pixels_of<TAPS>(x.first, p0, p1, 0, C);
+        Matrix pixels = pixels_of(TAPS, x.first, p0, p1, 0, C),
+               behind = pixels_of(1, x.second, p0, p1, 0, C2);
         matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        if (C2)
-            matmul({p1 - p0, o1 - o0, C2}, target, O, pixels_of<1>(x.second, p0, p1, 0, C2),
-                   transposed(w + C, K), true);
+        matmul({p1 - p0, o1 - o0, C2}, target, O, behind, transposed(w + C, K), true);
         for (int p = p0; p < p1; p++) {
             size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
             const float *emb = options.emb.data, *bias = layer.bias;
@@ -5232,8 +5174,8 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), O));
     for (int first : {0, dx.first.C}) {
         const Tensor& of = dx.of(first);
-        each_tile(dout.rows(), band_of<TAPS>(dout), of.C, 128, [&](int p0, int p1, int c0, int c1) {
-            Matrix pixels = pixels_of<TAPS>(dout, p0, p1, 0, TAPS * O);
+        each_tile(dout.rows(), band_of(TAPS, O), of.C, 128, [&](int p0, int p1, int c0, int c1) {
+            Matrix pixels = pixels_of(TAPS, dout, p0, p1, 0, TAPS * O);
             for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
                 matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels,
                        {layer.w + (TAPS - 1 - tap) * of.C + first + c0, K}, tap > 0 || options.accumulate);
@@ -5255,7 +5197,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
             for (int p0 = 0; p0 < M; p0 += step) {
                 int p1 = std::min(p0 + step, M);
                 matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of<TAPS>(of, p0, p1, j0, j1),
+                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of(TAPS, of, p0, p1, j0, j1),
                        layer.accumulate || p0);
             }
         });
@@ -5269,8 +5211,7 @@ static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
 
 // work(b, head, t0, rows) for every image, head and band of rows of the score matrix, of which a thread holds
 // so many at a time; a head's bands follow each other.
-template <typename Work>
-static void each_band(Tensor qkv, int heads, Work work) {
+static void each_band(Tensor qkv, int heads, auto work) {
     int T = qkv.H * qkv.W, most = std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T)));
     each_tile(qkv.B, 1, heads, 1, [&](int b, int, int head, int) {
         for (int t0 = 0; t0 < T; t0 += most) work(b, head, t0, std::min(most, T - t0));

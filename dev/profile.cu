@@ -241,11 +241,11 @@ static void prepare_drawing(Model* m, Config config, int B) {
     initialise_weights(m, config.seed);
     auto begins = begin_with(consecutive(config.seed, B));
     backend_upload(m->begins, begins.data(), B * sizeof(Beginning));
-    SamplerStep halfway = {.timestep = config.diffusion_steps / 2};
+    SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .sigma = 1};
     backend_upload(m->sampler, &halfway, sizeof halfway);
-    run(StartPictures<floatX>{{unet_input(m, B), unet_output(m), nullptr, nullptr, config.in_channels,
-                               m->target, m->images, m->begins, m->limits, m->sampler_state}});
     run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, B, B, 0});
+    run(UpdatePictures<floatX>{{unet_input(m, B), unet_output(m), nullptr, nullptr, config.in_channels,
+                                m->target, m->images, m->begins, m->limits, m->sampler_state}});
 }
 
 // Milliseconds of a call of the network, a line for each number of images. A graph holds ten calls, which a
