@@ -669,11 +669,21 @@ static void test_normed_product(const NormedProductTest& s) {
     Layer x(M * O), out(M * K);
     Weights<TAPS> weights(K, O);
     const char* layer = TAPS == 9 ? "conv3x3 then norm" : "linear then norm";
+    // A portable tile, unsplit, that holds whole parts of images must leave a norm's sums behind, and no other.
+    const bool whole = T == 64
+                           ? TAPS == 1 || H == 8
+                           : forced_tile < 2 && T % 128 == 0 && (TAPS == 1 || (H % 8 == 0 && W % 16 == 0));
+    auto check_sums = [&](int before) {
+        if (forced_tile >= 0 && forced_splits == 1 && (sum_passes > before) == whole)
+            fault(layer, shape + (whole ? ": left no sums behind" : ": left sums behind"));
+    };
     check(layer, shape, {{&norm.x, WRITTEN, "product", LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(x), B, H, W, O};
+        const int before = sum_passes;
         if (!on.here) norm.moments.poison();
         on.product_forward(norm(on).x.first, from, weights(on));
+        if (!on.here) check_sums(before);
     });
     std::vector<floatX> product = norm.x.download();  // both norms read the launcher's
     norm.x.host.assign(product.begin(), product.end());
@@ -706,8 +716,8 @@ static void test_normed_product(const NormedProductTest& s) {
         });
     }
     Layer dout(M * O), dnormed(M * K), dx(M * s.C), dx2(M * s.C2);
-    bool apart =
-        false;  // the first half of the norm's gradient is a kernel of its own, which reads rounded numbers
+    // The first half of the norm's gradient is a kernel of its own, which reads rounded numbers.
+    bool apart = false;
     split.measure(OnHost());
     cpu::groupnorm_forward({out.host.data(), B, H, W, K}, split(OnHost()));
     split.mean.upload(), split.rstd.upload();
@@ -725,7 +735,7 @@ static void test_normed_product(const NormedProductTest& s) {
               if (!on.here) split.sums.poison();
               on.input_gradient(dy, {on(dout), B, H, W, O}, second(on),
                                 {.norm = on.here && apart ? nullptr : &of});
-              if (!on.here) apart = sum_passes > before;
+              if (!on.here) apart = sum_passes > before, check_sums(before);
               if (on.here && apart) {
                   for (float& value : dnormed.host) value = rounded(value);
                   on.groupnorm_backward_sums(dy, dy, of);
@@ -1382,8 +1392,8 @@ static void check_all(const Plan& plan) {
             i++;
         }
     for (int taps : {9, 1})
-        for (int tile : {-1, 1}) {  // the fastest kernel, and a portable one
-            forced_tile = tile;
+        for (int tile : {-1, 0, 1, 2}) {  // the fastest kernel, and the portable ones
+            forced_tile = tile, forced_splits = tile >= 0;
             for (int H : {8, 16, 32, 12}) {
                 test_normed_product({.B = 3, .H = H, .W = H, .C = 64, .C2 = 64, .O = 128}, taps);
                 test_normed_product({.B = 2, .H = H, .W = H, .C = 96, .C2 = 32}, taps);
@@ -1391,7 +1401,7 @@ static void check_all(const Plan& plan) {
                 test_normed_product({.B = 3, .H = H, .W = H, .C = 192, .O = 64, .modulated = true}, taps);
             }
             test_normed_product({.B = 2, .H = 64, .W = 64, .C = 64, .C2 = 128}, taps);
-            forced_tile = -1;
+            forced_tile = -1, forced_splits = 0;
         }
     for (bool adding : {false, true})
         for (bool residual : {false, true})

@@ -5514,7 +5514,7 @@ __device__ inline void await_inputs() {
 template <typename... Parameters, typename... Arguments>
 static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
                             int cluster, Arguments... arguments) {
-    if (shared > 40 * 1024)  // 48 KB with what a kernel declares itself
+    if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -5598,14 +5598,12 @@ __device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], c
     }
 }
 
-// In thread c < ROW vectors, sums (ROW vectors) = finish(c, sum) where c < C: of a and q over a part of an
-// image, summed over the block's threads, of which one in ROW has the same vector of channels, in a fixed
-// order.
-template <int ROW, int THREADS, typename Finish>
-__device__ static inline void norm_part_sums(float2* sums, int C, float (&a)[VEC], float (&q)[VEC],
-                                             Finish finish) {
-    static_assert(ROW * VEC <= THREADS, "a thread a channel");
-    __shared__ float2 shared_sums[THREADS / 32][ROW * VEC];
+// Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
+// order. Thread c writes sums[c] = finish(c, their sum), for c < C.
+template <int ROW, int WARPS, typename Finish>
+__device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
+                                             float (&a)[VEC], float (&q)[VEC], Finish finish) {
+    static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
         for (int step = ROW; step < 32; step *= 2)
@@ -5618,6 +5616,7 @@ __device__ static inline void norm_part_sums(float2* sums, int C, float (&a)[VEC
     for (auto& of_warp : shared_sums) total.x += of_warp[c].x, total.y += of_warp[c].y;
     sums[c] = finish(c, total);
 }
+typedef float2 NormPartSums[NORM_PART_THREADS / 32][8 * VEC];
 
 // A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
 __device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
@@ -5654,9 +5653,9 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
     }
     const int c0 = blockIdx.y * 8 * VEC;
     float2* moments = x.moments + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    norm_part_sums<8, NORM_PART_THREADS>(moments, C - c0, sum, squares, [&](int c, float2 total) {
-        return moments_about((float)first[c0 + c], total, n);
-    });
+    __shared__ NormPartSums shared_sums;
+    norm_part_sums<8>(shared_sums, moments, C - c0, sum, squares,
+                      [&](int c, float2 total) { return moments_about((float)first[c0 + c], total, n); });
 }
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.count()});
@@ -5857,9 +5856,11 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         }
     }
     const int c0 = blockIdx.y * 8 * VEC;
-    norm_part_sums<8, NORM_PART_THREADS>(
-        norm.sums + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0, C - c0, sum, sum_normed,
-        [&](int c, float2 total) { return make_float2(total.x, total.y * rstd[(c0 + c) / group]); });
+    float2* sums = norm.sums + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    __shared__ NormPartSums shared_sums;
+    norm_part_sums<8>(shared_sums, sums, C - c0, sum, sum_normed, [&](int c, float2 total) {
+        return make_float2(total.x, total.y * rstd[(c0 + c) / group]);
+    });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
@@ -6342,12 +6343,12 @@ __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     unpack(x, *(const uint4*)p);
     for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
-// p + n pitch, by one 32-bit multiplication, because neither factor has a sign.
+// p + n pitch, by one multiplication of 32 bits, because neither factor has a sign.
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// By a thread, a vector of each of n <= N rows of shared memory, `step` bytes apart: from `from` on, of pixel
-// pixel_of(i) for the i-th; zeros where there are not so many pixels.
+// By a thread, a vector of each of N rows of shared memory, `step` bytes apart, but of the first n at most:
+// from `from` on, of pixel pixel_of(i) for the i-th; zeros where there are not so many pixels.
 template <int N, class PixelOf>
 __device__ __forceinline__ void load_pixels(uint32_t to, int step, int n, const floatX* from,
                                             unsigned channels, unsigned pixels, PixelOf pixel_of) {
@@ -6441,23 +6442,19 @@ struct GemmTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
-    // Of a buffer, at most: 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2.
-    static constexpr int A_SWEEPS = ((TAPS == 1 ? BM : BM / 64 * 100) + SWEEP - 1) / SWEEP;
-    static constexpr int B_BYTES = BN * 128;
-    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_SWEEPS * SWEEP * 4 + 127) / 128 * 128;
+    static constexpr int A_ROWS =
+        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP, B_BYTES = BN * 128;
+    static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
     // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
     static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES, A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
-    // Rows of a buffer of A: those of its patch, in whole sweeps.
-    __host__ __device__ static int a_rows(const Patch& patch) {
-        return TAPS == 1 ? BM : (patch.rows() + SWEEP - 1) / SWEEP * SWEEP;
-    }
-    // The first buffer of a single chunk of channels is the only one.
-    static int shared_bytes(int chunks, const Patch& patch) {
-        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * a_rows(patch) * 128;
+    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
+    __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
+        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
         int staging = BM * STAGING_PITCH * (int)sizeof(float);
         return TABLE_BYTES + (ring > staging ? ring : staging);
     }
@@ -6542,17 +6539,6 @@ struct WarpProduct {
     }
 };
 
-// out at pixel m, VEC columns from n on: the sums and what is added to them. The residual may be out itself.
-__device__ inline void finish_output(const Gemm& g, float (&value)[VEC], int m, int n) {
-    int column = g.out.within(n);
-    size_t at = (size_t)m * g.out.of(n).C + column;
-    const floatX* residual = g.residual.of(n).data;
-    if (g.bias) add_vector(value, g.bias + n);
-    if (g.emb.data) add_vector(value, g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
-    if (residual) add_vector(value, residual + at);
-    *(uint4*)(g.out.of(n).data + at) = pack(value);
-}
-
 // What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
@@ -6565,19 +6551,17 @@ struct GemmEpilogue {
     const int* pixel_of_row;
     const int tile, n0, column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
     const bool gradient = Tile::TRANSPOSED && g.norm.mean && g.sums;
-    const int parts = g.x.first.T() == 64 ? BM / 64 : 1;  // of images, that a tile holds if g.sums
-    int image, m[PASSES];                                 // its pixels, -1: outside
-    uint4 there[PASSES];                                  // what is added to the outputs, or a norm's x
+    const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
+    int m[PASSES];                                                 // its pixels, -1: outside
+    uint4 there[PASSES];  // what is added to the outputs, or a norm's x
     float value[PASSES][VEC], sum[VEC] = {}, product[VEC] = {};
 
     __device__ __forceinline__ void load(int half) {
-        if (TAPS == 1) image = (tile * BM + half * 64) / g.x.first.T();
-        if (TAPS > 1) image = tile / g.patch.set_tiles() * g.patch.images + (g.patch.images > 1 ? half : 0);
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
         const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
-        UNROLLED_FOR (int i = 0; i < PASSES;
-                      i++) {  // all loads before the first store: none waits for another
+        // all loads before the first store: none waits for another
+        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
             const int p = half * 64 + i * STEP + row;
             m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
@@ -6595,6 +6579,7 @@ struct GemmEpilogue {
     // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
     __device__ __forceinline__ void finish() {
         float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
+        const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
             norm_affine<true>(scale, shift, g.norm, image, n);
             norm_each_channel(n, g.N() / g.norm.groups, [&](int e, int group) {
@@ -6621,26 +6606,27 @@ struct GemmEpilogue {
             if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
     }
-    // By all threads: the sums of a part, when its last pixels are finished; the outputs' own sums about the
-    // part's first pixel, which takes the place of its sums in `staging`.
+    // By all threads: the sums of a part of an image, when its last pixels are finished. Of the outputs they
+    // are about the part's first pixel, kept in `staging` where that pixel's sums lay.
     __device__ __forceinline__ void leave_sums(int half) {
-        const int part = tile * parts + (parts > 1 ? half : 0), begins = half % (BM / 64 / parts) == 0;
-        float* pivot = staging + (parts > 1 ? half * 64 : 0) * PITCH;
-        if (!gradient && begins && row == 0)
+        const int first = half * 64 / part_pixels * part_pixels, part = (tile * BM + first) / part_pixels;
+        float* pivot = staging + first * PITCH;
+        if (!gradient && half * 64 == first && row == 0)
             for (int e = 0; e < VEC; e++) pivot[column + e] = value[0][e];
-        __syncthreads();  // also: the sums of the part before have been read
+        __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
             for (int e = 0; e < VEC && !gradient; e++) {
                 float d = value[i][e] - pivot[column + e];
                 sum[e] += d, product[e] += d * d;
             }
-        if ((half + 1) % (BM / 64 / parts) || part * (BM / parts) >= g.M()) return;
-        norm_part_sums<ROW, Tile::THREADS>(
-            g.sums + (size_t)part * g.N() + n0, g.N() - n0, sum, product, [&](int c, float2 total) {
-                if (!gradient) return moments_about(pivot[c], total, BM / parts);
-                const int group = (n0 + c) / (g.N() / g.norm.groups);
-                return make_float2(total.x, total.y * g.norm.rstd[image * g.norm.groups + group]);
-            });
+        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) return;
+        auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
+        float2* sums = g.sums + (size_t)part * g.N() + n0;
+        norm_part_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
+            if (!gradient) return moments_about(pivot[c], total, part_pixels);
+            const int group = (n0 + c) / (g.N() / g.norm.groups), image = part * part_pixels / T;
+            return make_float2(total.x, total.y * g.norm.rstd[image * g.norm.groups + group]);
+        });
         for (int e = 0; e < VEC; e++) sum[e] = product[e] = 0;
     }
 };
@@ -6659,7 +6645,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     extern __shared__ __align__(128) unsigned char shared[];
     int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
     uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
-    const int a_rows = Tile::a_rows(g.patch), a_bytes = a_rows * 128;
+    static_assert(Tile::shared_bytes(2, Tile::A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
+    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
     const unsigned tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
     const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
     const int first = blockIdx.y * g.share, chunks = min(first + g.share, g.chunks()) - first;
@@ -6667,13 +6654,14 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     if (TAPS > 1) {
         Pixel origin = g.patch.origin(tile);
         for (int r = tid; r < a_rows; r += THREADS)
-            pixel_of_row[r] = r < g.patch.rows() ? g.patch.pixel(origin, g.patch.offset(r)) : -1;
+            pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
         __syncthreads();
     }
     // Where a chunk, counted from `first`, lies: in which of the two, and from which of its channels on.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
-    const int sweeps = a_rows / Tile::SWEEP;
+    const int sweeps =
+        (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // that have a row for this thread
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
         const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
@@ -6719,11 +6707,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         copy_commit();
         early.next();
     };
-    for (int begin = 0; TAPS > 1 && begin < sweeps; begin += Tile::A_LOADS) load_a(0, 0, begin);
+    for (int begin = 0; TAPS > 1 && begin < Tile::A_SWEEPS; begin += Tile::A_LOADS) load_a(0, 0, begin);
     UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
     for (; step.chunk < chunks; step.next()) {
         copy_wait<STAGES - 2>();
-        __syncthreads();  // the step has arrived for every thread, and every thread is done with the one before
+        __syncthreads();  // the step has arrived for every thread, and all are done with the one before
         if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < Tile::A_PARTS)
             load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * Tile::A_LOADS);
         load_early();
@@ -6748,17 +6736,23 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     }
 }
 
-// out = the sum over splits of partial (splits, M, N), in order, and more. A thread owns VEC outputs.
+// out = the sum over splits of partial (splits, M, N), in order, and what is added to it, maybe `out` itself.
+// A thread owns VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, n = (size_t)g.M() * g.N();
-    if (i >= n) return;
-    int m = (int)(i / g.N());
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
+    if (i >= count) return;
+    int m = (int)(i / g.N()), n = (int)(i % g.N());
     float value[VEC] = {0};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++)
-        for (int e = 0; e < VEC; e += 4) *(float4*)(value + e) += *(const float4*)(g.partial + s * n + i + e);
-    finish_output(g, value, m, (int)(i % g.N()));
+        for (int e = 0; e < VEC; e += 4)
+            *(float4*)(value + e) += *(const float4*)(g.partial + s * count + i + e);
+    size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
+    if (g.bias) add_vector(value, g.bias + n);
+    if (g.emb.data) add_vector(value, g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (g.residual.of(n).data) add_vector(value, g.residual.of(n).data + at);
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
 // What norms want of the output, where the product did not leave it behind.
@@ -6772,13 +6766,11 @@ static void launch_gemm_tile(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
-    int bytes = Tile::shared_bytes(g.chunks(), g.patch);
+    int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
     // Whether tiles hold whole parts of images, so that blocks can leave their sums behind.
-    const int H = g.x.first.H, W = g.x.first.W;
-    const bool line = Tile::TAPS == 1;
-    const bool whole = H * W == 64
-                           ? line || H == 8
-                           : Tile::BM == 128 && H * W % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
+    const int H = g.x.first.H, W = g.x.first.W, T = H * W, line = Tile::TAPS == 1;
+    const bool whole =
+        T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
     if (whole && g.splits == 1) g.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
     if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);

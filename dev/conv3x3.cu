@@ -1072,7 +1072,7 @@ static void conv3x3_weight_gradient9(Problem& p) {
 typedef GemmTile<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
 typedef WeightTile<9> JointWeight;                            // the sums of dw
 enum {
-    JOINT_ROWS = JointWeight::X_ROWS,
+    JOINT_ROWS = 200,  // of a patch and its border: two images' 10 x 10, or 10 x 18
     JOINT_TABLES = (JOINT_ROWS + 128) * 4 / 128 * 128 + 128,
     JOINT_WEIGHTS = 9 * 64 * 128,        // bytes: (9, 64 outputs, 64 channels)
     JOINT_STAGE = 2 * JOINT_ROWS * 128,  // dout and x, rows of 64 channels
