@@ -5473,6 +5473,7 @@ __device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
     for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
+__device__ inline float2 operator*(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
 __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -5878,11 +5879,8 @@ __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
-    for (int i = warp; i < norm.x.first.B * parts; i += WARPS) {
-        float2 more = norm.sums[(size_t)i * C + c];
-        float gain = norm.gain(i / parts, c, MODULATED);
-        total.x += gain * more.x, total.y += gain * more.y;
-    }
+    for (int i = warp; i < norm.x.first.B * parts; i += WARPS)
+        total += norm.sums[(size_t)i * C + c] * norm.gain(i / parts, c, MODULATED);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
@@ -5918,9 +5916,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
-        float2 sum = sums[(size_t)part * C + c];
-        float weight = norm.w[c] * norm.gain(p.b, c, MODULATED);
-        return make_float2(weight * sum.x, weight * sum.y);
+        return sums[(size_t)part * C + c] * (norm.w[c] * norm.gain(p.b, c, MODULATED));
     };
     float r = 0, middle = 0;
     float2 sum = norm_group_sum(p, parts, item, [&] {
@@ -6008,7 +6004,7 @@ struct AttentionRow {
     floatX at[D + VEC];
 };
 template <int ROWS, int D>
-__device__ static void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
+__device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
     enum { THREADS = AttentionTile<D>::THREADS };
     UNROLLED_FOR (int n = 0; n < ROWS * (D / VEC) / THREADS; n++) {
         int i = n * THREADS + threadIdx.x, row = i / (D / VEC), c = i % (D / VEC) * VEC;
@@ -6018,8 +6014,7 @@ __device__ static void attention_load(AttentionRow<D>* tile, AttentionHead<const
 
 // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
 template <int D, int N>
-__device__ static void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a,
-                                        const AttentionRow<D>* b) {
+__device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a, const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
 #ifdef PRECISION_FP32
     for (int k = 0; k < D; k += VEC)
@@ -6044,7 +6039,7 @@ __device__ static void attention_scores(float (&scores)[N][4], const AttentionRo
 }
 // Scores of the tile's columns past the last: their probabilities are 0.
 template <int N>
-__device__ static void attention_mask(float (&scores)[N][4], int columns) {
+__device__ void attention_mask(float (&scores)[N][4], int columns) {
     if (columns >= 8 * N) return;
     UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++)
@@ -6052,8 +6047,7 @@ __device__ static void attention_mask(float (&scores)[N][4], int columns) {
 }
 // sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
 template <int D, int N>
-__device__ static void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4],
-                                       const AttentionRow<D>* b) {
+__device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
     UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
@@ -6084,8 +6078,8 @@ __device__ static void attention_weigh(float (&sum)[D / 8][4], const float (&p)[
 // The warp's rows of sum (ROWS, D), times a factor a row of the lane, by way of its rows of `scratch`, to
 // target, in pieces of 16 bytes.
 template <int D>
-__device__ static void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
-                                       const float sum[D / 8][4], float2 factors) {
+__device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
+                                const float sum[D / 8][4], float2 factors) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
     UNROLLED_FOR (int n = 0; n < D / 8; n++) {
@@ -6177,8 +6171,8 @@ struct AttentionBackwardShared {
 // s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse in units of ln 2, +inf past T,
 // so that the probabilities there are 0.
 template <int ROWS, int D>
-__device__ static void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
-                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
+__device__ void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
+                               const AttentionRow<D>* out, const float* lse, int t0, int T) {
     const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
     int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
@@ -6204,7 +6198,7 @@ struct AttentionBackward {
 
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, bool KEYS>
-__device__ static void attention_backward_rows(AttentionBackward a, int t0) {
+__device__ void attention_backward_rows(AttentionBackward a, int t0) {
     extern __shared__ uint4 attention_shared[];
     AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
