@@ -7025,10 +7025,10 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
         return g.bias_parts[((size_t)(split + set) * images + image) * O + o];
     };
     float total = 0;
-    if (B == 1) {
+    if (B == 1)
 #pragma unroll 8
         for (int s = y; s < g.splits && o < O; s += 32) total += part(s, 0, 0);
-    } else {
+    else
         for (int b = y; b < B && o < O; b += 32) {
             int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
             float sum = 0;
@@ -7037,7 +7037,6 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
             if (g.per_image.data) g.per_image.data[(size_t)b * g.per_image.pitch + o] = (floatX)sum;
             total += sum;
         }
-    }
     sums[y][threadIdx.x % 8] = total;
     __syncthreads();
     if (y != 0 || o >= O) return;
