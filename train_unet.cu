@@ -5344,9 +5344,8 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     cudaGetLastError();  // not to be found by the next check
     return nullptr;
 }
-static void backend_free(void* memory, bool on_host) {  // the next check reports an error
-    on_host ? cudaFreeHost(memory) : cudaFree(memory);
-}
+// The next check reports an error.
+static void backend_free(void* memory, bool on_host) { on_host ? cudaFreeHost(memory) : cudaFree(memory); }
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
 }
@@ -5448,26 +5447,34 @@ static bool launch_hopper_weight_gradient(WeightGradient g);
 
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
-__device__ static inline float bf16_of_pair(uint32_t pair, int which) {
+__device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
-__device__ static inline void unpack(float value[VEC], uint4 bits) {
+__device__ inline void unpack(float value[VEC], uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     for (int i = 0; i < VEC; i++)
         value[i] = VEC == 4 ? __uint_as_float(words[i % 4]) : bf16_of_pair(words[i / 2], i % 2);
 }
-__device__ static inline uint32_t pack_bf16(float low, float high) {
+__device__ inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
-__device__ static inline uint4 pack(const float value[VEC]) {
+__device__ inline uint4 pack(const float value[VEC]) {
     uint4 bits;
     for (int i = 0; i < VEC; i++) ((floatX*)&bits)[i] = (floatX)value[i];
     return bits;
 }
-__device__ static inline void store_pair(floatX* to, float first, float second) {
+__device__ inline void store_pair(floatX* to, float first, float second) {
     store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
 }
+__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
+    float x[VEC];
+    unpack(x, *(const uint4*)p);
+    for (int e = 0; e < VEC; e++) sum[e] += x[e];
+}
+__device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
+__device__ inline float2 operator*(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
+__device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 // 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
@@ -5580,7 +5587,7 @@ enum {
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
 
 // From shared memory, each time anew: not kept in registers.
-__device__ static inline void norm_reload(float (&value)[VEC], const float* from) {
+__device__ inline void norm_reload(float (&value)[VEC], const float* from) {
     for (int i = 0; i < VEC; i += 4)
         asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(value[i]), "=f"(value[i + 1]), "=f"(value[i + 2]), "=f"(value[i + 3])
@@ -5589,8 +5596,7 @@ __device__ static inline void norm_reload(float (&value)[VEC], const float* from
 
 // Weights and biases of a vector of channels of image b.
 template <bool MODULATED>
-__device__ static inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b,
-                                          int c) {
+__device__ inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b, int c) {
     auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
     for (int i = 0; i < VEC; i++) {
         float2 affine = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
@@ -5619,7 +5625,7 @@ __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * 
 typedef float2 NormPartSums[NORM_PART_THREADS / 32][8 * VEC];
 
 // A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
-__device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
+__device__ inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
     int r = threadIdx.x / 8;
     for (int i = 0; i < NORM_PART_DEPTH; i++)
         if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
@@ -5627,7 +5633,7 @@ __device__ static inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const fl
 
 // The moments of n values, from the sums of their distances from a pivot, and of the squares of these. Where
 // the pivot is one of the values, these are at most n + 1 times the sum about the mean: little cancels.
-__device__ static inline float2 moments_about(float pivot, float2 sums, float n) {
+__device__ inline float2 moments_about(float pivot, float2 sums, float n) {
     float shift = sums.x / n;
     return make_float2(pivot + shift, fmaxf(0, sums.y - sums.x * shift));
 }
@@ -5672,14 +5678,12 @@ struct NormGrid {
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
         channels = ceil_div(x.C(), slabs * line) * line;
         int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // a vector a thread
-        ranks = (NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * slabs);
-        ranks = std::max(1, std::min(ranks, most));
+        ranks = std::clamp((NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * slabs), 1, most);
     }
 };
 
 // each(i, g) for i < VEC: channel c + i belongs to group g.
-template <typename Each>
-__device__ static inline void norm_each_channel(int c, int group, Each each) {
+__device__ inline void norm_each_channel(int c, int group, auto each) {
     int g = (unsigned)c / group, within = c - g * group;
     for (int i = 0; i < VEC; i++) {
         each(i, g);
@@ -5719,9 +5723,7 @@ struct NormPlace {
 // In thread i < p.groups the sum over group g0 + i of item(part, channel, the group's first channel), in an
 // order that the shapes alone decide: a power of 2 of neighbouring threads shares a group. meanwhile() is
 // called when the items have come in.
-template <typename Item, typename Meanwhile>
-__device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, Item item,
-                                               Meanwhile meanwhile) {
+__device__ inline float2 norm_group_sum(const NormPlace& p, int parts, auto item, auto meanwhile) {
     __shared__ float2 shared_sums[NORM_THREADS];
     int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
     int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
@@ -5731,8 +5733,7 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
     if (i < p.groups)
 #pragma unroll 4
         for (; part < parts; part += part_step) {
-            float2 more = item(part, c0 + c, c0);
-            sum.x += more.x, sum.y += more.y;
+            sum += item(part, c0 + c, c0);
             if ((c += c_step) >= p.group) c -= p.group, part++;
         }
     meanwhile();
@@ -5742,8 +5743,7 @@ __device__ static inline float2 norm_group_sum(const NormPlace& p, int parts, It
     __syncthreads();
     sum = make_float2(0, 0);
     if ((int)threadIdx.x < p.groups)
-        for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++)
-            sum.x += shared_sums[i].x, sum.y += shared_sums[i].y;
+        for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++) sum += shared_sums[i];
     return sum;
 }
 
@@ -5864,8 +5864,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
-    const Tensor& x = norm.x.first;
-    dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
+    dim3 grid(norm_parts(dy.T()), ceil_div(dy.C, 8 * VEC), dy.B);
     auto kernel =
         norm.modulation.data ? groupnorm_backward_sums_kernel<true> : groupnorm_backward_sums_kernel<false>;
     launch(kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
@@ -5874,21 +5873,18 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
 // dbias, dw (C) [+]= sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
 // row.
 template <bool MODULATED>
-__device__ static inline void norm_weights(const Norm& norm, int parts, int C) {
+__device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
-    for (int i = warp; i < norm.x.first.B * parts; i += WARPS) {
-        float2 more = norm.sums[(size_t)i * C + c];
-        float gain = norm.gain(i / parts, c, MODULATED);
-        total.x += gain * more.x, total.y += gain * more.y;
-    }
+    for (int i = warp; i < norm.x.first.B * parts; i += WARPS)
+        total += norm.sums[(size_t)i * C + c] * norm.gain(i / parts, c, MODULATED);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
-    for (int i = 1; i < WARPS; i++) total.x += shared_sums[i][lane].x, total.y += shared_sums[i][lane].y;
+    for (int i = 1; i < WARPS; i++) total += shared_sums[i][lane];
     if (norm.accumulate) total.x += norm.dbias[c], total.y += norm.dw[c];
     norm.dbias[c] = total.x, norm.dw[c] = total.y;
 }
@@ -5920,9 +5916,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
     auto item = [&](int part, int c, int) {
-        float2 sum = sums[(size_t)part * C + c];
-        float weight = norm.w[c] * norm.gain(p.b, c, MODULATED);
-        return make_float2(weight * sum.x, weight * sum.y);
+        return sums[(size_t)part * C + c] * (norm.w[c] * norm.gain(p.b, c, MODULATED));
     };
     float r = 0, middle = 0;
     float2 sum = norm_group_sum(p, parts, item, [&] {
@@ -5957,12 +5951,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (norm.silu)
             for (int e = 0; e < VEC; e++) value[e] = silu_of_half(0.5f * value[e]);
         *(uint4*)again = pack(value), again += p.step_joined;
-        auto add = [&](uint4 bits) {
-            unpack(more, bits);
-            for (int e = 0; e < VEC; e++) d[e] += more[e];
-        };
-        if (RESIDUAL) add(residual);
-        if (ACCUMULATE) add(old);
+        if (RESIDUAL) add_vector(d, (const floatX*)&residual);
+        if (ACCUMULATE) add_vector(d, (const floatX*)&old);
         *(uint4*)target = pack(d), target += p.step;
         if (t + p.stride < T) load();
     }
@@ -6014,7 +6004,7 @@ struct AttentionRow {
     floatX at[D + VEC];
 };
 template <int ROWS, int D>
-__device__ static void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
+__device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
     enum { THREADS = AttentionTile<D>::THREADS };
     UNROLLED_FOR (int n = 0; n < ROWS * (D / VEC) / THREADS; n++) {
         int i = n * THREADS + threadIdx.x, row = i / (D / VEC), c = i % (D / VEC) * VEC;
@@ -6022,13 +6012,10 @@ __device__ static void attention_load(AttentionRow<D>* tile, AttentionHead<const
     }
 }
 
-// scores (16, 8 N) = the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+// scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
 template <int D, int N>
-__device__ static void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a,
-                                        const AttentionRow<D>* b) {
+__device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a, const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-    UNROLLED_FOR (int n = 0; n < N; n++)
-        for (int i = 0; i < 4; i++) scores[n][i] = 0;
 #ifdef PRECISION_FP32
     for (int k = 0; k < D; k += VEC)
         UNROLLED_FOR (int n = 0; n < N; n++)
@@ -6052,7 +6039,7 @@ __device__ static void attention_scores(float (&scores)[N][4], const AttentionRo
 }
 // Scores of the tile's columns past the last: their probabilities are 0.
 template <int N>
-__device__ static void attention_mask(float (&scores)[N][4], int columns) {
+__device__ void attention_mask(float (&scores)[N][4], int columns) {
     if (columns >= 8 * N) return;
     UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++)
@@ -6060,8 +6047,7 @@ __device__ static void attention_mask(float (&scores)[N][4], int columns) {
 }
 // sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
 template <int D, int N>
-__device__ static void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4],
-                                       const AttentionRow<D>* b) {
+__device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], const AttentionRow<D>* b) {
     int lane = threadIdx.x % 32;
     UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
@@ -6092,8 +6078,8 @@ __device__ static void attention_weigh(float (&sum)[D / 8][4], const float (&p)[
 // The warp's rows of sum (ROWS, D), times a factor a row of the lane, by way of its rows of `scratch`, to
 // target, in pieces of 16 bytes.
 template <int D>
-__device__ static void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
-                                       const float sum[D / 8][4], float2 factors) {
+__device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
+                                const float sum[D / 8][4], float2 factors) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
     UNROLLED_FOR (int n = 0; n < D / 8; n++) {
@@ -6143,15 +6129,15 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
         copy_commit();
         copy_wait<1>();
         __syncthreads();
-        float p[COLUMNS / 8][4];
+        float p[COLUMNS / 8][4] = {};
         attention_scores(p, s.q, s.k[stage]);
         attention_mask(p, T - j * COLUMNS);
         UNROLLED_FOR (int half = 0; half < 2; half++) {
             float highest = top[half], part = 0;  // of the scores, unscaled
             UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
                 for (int i = 2 * half; i < 2 * half + 2; i++) highest = fmaxf(highest, p[n][i]);
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+            for (int step = 1; step < 4; step *= 2)
+                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
             float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
             UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
                 for (int i = 2 * half; i < 2 * half + 2; i++)
@@ -6163,8 +6149,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
         __syncthreads();  // the stage is free
     }
     for (int half = 0; half < 2; half++) {
-        total[half] += __shfl_xor_sync(~0u, total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        for (int step = 1; step < 4; step *= 2) total[half] += __shfl_xor_sync(~0u, total[half], step);
         int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
         if (lane % 4 == 0 && t < T)
             lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
@@ -6186,8 +6171,8 @@ struct AttentionBackwardShared {
 // s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse in units of ln 2, +inf past T,
 // so that the probabilities there are 0.
 template <int ROWS, int D>
-__device__ static void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
-                                      const AttentionRow<D>* out, const float* lse, int t0, int T) {
+__device__ void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
+                               const AttentionRow<D>* out, const float* lse, int t0, int T) {
     const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
     int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
@@ -6213,7 +6198,7 @@ struct AttentionBackward {
 
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, bool KEYS>
-__device__ static void attention_backward_rows(AttentionBackward a, int t0) {
+__device__ void attention_backward_rows(AttentionBackward a, int t0) {
     extern __shared__ uint4 attention_shared[];
     AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
@@ -6245,7 +6230,7 @@ __device__ static void attention_backward_rows(AttentionBackward a, int t0) {
         else if (j == 0)
             attention_dots<ROWS>(s, s.row2, s.out, a.lse, t0, T);
         __syncthreads();
-        float p[COLUMNS / 8][4], ds[COLUMNS / 8][4];
+        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
         attention_scores(p, s.row1, s.column1[stage]);
         if (!KEYS) attention_mask(p, T - j * COLUMNS);
         attention_scores(ds, s.row2, s.column2[stage]);
@@ -6337,12 +6322,6 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
     return r * row_bytes + ((v ^ (r & 7)) << 4);
 }
 
-__device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
-__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
-    float x[VEC];
-    unpack(x, *(const uint4*)p);
-    for (int e = 0; e < VEC; e++) sum[e] += x[e];
-}
 // p + n pitch, by one multiplication of 32 bits, because neither factor has a sign.
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
@@ -6476,8 +6455,7 @@ struct WarpProduct {
     // Rows of A: in bf16 for this lane's ldmatrix, in fp32 those of its sums.
     static constexpr int ROW_STEP = sizeof(floatX) == 2 ? 16 : 8;
     int row[Tile::WM / ROW_STEP];
-    template <class RowOf>
-    __device__ WarpProduct(RowOf row_of) {
+    __device__ WarpProduct(auto row_of) {
         UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
             row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
     }
@@ -6485,12 +6463,10 @@ struct WarpProduct {
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
-        uint32_t a_line[MI], b_line;
+        uint32_t a_line[MI];
         UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
-        if (Tile::TRANSPOSED)
-            b_line = b_tile + swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2);
-        else
-            b_line = b_tile + swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        uint32_t b_line = b_tile + (Tile::TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2)
+                                                     : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
         UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
             uint32_t a[MI][4], b[NI / 2][4];
             UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
@@ -6895,8 +6871,7 @@ struct WeightProduct {
         }
     }
     // put(image, o, the sum), which begins again
-    template <class Put>
-    __device__ void flush_sums(Put put) {
+    __device__ void flush_sums(auto put) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int e = 0; e < 4; e++) {
                 if (n0 == 0 && lane % 4 == 0) put(e % 2, o0 + i * 16 + lane / 4 + e / 2 * 8, sums[i][e]);
@@ -6904,8 +6879,7 @@ struct WeightProduct {
             }
     }
     // put(o, tap, c, two sums of neighbouring c)
-    template <class Put>
-    __device__ void store(Put put) {
+    __device__ void store(auto put) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
                 int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
@@ -6943,15 +6917,13 @@ struct WeightProduct {
             }
         }
     }
-    template <class Put>
-    __device__ void flush_sums(Put put) {
+    __device__ void flush_sums(auto put) {
         UNROLLED_FOR (int o = 0; o < 8; o++) {
             if (c0 == 0) put(0, o0 + o, sums[o]);
             sums[o] = 0;
         }
     }
-    template <class Put>
-    __device__ void store(Put put) {
+    __device__ void store(auto put) {
         UNROLLED_FOR (int o = 0; o < 8; o++)
             UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
                 UNROLLED_FOR (int e = 0; e < NC; e += 2)
@@ -6996,6 +6968,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     }
     const int row = tid / ROW, v = tid % ROW;
     auto load = [&](int tile) {
+        if (tile >= last) return;
         auto& stage = shared.stages[(tile - first) % STAGES];
         const int at = swizzled(row, v, Tile::ROW_BYTES), step = Tile::SWEEP * Tile::ROW_BYTES,
                   o = o0 + v * VEC, c = c0 + v * VEC;
@@ -7019,14 +6992,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             if (image < g.patch.images && o0 + o < O) g.bias_parts[part * O + o0 + o] = sum;
         });
     };
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (first + s < last) load(first + s);
-        copy_commit();
-    }
+    for (int s = 0; s < STAGES - 1; s++) load(first + s), copy_commit();
     for (int tile = first; tile < last; tile++) {
         copy_wait<STAGES - 2>();
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
-        if (tile + STAGES - 1 < last) load(tile + STAGES - 1);
+        load(tile + STAGES - 1);
         copy_commit();
         locate(tile + 2);
         auto& stage = shared.stages[(tile - first) % STAGES];
@@ -7055,10 +7025,10 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
         return g.bias_parts[((size_t)(split + set) * images + image) * O + o];
     };
     float total = 0;
-    if (B == 1) {
+    if (B == 1)
 #pragma unroll 8
         for (int s = y; s < g.splits && o < O; s += 32) total += part(s, 0, 0);
-    } else {
+    else
         for (int b = y; b < B && o < O; b += 32) {
             int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
             float sum = 0;
@@ -7067,7 +7037,6 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
             if (g.per_image.data) g.per_image.data[(size_t)b * g.per_image.pitch + o] = (floatX)sum;
             total += sum;
         }
-    }
     sums[y][threadIdx.x % 8] = total;
     __syncthreads();
     if (y != 0 || o >= O) return;
