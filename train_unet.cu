@@ -7227,8 +7227,7 @@ __device__ inline void warpgroup_barrier(int warpgroup) {
 // once a warp. Where it did not know, the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 // The registers of a warpgroup's threads from here on; "inc" waits until others have given up some by "dec".
-#define SET_REGISTERS(change, count) \
-    asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
+#define SET_REGISTERS(change, count) asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
 
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
@@ -7799,8 +7798,7 @@ static bool launch_hopper(const Gemm& asked) {
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
     // A part's 128 pixels are of one image, or of two images of 64.
-    bool whole_parts =
-        T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
+    bool whole_parts = T == 64 ? TAPS == 1 || small : TAPS == 1 ? T % 128 == 0 : H % 16 == 0 && W % 8 == 0;
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
     assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && suffice_in_pairs(g.x.first, g.N())));
@@ -7844,8 +7842,8 @@ struct HopperWeightTile {
         RingBarriers<STAGES> ring;
         // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
         alignas(16) uint32_t ones[15][4];
-        // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth, for
-        // one piece that begins at the first.
+        // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth,
+        // for one piece that begins at the first.
         unsigned char unread[4096];
     };
 };
