@@ -7196,8 +7196,7 @@ __device__ inline void warpgroup_barrier(int warpgroup) {
 // once a warp. Where it did not know, the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 // The registers of a warpgroup's threads from here on; "inc" waits until others have given up some by "dec".
-#define SET_REGISTERS(change, count) \
-    asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
+#define SET_REGISTERS(change, count) asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
 
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
@@ -7219,9 +7218,7 @@ __device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, P
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // All threads of a cluster meet.
-__device__ inline void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
+__device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster_barrier_wait(); }
 // From the shared memory of block `rank` of the cluster.
 __device__ inline float4 load_cluster(uint32_t address, int rank) {
     float4 v;
@@ -7249,9 +7246,8 @@ template <int PENDING>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-#define REGISTERS_8(c, i)                                                                       \
-    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
-        "+f"(c[i + 6]), "+f"(c[i + 7])
+#define REGISTERS_4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define REGISTERS_8(c, i) REGISTERS_4(c, i), REGISTERS_4(c, i + 4)
 #define REGISTERS_32(c, i) \
     REGISTERS_8(c, i), REGISTERS_8(c, i + 8), REGISTERS_8(c, i + 16), REGISTERS_8(c, i + 24)
 #define NAMES_10(t) \
@@ -7263,12 +7259,13 @@ __device__ inline void wgmma_wait() {
 // 8 j + t % 4 * 2 + e % 2.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
-    static_assert(N == 64 || N == 128 || N == 192, "");
+    static_assert(N == 8 || N == 64 || N == 128 || N == 192, "");
 #define WGMMA(n, c_names, a_name, b_name, a_order, b_order, ...)                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names "}, %" #a_name \
                  ", %" #b_name ", 1, 1, 1, %" #a_order ", %" #b_order ";"                            \
                  : __VA_ARGS__                                                                       \
                  : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B))
+    if constexpr (N == 8) WGMMA(8, "%0,%1,%2,%3", 4, 5, 6, 7, REGISTERS_4(c, 0));
     if constexpr (N == 64) WGMMA(64, NAMES_30 ",%30,%31", 32, 33, 34, 35, REGISTERS_32(c, 0));
     if constexpr (N == 128)
         WGMMA(128, NAMES_60 ",%60,%61,%62,%63", 64, 65, 66, 67, REGISTERS_32(c, 0), REGISTERS_32(c, 32));
@@ -7277,11 +7274,12 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
               REGISTERS_32(c, 32), REGISTERS_32(c, 64));
 }
 
+typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
 // Pixels of a copy.
 struct Box {
     int width, height, images;
 };
-// The map of x for such boxes of 64 channels.
+// The map of x, where there is one, for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode) {
@@ -7290,7 +7288,8 @@ static CUtensorMap tensor_map(const Tensor& x, Box box) {
                                                     cudaEnableDefault, &found));
         assert(found == cudaDriverEntryPointSuccess);
     }
-    CUtensorMap map;
+    CUtensorMap map = {};
+    if (!x) return map;
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
     const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
@@ -7340,11 +7339,10 @@ struct HopperTile {
     static constexpr Box PIXELS = {PART.width * PARTS, PART.height, PART.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
-    static constexpr int PATCH_ROWS = PATCH.width * PATCH.height * PATCH.images;
+    static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
     // Of a buffer: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
     static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : PARTS == 1 ? 2 : STAGES < 9 ? 4 : 3;
-    static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height;
     __device__ static Pixel origin(const HopperGemm& g, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
         return {tile / (g.tiles_x * g.tiles_y) * PIXELS.images, tile / g.tiles_x % g.tiles_y * PIXELS.height,
@@ -7352,21 +7350,18 @@ struct HopperTile {
     }
     // A part's first pixel, in a tile that begins at `at`.
     __device__ static Pixel part(Pixel at, int k) { return {at.b, at.y, at.x + k * PART.width}; }
-};
-
-typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-template <class Tile>
-struct HopperGemmShared {
-    union Patch {
-        unsigned char pixels[Tile::BUFFER_ROWS * 128];
-        Rows64 outputs[Tile::PARTS][2];
-    } patches[Tile::PATCHES];  // the cluster's sums go here when the chunks have been read
-    Rows64 w[Tile::STAGES];
-    RingBarriers<Tile::PATCHES> patch;
-    RingBarriers<Tile::STAGES> stage;
-    Barrier turn[Tile::PARTS];      // of each warpgroup, to multiply
-    Barrier normed[Tile::PATCHES];  // patches, where they are normed on the way
-    static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
+    struct Shared {
+        union Patch {
+            unsigned char pixels[BUFFER_ROWS * 128];
+            Rows64 outputs[PARTS][2];
+        } patches[PATCHES];  // the cluster's sums go here when the chunks have been read
+        Rows64 w[STAGES];
+        RingBarriers<PATCHES> patch;
+        RingBarriers<STAGES> stage;
+        Barrier turn[PARTS];      // of each warpgroup, to multiply
+        Barrier normed[PATCHES];  // patches, where they are normed on the way
+        static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
+    };
 };
 
 __device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
@@ -7387,12 +7382,13 @@ struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
                          PARTS = Tile::PARTS;
     const HopperGemm& g;
-    HopperGemmShared<Tile>& shared;
+    typename Tile::Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = PARTS == 1 ? gridDim.x : 1, rank = PARTS == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
     const bool keeps = (last - first) * TAPS <= STAGES;  // the weights, for all of the block's tiles
+    Barrier* const ready = Tile::NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
     __device__ int first_channel(int chunk) const {
         return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
@@ -7411,10 +7407,8 @@ struct HopperGemmBlock {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    if (Tile::TRANSPOSED)
-                        copy_box(shared.w[stage.slot], g.w_map, full, o, {0, channel, TAPS - 1 - tap});
-                    else
-                        copy_box(shared.w[stage.slot], g.w_map, full, channel, {0, o, tap});
+                    const Pixel row = Tile::TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
+                    copy_box(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
                 }
             }
         }
@@ -7477,9 +7471,6 @@ struct HopperGemmBlock {
         }
     }
 
-    __device__ __forceinline__ Barrier& ready(int slot) {  // a patch, to be multiplied
-        return Tile::NORMS ? shared.normed[slot] : shared.patch.full[slot];
-    }
     __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {  // the last that were read
         if (!keeps) shared.stage.empty[stage.previous()].arrive();
     }
@@ -7491,7 +7482,7 @@ struct HopperGemmBlock {
         if (keeps) stage = {};
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
-            ready(patch.slot).wait(patch.parity);
+            ready[patch.slot].wait(patch.parity);
             const uint64_t pixels =
                 shared_matrix(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
@@ -7517,7 +7508,7 @@ struct HopperGemmBlock {
         }
         // All buffers up to here have been full: the other warpgroup's waits for the next can't mistake their
         // phases.
-        ready(patch.slot).wait(patch.parity);
+        ready[patch.slot].wait(patch.parity);
         if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
         wgmma_wait<0>();
         if (leads) release_weights(stage), shared.patch.empty[patch.previous()].arrive();
@@ -7663,7 +7654,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     await_inputs();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(HopperGemmShared<Tile>*)hopper_shared;
+    auto& shared = *(typename Tile::Shared*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
         shared.patch.init(1), shared.stage.init(1);
@@ -7730,21 +7721,17 @@ static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
     auto shaped = [](const Tensor& x) { return TAPS == 1 ? one_line(x) : x; };
     auto joined = [&](const Joined& x, Box box) {
-        JoinedMaps maps = {tensor_map(shaped(x.first), box), {}, x.first.C};
-        if (x.second.C) maps.second = tensor_map(shaped(x.second), box);
-        return maps;
+        return JoinedMaps{tensor_map(shaped(x.first), box), tensor_map(shaped(x.second), box), x.first.C};
     };
     const Tensor x = shaped(g.x.first);
     const int columns = ceil_div(g.N(), 64);
-    HopperGemm h = {};
-    static_cast<Gemm&>(h) = g;
+    HopperGemm h = {g};
     h.x_map = joined(g.x, Tile::PATCH);
     h.x_map.columns = g.chunks1() * 64;
     h.out_map = joined(g.out, Tile::PART);
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
-    if (extra.first) h.extra_map = joined(extra, Tile::PART);
+    h.extra_map = joined(g.norm.mean ? g.norm.x : g.residual, Tile::PART);
     h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
     h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
@@ -7759,7 +7746,7 @@ static void launch_hopper_tile(const Gemm& g) {
     int blocks = std::min(h.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
     assert(splits == 1 || blocks == h.tiles);
     launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
-                    sizeof(HopperGemmShared<Tile>), splits, h);
+                    sizeof(typename Tile::Shared), splits, h);
 }
 // Whether tiles of two parts occupy all multiprocessors.
 static bool suffice_in_pairs(const Tensor& x, int N) {
@@ -7780,24 +7767,22 @@ static bool launch_hopper(const Gemm& asked) {
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
     // A part's 128 pixels are of one image, or of two images of 64.
-    bool whole_parts =
-        T == 64 ? TAPS == 1 || small : T % 128 == 0 && (TAPS == 1 || (H % 16 == 0 && W % 8 == 0));
+    bool whole_parts = T == 64 ? TAPS == 1 || small : TAPS == 1 ? T % 128 == 0 : H % 16 == 0 && W % 8 == 0;
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
     assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && suffice_in_pairs(g.x.first, g.N())));
-    if constexpr (TAPS == 1) {
+    if constexpr (TAPS == 1)
         launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
-    } else if (small) {
+    else if (small)
         launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-    } else if (!suffice_in_pairs(g.x.first, g.N())) {
+    else if (!suffice_in_pairs(g.x.first, g.N()))
         launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
-    } else if (g.x.affine) {
-        if constexpr (!TRANSPOSED) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
-    } else if (g.chunks() == 1) {
+    else if (g.x.affine)
+        launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
+    else if (g.chunks() == 1)
         launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
-    } else {
+    else
         launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
-    }
     if (!sums) launch_gemm_sums(asked);
     return true;
 }
@@ -7816,34 +7801,25 @@ struct HopperWeightTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, RESIDENT = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
-};
-
-template <class Tile>
-struct HopperWeightShared {
     struct Stage {
         Rows64 dout;
-        unsigned char x[(Tile::X.width * Tile::X.height + 7) / 8 * 1024];
+        unsigned char x[(X.width * X.height + 7) / 8 * 1024];
     };
-    static constexpr int STAGES = (216 << 10) / Tile::RESIDENT / (int)sizeof(Stage);
-    Stage stages[STAGES];
-    RingBarriers<STAGES> ring;
-    // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
-    alignas(16) uint32_t ones[15][4];
-    // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth, for
-    // one piece that begins at the first.
-    unsigned char unread[4096];
+    static constexpr int STAGES = (216 << 10) / RESIDENT / (int)sizeof(Stage);
+    struct Shared {
+        Stage stages[STAGES];
+        RingBarriers<STAGES> ring;
+        // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
+        alignas(16) uint32_t ones[15][4];
+        // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth,
+        // for one piece that begins at the first.
+        unsigned char unread[4096];
+    };
 };
 
 // p[0] += first, p[1] += second, without waiting for it.
 __device__ inline void add_global(float* p, float first, float second) {
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(first), "f"(second) : "memory");
-}
-// c (64, 8) += a (64, 16), transposed, times b (16, 8), whose rows of eight k serve both halves of k.
-__device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "l"(a), "l"((uint64_t)((b & 0x3ffff) >> 4)));
 }
 
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
@@ -7853,14 +7829,12 @@ __device__ inline void wgmma_narrow(float (&c)[4], uint64_t a, uint32_t b) {
 // also sums dout over each image: a product with a column of ones, one of eight columns an image.
 template <class Tile>
 struct HopperWeightBlock {
-    static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = HopperWeightShared<Tile>::STAGES;
-    static constexpr int PITCH = Tile::X.width;
+    static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = Tile::STAGES, PITCH = Tile::X.width;
     const HopperWeightGradient& g;
-    HopperWeightShared<Tile>& shared;
+    typename Tile::Shared& shared;
     const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
-    const int split = blockIdx.x;
-    const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+    const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
     const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
     const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
@@ -7895,6 +7869,7 @@ struct HopperWeightBlock {
             int first_image = begin / steps, images = first_image / 8 * 8;
             end = BIAS ? min(last, (images + 8) * steps) : last;
             int left = (first_image + 1) * steps - begin;  // of this image
+            // A matrix that is not swizzled; its rows of eight k serve both halves of k.
             uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
             float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
@@ -7908,7 +7883,7 @@ struct HopperWeightBlock {
                 for (int k = 0; k < 4; k++) {
                     const uint64_t a = further(dout, k * 2048);
                     wgmma<192, 1, 1>(c, a, further(lines, k * 2 * PITCH * 128));
-                    if (BIAS) wgmma_narrow(sums, a, ones);
+                    if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
@@ -7948,7 +7923,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     await_inputs();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(HopperWeightShared<Tile>*)hopper_shared;
+    auto& shared = *(typename Tile::Shared*)hopper_shared;
     HopperWeightBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
         shared.ring.init(Tile::WARPGROUPS);
@@ -7978,7 +7953,7 @@ template <class Tile>
 static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
     HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
     launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-           sizeof(HopperWeightShared<Tile>), h);
+           sizeof(typename Tile::Shared), h);
 }
 
 // launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take
