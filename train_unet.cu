@@ -7279,7 +7279,7 @@ typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
 struct Box {
     int width, height, images;
 };
-// The map of x, where there is one, for such boxes of 64 channels.
+// The map of x for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode) {
@@ -7288,8 +7288,7 @@ static CUtensorMap tensor_map(const Tensor& x, Box box) {
                                                     cudaEnableDefault, &found));
         assert(found == cudaDriverEntryPointSuccess);
     }
-    CUtensorMap map = {};
-    if (!x) return map;
+    CUtensorMap map;
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
     const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
@@ -7721,7 +7720,9 @@ static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
     auto shaped = [](const Tensor& x) { return TAPS == 1 ? one_line(x) : x; };
     auto joined = [&](const Joined& x, Box box) {
-        return JoinedMaps{tensor_map(shaped(x.first), box), tensor_map(shaped(x.second), box), x.first.C};
+        JoinedMaps maps = {tensor_map(shaped(x.first), box), {}, x.first.C};
+        if (x.second.C) maps.second = tensor_map(shaped(x.second), box);
+        return maps;
     };
     const Tensor x = shaped(g.x.first);
     const int columns = ceil_div(g.N(), 64);
@@ -7731,7 +7732,8 @@ static void launch_hopper_tile(const Gemm& g) {
     h.out_map = joined(g.out, Tile::PART);
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    h.extra_map = joined(g.norm.mean ? g.norm.x : g.residual, Tile::PART);
+    const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
+    if (extra.first) h.extra_map = joined(extra, Tile::PART);
     h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
     h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
