@@ -7726,7 +7726,8 @@ static void launch_hopper_tile(const Gemm& g) {
     };
     const Tensor x = shaped(g.x.first);
     const int columns = ceil_div(g.N(), 64);
-    HopperGemm h = {g};
+    HopperGemm h = {};
+    static_cast<Gemm&>(h) = g;
     h.x_map = joined(g.x, Tile::PATCH);
     h.x_map.columns = g.chunks1() * 64;
     h.out_map = joined(g.out, Tile::PART);
