@@ -3357,11 +3357,13 @@ struct Reader {
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
 // writer stream: data first, then the header with a 0 in that field, which stays there.
 static bool checksum_matches(Reader* in, int field) {
+    std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
     uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
     in->seek(HEADER_BYTES);
     for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
-        bytes = std::min(left, (size_t)1 << 20);
-        crc = crc32(in->take<std::string>(bytes).data(), bytes, crc);
+        bytes = std::min(left, buffer.size());
+        in->read(buffer.data(), bytes);
+        crc = crc32(buffer.data(), bytes, crc);
     }
     return crc32(in->header, HEADER_BYTES, crc) == stored;
 }
@@ -3702,8 +3704,9 @@ static void read_parameters(float* to, const WeightsFile& file, const char* sect
 }
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
+    std::vector<float> held, reordered;
     for (const Parameter& t : plan.tensors) {
-        std::vector<float> held(t.size), reordered(t.count);
+        held.resize(t.size), reordered.resize(t.count);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
             fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
