@@ -422,31 +422,19 @@ static std::string forced() {
     return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
 }
 
-// Whether a layer's weight gradients are added to: every other layer's are.
-struct Accumulates {
-    bool value;
-    Accumulates() {
-        static bool last = false;
-        value = last = !last;
-    }
-    operator bool() const { return value; }
-    Before before() const { return value ? KEPT : WRITTEN; }
-};
-
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS>
 struct Weights {
     Layer w, bias;
     Floats dw, dbias;
-    Accumulates accumulate;
     Weights(int O, int C)
         : w((size_t)O * TAPS * C, 1 / sqrtf((float)TAPS * C)), bias(O), dw(w.host.size()), dbias(O) {}
     std::vector<Output> gradients(double limit) {
-        return {{&dw, accumulate.before(), "dw", limit}, {&dbias, accumulate.before(), "dbias", limit}};
+        return {{&dw, WRITTEN, "dw", limit}, {&dbias, WRITTEN, "dbias", limit}};
     }
     template <typename On>
     auto operator()(On on) {
-        return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias), accumulate};
+        return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias)};
     }
 };
 
@@ -472,12 +460,10 @@ static void test_conv(const ConvTest& s) {
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
-    std::vector<float> before = weights.dw.host;
-    if (!weights.accumulate) before.assign(before.size(), 0.0f);
     auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
 #pragma omp parallel for
         for (int o = 0; o < O; o++) {
-            std::vector<double> sums(&before[(size_t)o * 9 * C], &before[(size_t)o * 9 * C] + 9 * C);
+            std::vector<double> sums(9 * C);
             for (int p = 0; p < (int)M; p++)
                 for (int tap = 0; tap < 9; tap++) {
                     int dy = tap / 3 - 1, dx = tap % 3 - 1, py = p / W % H + dy, px = p % W + dx;
@@ -542,7 +528,6 @@ struct NormTensors {
     Sums moments, moments2, sums;
     bool modulated;
     Layer modulation, dmodulation;  // rows longer than what is read of them
-    Accumulates accumulate;
     NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0,
                 bool modulated = false)
         : B(B),
@@ -584,7 +569,6 @@ struct NormTensors {
                             on(bias),
                             on(dw),
                             on(dbias),
-                            accumulate,
                             on(mean),
                             on(rstd),
                             on(sums),
@@ -630,8 +614,8 @@ static void test_norm(const NormTest& s) {
     for (bool over_dy : {false, true}) {  // where normed is written
         if (over_dy && in_place) continue;
         // dy is rounded on the way to dx: up to half as much again
-        std::vector<Output> outputs = {{&norm.dw, norm.accumulate.before(), "dw", FLOAT_LIMIT},
-                                       {&norm.dbias, norm.accumulate.before(), "dbias", FLOAT_LIMIT},
+        std::vector<Output> outputs = {{&norm.dw, WRITTEN, "dw", FLOAT_LIMIT},
+                                       {&norm.dbias, WRITTEN, "dbias", FLOAT_LIMIT},
                                        {in_place ? &dy : &dx, before, "dx", 1.5 * LIMIT},
                                        {over_dy ? &dy : &out, over_dy ? KEPT : WRITTEN, "normed", LIMIT}};
         if (s.C2) outputs.push_back({&dx2, before, "dx2", 1.5 * LIMIT});
@@ -723,8 +707,8 @@ static void test_normed_product(const NormedProductTest& s) {
     split.mean.upload(), split.rstd.upload();
     std::vector<Output> outputs = {{&dx, WRITTEN, "dx", 2 * LIMIT},
                                    {&out, WRITTEN, "normed", LIMIT},
-                                   {&split.dw, split.accumulate.before(), "dw", LIMIT},
-                                   {&split.dbias, split.accumulate.before(), "dbias", LIMIT}};
+                                   {&split.dw, WRITTEN, "dw", LIMIT},
+                                   {&split.dbias, WRITTEN, "dbias", LIMIT}};
     if (s.C2) outputs.push_back({&dx2, WRITTEN, "dx2", 2 * LIMIT});
     check(TAPS == 9 ? "conv3x3 backward to a norm" : "linear backward to a norm", shape, outputs,
           [&](auto on) {
@@ -929,11 +913,10 @@ static void test_embedding(int B, int C) {
         typename decltype(on)::Tensor out = {on(rows), B, 1, 1, C};
         on.run(LabelForward<typename decltype(on)::T>{out, on(table), on(labels)});
     });
-    Accumulates accumulate;
-    check("label embedding backward", shape, {{&dtable, accumulate.before(), "dtable", FLOAT_LIMIT}},
+    check("label embedding backward", shape, {{&dtable, WRITTEN, "dtable", FLOAT_LIMIT}},
           [&](auto on) {
               typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
-              typename decltype(on)::template Product<1> of = {.dw = on(dtable), .accumulate = accumulate};
+              typename decltype(on)::template Product<1> of = {.dw = on(dtable)};
               on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
           });
     auto round_there = [](floatX* to, const float* from, size_t n) {
@@ -1239,6 +1222,8 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     if (!same) fault("AdamW", shape + ": the working copy is not w, rounded");
     check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}},
           [&](auto on) { on.run(SquaredNorm{.parts = on(parts), .x = on(gradient), .n = n}); });
+    check("sum of gradients", shape, {{&m, KEPT, "sum", EXACT}},
+          [&](auto on) { on.run(AddGradient{.sum = on(m), .x = on(gradient), .n = n}); });
 }
 
 // ---- what is checked --------------------------------------------------------------------------------------
@@ -2248,8 +2233,7 @@ static void test_configurations() {
             output[k] = output_values(m, used);
             if (!std::isfinite(loss)) bad = described + ": forward";
             if (k == 2) continue;
-            m->accumulate = k == 0;  // to zeros, or over whatever is there
-            memset(m->gradients, k ? 255 : 0, m->plan.num_floats * sizeof(float));
+            memset(m->gradients, k ? 255 : 0, m->plan.num_floats * sizeof(float));  // what is there is overwritten
             unet_backward(m, used);
             gradient[k] = gradients_of(m);
             double sum = 0;
@@ -2492,7 +2476,7 @@ static void test_batches() {
     size_t image = (size_t)PIXEL * 8 * 8, P = m.plan.num_floats;
     std::vector<float> input = random_pixels(31, B * 64, 3), dout = random_pixels(32, B * 64, 3);
     std::vector<int> timesteps = {0, 999, 17, 500, 250};
-    // images [first, first + n) forward and backward; gradients add up
+    // images [first, first + n) forward and backward
     auto run = [&](int first, int n) {
         backend_upload(m.input, &input[first * image], n * image * sizeof(float));
         backend_upload(m.timesteps, &timesteps[first], n * sizeof(int));
@@ -2502,14 +2486,13 @@ static void test_batches() {
         unet_backward(&m, n);
         return output_values(&m, n);
     };
-    backend_zero(m.gradients, P * sizeof(float));
-    std::vector<float> whole = run(0, B), gradient = gradients_of(&m), parts;
-    backend_zero(m.gradients, P * sizeof(float));
+    std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
     for (auto [first, n] : {std::pair<int, int>{0, 2}, {2, 1}, {3, 2}}) {
-        std::vector<float> part = run(first, n);
+        std::vector<float> part = run(first, n), more = gradients_of(&m);
         parts.insert(parts.end(), part.begin(), part.end());
+        for (size_t i = 0; i < P; i++) sum[i] += more[i];
     }
-    double outputs = error_of(parts, whole), gradients = error_of(gradients_of(&m), gradient);
+    double outputs = error_of(parts, whole), gradients = error_of(sum, gradient);
     report(outputs < 1e-6 && gradients < 2e-6, "micro-batches",
            "2 + 1 + 2 images instead of 5: outputs differ by %.2g, sums of the gradients by %.2g", outputs,
            gradients);
@@ -3904,7 +3887,7 @@ static void test_microbatch(double limit) {
     double losses = 0, gradients = 0, quartiles = 0;
     std::vector<double> whole_gradient;
     StepState whole = StepState();
-    size_t bytes = 0;
+    size_t activations = 0;
     bool less = true;
     for (int microbatch : {0, 2, 1}) {
         Trainer t;
@@ -3932,7 +3915,7 @@ static void test_microbatch(double limit) {
         StepState last = t.results[2];
         backend_download(values.data(), m->gradients, values.size() * sizeof(float));
         if (!microbatch) {
-            whole = last, bytes = m->bytes;
+            whole = last, activations = m->plan.arena_bytes;
             whole_gradient.assign(values.begin(), values.end());
         } else {
             auto worse = [](double* worst, double error) {
@@ -3943,7 +3926,7 @@ static void test_microbatch(double limit) {
             std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
             worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
             for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
-            less &= m->bytes < bytes, bytes = m->bytes;
+            less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
     }
     report(less && losses < limit && gradients < limit && quartiles < limit && whole.step == 3,

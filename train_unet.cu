@@ -22,9 +22,10 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Those of weights overwrite in a batch's first part, then add up: Model.accumulate. Those of
-//              activations overwrite, but for what feeds two consumers, an encoder's output: the decoder's
-//              backward runs first and overwrites, the encoder's then adds: Block.accumulate.
+// Gradients    Those of weights overwrite; a batch that goes through the network in parts adds up their
+//              gradients pairwise: see gradient_of_parts. Those of activations overwrite, but for what feeds
+//              two consumers, an encoder's output: the decoder's backward runs first and overwrites, the
+//              encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side lane is done with it: see unet_backward.
@@ -660,13 +661,11 @@ struct RowsOf {
     int pitch = 0;
 };
 
-// The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O). Their
-// gradients are overwritten or, to accumulate, added to.
+// The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O).
 template <typename Real, int TAPS>
 struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
-    bool accumulate = true;
 };
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
@@ -678,7 +677,6 @@ struct NormOf {
     bool silu = false;
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
-    bool accumulate = true;  // as a product's
     float *mean = nullptr, *rstd = nullptr;
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
@@ -752,7 +750,7 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
-// layer.dw [+]= dout^T x; layer.dbias [+]= dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). A
+// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). A
 // call of the side lane's: under way until backend_join.
 template <int TAPS>
 static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
@@ -769,7 +767,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 // Both `normed` and what norm reads stay as they are until that product has run.
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
-//   dw [+]= sum dy x^,  dbias [+]= sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
+//   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is an image's, modulated, and dw and dbias count each image's sums so.
 // First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by
 // part and channel.
@@ -957,7 +955,7 @@ struct LabelForward {
         out.data[i] = table[(size_t)labels[i / out.C] * out.C + i % out.C];
     }
 };
-// table.dw (rows, E) [+]= for each row the sum of dout's rows that have its label. An item is an element.
+// table.dw (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
 template <typename T>
 struct LabelBackward {
     ProductOf<T, 1> table;  // without bias
@@ -971,7 +969,7 @@ struct LabelBackward {
         float sum = 0;
         for (int b = 0; b < dout.B; b++)
             if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
-        table.dw[i] = (table.accumulate ? table.dw[i] : 0) + sum;
+        table.dw[i] = sum;
     }
 };
 
@@ -1130,7 +1128,6 @@ struct Model : OptimiserMemory {
     float* images;             // (B, C, H, W): clean, planar, as in the files
     int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
     int first;                 // the sample of the batch that this part begins with
-    bool accumulate = true;    // weight gradients are added to what earlier parts of the batch left
     const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
@@ -1181,7 +1178,7 @@ static Joined input_gradient_of(const Model* m, const Block& block, int B) {
 
 template <typename Layer>
 static Layer layer_at(const Model* m, size_t w, size_t bias) {
-    Layer layer = {.w = m->weights + w, .bias = m->weights + bias, .accumulate = m->accumulate};
+    Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
     if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
     return layer;
 }
@@ -1196,7 +1193,7 @@ static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pai
     Linear layer = layer_of<Linear>(m, block, n);  // whose parameters lie alike
     Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
     norm.w = m->fp32_params + (layer.w - m->weights), norm.bias = m->fp32_params + (layer.bias - m->weights);
-    norm.dw = layer.dw, norm.dbias = layer.dbias, norm.accumulate = layer.accumulate;
+    norm.dw = layer.dw, norm.dbias = layer.dbias;
     size_t statistics = (size_t)x.first.B * norm.groups;
     norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
     norm.rstd = norm.mean + statistics;
@@ -2366,6 +2363,20 @@ struct UpdateWeights {
     }
 };
 
+// sum (n, a multiple of 4, aligned to 16 bytes) += x.
+struct AddGradient {
+    float* sum;
+    const float* x;
+    size_t n;
+
+    size_t items() const { return n / 4; }
+    HOST_DEVICE void operator()(size_t item) const {
+        Vector<float, 4> total = load<4>(sum + 4 * item), more = load<4>(x + 4 * item);
+        for (int j = 0; j < 4; j++) total.of[j] += more.of[j];
+        store(sum + 4 * item, total);
+    }
+};
+
 // The learning rate of step s, counted from 0.
 HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     if (s < c.warmup_steps) return c.lr * (double)(s + 1) / c.warmup_steps;
@@ -2420,6 +2431,9 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ---- memory of a run --------------------------------------------------------------------------------------
 
+// In how many parts a batch goes through the network.
+static unsigned parts_of(const Model* m) { return ceil_div(m->config.batch_size, m->plan.batch); }
+
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
@@ -2436,7 +2450,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
-        place(P, m->gradients, m->adam_m, m->adam_v);
+        place(P, m->adam_m, m->adam_v);
+        place(P * (1 + std::bit_width(parts_of(m) - 1)), m->gradients);
         place(P / NORM_CHUNK + 1, m->norm_parts);
     }
     place(plan.arena_bytes, m->arena);
@@ -2774,25 +2789,36 @@ static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
     run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, images});
 }
 
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded. A batch
-// larger than the plan's goes through the network in parts, [first, first + B), whose gradients add up.
+// m->gradients = those of the batch's parts from `part` on: of the first half of them plus of the others, so
+// that the number of parts alone decides in which order they are added. What lies behind is for the others.
+static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int parts) {
+    Model* m = &t->model;
+    size_t P = m->plan.num_floats;
+    if (parts > 1) {
+        gradient_of_parts(t, loss, part, parts / 2);
+        m->gradients += P;
+        gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2);
+        m->gradients -= P;
+        return run(AddGradient{.sum = m->gradients, .x = m->gradients + P, .n = P});
+    }
+    int first = part * m->plan.batch, B = std::min(m->plan.batch, m->config.batch_size - first);
+    run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
+    add_noise(m, B, first, m->timesteps + first, &m->state->step);
+    m->dropping = &m->state->step;
+    unet_forward(m, B, first);
+    loss_backward(m, loss, first, B);
+    unet_backward(m, B);
+    m->dropping = nullptr;
+}
+
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    int batch = c.batch_size;
     size_t P = m->plan.num_floats;
-    BatchLoss loss = batch_loss(m, batch);
+    BatchLoss loss = batch_loss(m, c.batch_size);
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    for (int first = 0; first < batch; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, batch - first);
-        run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-        add_noise(m, B, first, m->timesteps + first, &m->state->step);
-        m->dropping = &m->state->step, m->accumulate = first > 0;
-        unet_forward(m, B, first);
-        loss_backward(m, loss, first, B);
-        unet_backward(m, B);
-        m->dropping = nullptr, m->accumulate = true;
-    }
+    gradient_of_parts(t, loss, 0, parts_of(m));
     run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
     run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
     floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
@@ -4058,7 +4084,8 @@ static void print_run(const Model& m) {
     print_plan(plan);
     std::string copies;
     if (plan.training)
-        copies = text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c), ema_count(c) ? ", EMA" : "");
+        copies = text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c) + std::bit_width(parts_of(&m) - 1),
+                      ema_count(c) ? ", EMA" : "");
     printf("%zu parameters in %zu tensors; memory: %s weights%s, %s activations%s and scratch; %s in all\n\n",
            plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
            copies.c_str(), human_bytes(plan.arena_bytes).c_str(), plan.training ? ", their gradients" : "",
@@ -4948,8 +4975,7 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
                 if (per_image.data) per_image.data[(size_t)b * per_image.pitch + o0 + o] = (float)image[o];
             }
         }
-        for (int o = 0; o < n; o++)
-            layer.dbias[o0 + o] = (layer.accumulate ? layer.dbias[o0 + o] : 0) + (float)total[o];
+        for (int o = 0; o < n; o++) layer.dbias[o0 + o] = (float)total[o];
     });
 }
 
@@ -5117,8 +5143,7 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
             double gain = norm.gain(i / parts, c);
             dbias += gain * norm.sums[(size_t)i * C + c].x, dw += gain * norm.sums[(size_t)i * C + c].y;
         }
-        norm.dw[c] = (norm.accumulate ? norm.dw[c] : 0) + (float)dw;
-        norm.dbias[c] = (norm.accumulate ? norm.dbias[c] : 0) + (float)dbias;
+        norm.dw[c] = (float)dw, norm.dbias[c] = (float)dbias;
     }
 }
 
@@ -5201,7 +5226,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
                 int p1 = std::min(p0 + step, M);
                 matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
                        transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of(TAPS, of, p0, p1, j0, j1),
-                       layer.accumulate || p0);
+                       p0 > 0);
             }
         });
     }
@@ -5873,7 +5898,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     launch(kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (C) [+]= sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
+// dbias, dw (C) = sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
 // row.
 template <bool MODULATED>
 __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
@@ -5888,7 +5913,6 @@ __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     __syncthreads();
     if (warp > 0) return;
     for (int i = 1; i < WARPS; i++) total += shared_sums[i][lane];
-    if (norm.accumulate) total.x += norm.dbias[c], total.y += norm.dw[c];
     norm.dbias[c] = total.x, norm.dw[c] = total.y;
 }
 
@@ -6797,7 +6821,6 @@ static void launch_gemm(Gemm g) {
 
 struct WeightGradient {
     float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
-    bool accumulate;
     Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
     Joined x;           // (B, H, W, C)
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
@@ -7014,11 +7037,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         if (o0 + o >= O || c0 + c >= channels) return;
         size_t row = (size_t)(o0 + o) * TAPS + tap;
         float2* p = (float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c);
-        *p = g.partial || !g.accumulate ? value : make_float2(p->x + value.x, p->y + value.y);
+        *p = value;
     });
 }
 
-// per_image = and dbias [+]= from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel.
+// per_image and dbias from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel.
 // These share the images, or the parts of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
@@ -7045,10 +7068,10 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
     if (y != 0 || o >= O) return;
     for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
     if (g.per_image.data && B == 1) g.per_image.data[o] = (floatX)total;
-    g.dbias[o] = (g.accumulate ? g.dbias[o] : 0) + total;
+    g.dbias[o] = total;
 }
 
-// dw [+]= the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet.
+// dw = the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet.
 // Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
@@ -7058,7 +7081,6 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
-    if (part == 0 && i < n && g.accumulate) sum = *(const float4*)(g.dw + i);
     for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // so many loads under way
         for (int k = 0; k < 8; k++) {
@@ -7128,7 +7150,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
     assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
     if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
-    WeightGradient g = {layer.dw, layer.dbias, layer.accumulate, dout, x, demb, TAPS};
+    WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     if (TAPS > 1 && launch_hopper_weight_gradient(g)) return;
     launch_portable_weight_gradient<TAPS>(g);
 }
@@ -7823,11 +7845,6 @@ struct HopperWeightTile {
     };
 };
 
-// p[0] += first, p[1] += second, without waiting for it.
-__device__ inline void add_global(float* p, float first, float second) {
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(first), "f"(second) : "memory");
-}
-
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
 // dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
@@ -7915,10 +7932,7 @@ struct HopperWeightBlock {
             int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
             if (o >= O || column >= C) continue;
             float* p = to + ((size_t)o * 9 + tap) * C + column;
-            if (g.partial || !g.accumulate)
-                *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
-            else
-                add_global(p, c[2 * i], c[2 * i + 1]);
+            *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
         }
     }
 };

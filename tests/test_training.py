@@ -164,7 +164,8 @@ def test_microbatch(tmp_path, images8, microbatch):
         folder = tmp_path / str(parts)
         text = run(TRAIN, *start_flags(config, images8, folder, steps, log_every=1, val_file=images8),
                    "--model_weights", tmp_path / "start.bin", "--microbatch", parts).stdout
-        memory.append(float(re.search(r"([\d.]+) MB in all", text)[1]))
+        size, unit = re.search(r"([\d.]+) ([kM])B activations", text).groups()
+        memory.append(float(size) * dict(k=1e3, M=1e6)[unit])
         logs.append(metrics_in(folder))
         val_losses.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"])
     assert memory[1] < memory[0] if microbatch < 5 else memory[1] == memory[0]
