@@ -297,15 +297,20 @@ def benchmark_gpu(presets, batches):
 
 
 def render_gpu(lines):
-    """A preset's tables from its lines of RESULTS: the newest of each kind on the newest one's GPU."""
-    preset = lines[-1]["preset"]
-    newest = {(line["precision"], line["batch"], line["of"]): line for line in lines
-              if line["uuid"] == lines[-1]["uuid"]}
-    pairs = {key[:2]: (line, newest[(*key[:2], "PyTorch")]) for key, line in newest.items()
-             if key[2] == "train_unet" and (*key[:2], "PyTorch") in newest}
+    """A preset's tables from its lines of RESULTS: of each kind the newest pair that one GPU measured, where
+    that is a GPU of the newest pair's name."""
+    preset, newest, pairs = lines[-1]["preset"], {}, {}
+    for line in lines:
+        key = line["precision"], line["batch"]
+        newest[(*key, line["uuid"], line["of"])] = line
+        both = [newest.get((*key, line["uuid"], of)) for of in ("train_unet", "PyTorch")]
+        if all(both):
+            pairs.pop(key, None)  # so that the newest comes last
+            pairs[key] = both
     if not pairs:
         return {}
     gpu, torch_name = list(pairs.values())[-1][0]["gpu"], f"PyTorch {list(pairs.values())[-1][1]['torch']}"
+    pairs = {key: both for key, both in pairs.items() if both[0]["gpu"] == gpu}
     order = sorted(pairs, key=lambda key: (key[0], key[1]))  # bf16 by batch size, then fp32
     faster = [f"{pairs[key][1]['step_ms'] / pairs[key][0]['step_ms']:.2f} times (batch {key[1]})"
               for key in order if key[0] == "bf16"]

@@ -119,7 +119,7 @@ def test_profile(tmp_path):
 
 
 def test_benchmark_tables(tools):
-    """The GPU's tables: each kind's newest line, none from another GPU, pairs only."""
+    """The GPU's tables: each kind's newest pair of one GPU, none from a GPU of another name."""
     benchmark = tools("benchmark")
     head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
     ours = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
@@ -127,10 +127,11 @@ def test_benchmark_tables(tools):
                 default_ms=5.0, everything_ms=5.1)
     theirs = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
                   memory_mib=1024.0, first_s=100.0, torch="2.9")
-    lines = [ours | dict(step_ms=9.0), ours | dict(batch=64, uuid="old"), theirs | dict(batch=64, uuid="old"),
-             theirs, ours, ours | dict(batch=128)]
+    lines = [ours | dict(batch=64, uuid="Y", gpu="Y"), theirs | dict(batch=64, uuid="Y"),
+             ours | dict(batch=256, uuid="old"), theirs | dict(batch=256, uuid="old"), ours | dict(step_ms=9.0),
+             theirs, ours, ours | dict(batch=128), theirs | dict(batch=128, uuid="old")]
     texts = benchmark.render_gpu(lines)
-    assert "**3.00 times (batch 32) as fast as PyTorch**, on X." in texts["gpu"]
+    assert "**3.00 times (batch 32), 3.00 times (batch 256) as fast as PyTorch**, on X." in texts["gpu"]
     assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
     assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
     assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
