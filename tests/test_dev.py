@@ -134,7 +134,7 @@ def test_benchmark_tables(tools):
     assert "**3.00 times (batch 32), 3.00 times (batch 256) as fast as PyTorch**, on X." in texts["gpu"]
     assert "| 64 |" not in texts["gpu"] and "| 128 |" not in texts["gpu"]
     assert "| **times better** | 32 | **3.00** | | **4.00** | **2.00** | **100** |" in texts["gpu"]
-    assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32)." in texts["gpu"]
+    assert "+2.0% (5.00 to 5.10 ms, bf16, batch 32);" in texts["gpu"]
     assert head in texts["profile"] and "blocks" in texts["profile"] and "the rest" not in texts["profile"]
     assert benchmark.render_gpu(lines[:1]) == {}
     official = benchmark.render_gpu([line | dict(preset="adm64") for line in (ours, theirs)])
