@@ -104,8 +104,11 @@ static int omp_get_thread_num() { return 0; }
 #endif
 #ifdef __CUDACC__
 #include <cuda.h>
+#include <cuda_awbarrier_primitives.h>
 #include <cuda_bf16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
+#include <cuda/ptx>
 #endif
 
 // ===========================================================================================================
@@ -5485,11 +5488,6 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool valid = tr
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
 }
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>  // groups that may still be under way
-__device__ inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
@@ -6119,7 +6117,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     attention_load<ROWS>(s.q, q, t0);
     attention_load<COLUMNS>(s.k[0], k, 0);
     attention_load<COLUMNS>(s.v[0], v, 0);
-    copy_commit();
+    __pipeline_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
     float sum[D / 8][4] = {}, total[2] = {};
     float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
@@ -6129,8 +6127,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
             attention_load<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
             attention_load<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
         }
-        copy_commit();
-        copy_wait<1>();
+        __pipeline_commit();
+        __pipeline_wait_prior(1);
         __syncthreads();
         float p[COLUMNS / 8][4] = {};
         attention_scores(p, s.q, s.k[stage]);
@@ -6219,14 +6217,14 @@ __device__ void attention_backward_rows(AttentionBackward a, int t0) {
             attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, j * COLUMNS);
             if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, j * COLUMNS);
         }
-        copy_commit();
+        __pipeline_commit();
     };
     load(0);
     float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
     for (int j = 0; j < tiles; j++) {
         int stage = j % 2;
         load(j + 1);
-        copy_wait<1>();
+        __pipeline_wait_prior(1);
         __syncthreads();
         if (KEYS)
             attention_dots<COLUMNS>(s, s.column2[stage], s.out + stage * COLUMNS, a.lse, j * COLUMNS, T);
@@ -6683,13 +6681,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             if (TAPS == 1) load_a(early.stage, early.chunk, 0);
             load_b(early.stage, early.chunk, early.tap);
         }
-        copy_commit();
+        __pipeline_commit();
         early.next();
     };
     for (int begin = 0; TAPS > 1 && begin < Tile::A_SWEEPS; begin += Tile::A_LOADS) load_a(0, 0, begin);
     UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
     for (; step.chunk < chunks; step.next()) {
-        copy_wait<STAGES - 2>();
+        __pipeline_wait_prior(STAGES - 2);
         __syncthreads();  // the step has arrived for every thread, and all are done with the one before
         if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < Tile::A_PARTS)
             load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * Tile::A_LOADS);
@@ -6698,7 +6696,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
                          b_ring + step.stage * Tile::B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
     }
 
-    copy_wait<0>();
+    __pipeline_wait_prior(0);
     __syncthreads();  // the rings become the staging area
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
@@ -6995,19 +6993,19 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             if (image < g.patch.images && o0 + o < O) g.bias_parts[part * O + o0 + o] = sum;
         });
     };
-    for (int s = 0; s < STAGES - 1; s++) load(first + s), copy_commit();
+    for (int s = 0; s < STAGES - 1; s++) load(first + s), __pipeline_commit();
     for (int tile = first; tile < last; tile++) {
-        copy_wait<STAGES - 2>();
+        __pipeline_wait_prior(STAGES - 2);
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
         load(tile + STAGES - 1);
-        copy_commit();
+        __pipeline_commit();
         locate(tile + 2);
         auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias && tile == (set + 1) * set_tiles) flush_sums(), set++;
         product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
                          sums_bias);
     }
-    copy_wait<0>();
+    __pipeline_wait_prior(0);
     if (sums_bias) flush_sums();
     float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
     product.store([&](int o, int tap, int c, float2 value) {
@@ -7145,25 +7143,21 @@ namespace gpu {
 
 // ---- tensor copies and warpgroup products
 
+namespace ptx = cuda::ptx;
+
 // A barrier in shared memory. A phase is over when its threads have arrived and the expected bytes have come.
 struct Barrier {
     uint64_t state;
-    __device__ uint32_t address() const { return shared_address(this); }
-    __device__ void init(int arrivals) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
-    }
+    __device__ void init(int arrivals) { __mbarrier_init(&state, arrivals); }
     __device__ void expect(uint32_t bytes) {  // and arrive
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes)
-                     : "memory");
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &state, bytes);
     }
-    __device__ void arrive() {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
-    }
+    __device__ void arrive() { __mbarrier_arrive(&state); }
     // Until the phase of this parity is over.
     __device__ void wait(uint32_t parity) {
         asm volatile(
             "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-            "@!done bra AGAIN;\n}" ::"r"(address()),
+            "@!done bra AGAIN;\n}" ::"r"(shared_address(this)),
             "r"(parity)
             : "memory");
     }
@@ -7176,10 +7170,6 @@ struct RingBarriers {
         for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
     }
 };
-// Makes initialised barriers known to the copy engine.
-__device__ inline void barrier_publish() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 // Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. Who waits for buffers
 // to become empty begins with parity 1: the first time round at once.
 template <int N>
@@ -7204,18 +7194,12 @@ __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 1
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
 // the bytes that the barrier expects.
-__device__ inline void copy_box(void* to, const CUtensorMap& map, const Barrier& barrier, int c, Pixel at) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
-        "l"(&map), "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(barrier.address())
-        : "memory");
+__device__ inline void copy_box(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, {c, at.x, at.y, at.b},
+                              &barrier.state);
 }
-__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, Pixel at) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(from)
-        : "memory");
+__device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
 }
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -7662,7 +7646,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         shared.patch.init(1), shared.stage.init(1);
         for (Barrier& turn : shared.turn) turn.init(1);
         for (Barrier& normed : shared.normed) normed.init(128);
-        barrier_publish();
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
     __syncthreads();
 
@@ -7699,8 +7683,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         if (block.rank > 0) return;
 
         UNROLLED_FOR (int part = 0; part < Tile::PARTS; part++) {
-            uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[part]);
-            epilogue.finish(c + 64 * part, Tile::part(at, part), outputs);
+            auto& outputs = shared.patches[patch.slot].outputs[part];
+            epilogue.finish(c + 64 * part, Tile::part(at, part), shared_address(outputs));
             fence_shared();
             warpgroup_barrier(block.warpgroup);
             if (block.leads) {
@@ -7933,7 +7917,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     HopperWeightBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
         shared.ring.init(Tile::WARPGROUPS);
-        barrier_publish();
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
     if (threadIdx.x < 60)
         shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
