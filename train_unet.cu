@@ -5589,16 +5589,6 @@ __device__ inline void norm_reload(float (&value)[VEC], const float* from) {
                      : "r"(shared_address(from + i)));
 }
 
-// Weights and biases of a vector of channels of image b.
-template <bool MODULATED>
-__device__ inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b, int c) {
-    auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
-    for (int i = 0; i < VEC; i++) {
-        float2 affine = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
-        w[i] = affine.x, bias[i] = affine.y;
-    }
-}
-
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
@@ -5677,9 +5667,17 @@ struct NormGrid {
     }
 };
 
-// each(i, g) for i < VEC: channel c + i belongs to group g.
-__device__ inline void norm_each_channel(int c, int group, auto each) {
-    int g = (unsigned)c / group, within = c - g * group;
+// Weights and biases of a vector of channels of image b; then each(i, g) for i < VEC: channel c + i belongs to
+// group g, counted from the group that begins `from` channels before c.
+template <bool MODULATED>
+__device__ inline void norm_each_channel(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b, int c,
+                                         int from, auto each) {
+    auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
+    for (int i = 0; i < VEC; i++) {
+        float2 affine = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
+        w[i] = affine.x, bias[i] = affine.y;
+    }
+    int group = (unsigned)norm.x.C() / norm.groups, g = (unsigned)from / group, within = from - g * group;
     for (int i = 0; i < VEC; i++) {
         each(i, g);
         if (++within == group) within = 0, g++;
@@ -5779,8 +5777,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {
+    norm_each_channel<MODULATED>(scale, shift, norm, p.b, p.c, p.c0, [&](int i, int g) {
         scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
         if (norm.silu) scale[i] *= 0.5f, shift[i] *= 0.5f;
         if (!out && p.t == 0) affine[p.b * norm.x.C() + p.c + i] = make_float2(scale[i], shift[i]);
@@ -5826,7 +5823,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
     int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), group = C / norm.groups, width = norm.x.of(c).C;
+    int T = norm.x.first.T(), C = norm.x.C(), group = (unsigned)C / norm.groups, width = norm.x.of(c).C;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
     const float *mean = norm.mean + blockIdx.z * norm.groups, *rstd = norm.rstd + blockIdx.z * norm.groups;
@@ -5836,8 +5833,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        norm_affine<MODULATED>(scale, shift, norm, blockIdx.z, c);
-        norm_each_channel(c, group, [&](int i, int g) {
+        norm_each_channel<MODULATED>(scale, shift, norm, blockIdx.z, c, c, [&](int i, int g) {
             middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
         });
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
@@ -5926,9 +5922,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
     const int slot = p.c - p.slab;
     float scale[VEC], more[VEC];
-    norm_affine<MODULATED>(scale, more, norm, p.b, p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {  // threads of the same channels write the same
-        float4 of_group = coefficients[g];
+    norm_each_channel<MODULATED>(scale, more, norm, p.b, p.c, p.c0, [&](int i, int g) {
+        float4 of_group = coefficients[g];  // threads of the same channels write the same
         scale[i] *= of_group.x;
         of_channels[ALPHA][slot + i] = of_group.y, of_channels[BETA][slot + i] = of_group.z;
         of_channels[SHIFT][slot + i] = more[i] - of_group.w * scale[i];
@@ -6552,8 +6547,7 @@ struct GemmEpilogue {
         float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
-            norm_affine<true>(scale, shift, g.norm, image, n);
-            norm_each_channel(n, g.N() / g.norm.groups, [&](int e, int group) {
+            norm_each_channel<true>(scale, shift, g.norm, image, n, n, [&](int e, int group) {
                 const int of = image * g.norm.groups + group;
                 mean[e] = g.norm.mean[of];
                 scale[e] *= g.norm.rstd[of], shift[e] -= mean[e] * scale[e];
