@@ -686,13 +686,13 @@ struct NormOf {
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated; not so without `modulated`.
+    // The factor of channel c in image b, 1 without `modulated`; and its weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c, bool modulated = true) const {
         if (!modulated || !modulation.data) return 1;
         return 1 + (float)modulation.data[(size_t)b * modulation.pitch + c];
     }
-    HOST_DEVICE float2 affine(int b, int c, bool modulated = true) const {
-        if (!modulated || !modulation.data) return {w[c], bias[c]};
+    HOST_DEVICE float2 affine(int b, int c) const {
+        if (!modulation.data) return {w[c], bias[c]};
         float shift = (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c];
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + shift};
     }
@@ -5604,7 +5604,7 @@ __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * 
     __syncthreads();
     if (c >= min(ROW * VEC, C)) return;
     float2 total = make_float2(0, 0);
-    for (auto& of_warp : shared_sums) total.x += of_warp[c].x, total.y += of_warp[c].y;
+    for (auto& of_warp : shared_sums) total += of_warp[c];
     sums[c] = finish(c, total);
 }
 typedef float2 NormPartSums[NORM_PART_THREADS / 32][8 * VEC];
@@ -7188,6 +7188,7 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, Barrier& barri
 }
 __device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
+    ptx::cp_async_bulk_commit_group();
 }
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -7257,12 +7258,10 @@ struct Box {
 // The map of x for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
+    if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
-                                                    cudaEnableDefault, &found));
-        assert(found == cudaDriverEntryPointSuccess);
-    }
+                                                    cudaEnableDefault));
+    assert(encode);
     CUtensorMap map;
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
@@ -7288,9 +7287,9 @@ struct JoinedMaps {
 
 struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x; 0 columns: none
-    CUtensorMap w_map;
-    int tiles_x, tiles_y, tiles;
+    JoinedMaps extra_map = {};  // read where the outputs go: the residual, or a norm's x; 0 columns: none
+    CUtensorMap w_map = {};
+    int tiles_x = 0, tiles_y = 0, tiles = 0;
 };
 
 // A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
@@ -7675,14 +7674,12 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             epilogue.finish(c + 64 * part, Tile::part(at, part), shared_address(outputs));
             fence_shared();
             warpgroup_barrier(block.warpgroup);
-            if (block.leads) {
+            if (block.leads)
                 store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-            }
             if (g.sums) epilogue.write_sums(c + 64 * part);
         }
         if (block.leads) {  // the copy engine has read the outputs
-            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
             shared.patch.empty[patch.slot].arrive();
         }
         patch.next();
@@ -7701,11 +7698,8 @@ static void launch_hopper_tile(const Gemm& g) {
     };
     const Tensor x = shaped(g.x.first);
     const int columns = ceil_div(g.N(), 64);
-    HopperGemm h = {};
-    static_cast<Gemm&>(h) = g;
-    h.x_map = joined(g.x, Tile::PATCH);
+    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::PART)};
     h.x_map.columns = g.chunks1() * 64;
-    h.out_map = joined(g.out, Tile::PART);
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
     const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
