@@ -7060,19 +7060,16 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = sum;
 }
 
-// The memory that the splits of `g` need.
-static void take_partial_sums(WeightGradient* g) {
-    size_t bias_rows = g->splits + ceil_div(g->dout.B, g->patch.images);
+// launch_sums(g), which has memory for what its splits leave there, and what adds that up.
+static void launch_weight_sums(WeightGradient g, auto launch_sums) {
+    size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
     Arena workspace = lane->workspace;
-    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * g->patch.images * g->dout.C);
-    if (g->splits > 1) g->partial = take<float>(&workspace, g->splits * g->count());
-}
-// Adds up what the splits have left there.
-static void launch_weight_reduction(const WeightGradient& g) {
+    if (g.dbias) g.bias_parts = take<float>(&workspace, bias_rows * g.patch.images * g.dout.C);
+    if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
+    launch_sums(g);
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
-    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
-    if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.count(), weight_blocks);
+    int blocks = weight_blocks + (g.dbias ? ceil_div(g.dout.C, 8) : 0);
+    if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -7087,9 +7084,10 @@ static void launch_portable_weight_gradient(WeightGradient g) {
     int most = std::min(pixel_tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
     int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
-    take_partial_sums(&g);
-    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
-    launch_weight_reduction(g);
+    launch_weight_sums(g, [&](const WeightGradient& g) {
+        launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>),
+               g);
+    });
 }
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
@@ -7423,10 +7421,9 @@ struct HopperGemmBlock {
                                      (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
                                      (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
-                Vector<float, 2 * VEC> affine;
+                Vector<float2, VEC> affine;
                 if (chunk < last)
-                    affine = load<2 * VEC>(
-                        (const float*)(g.x.affine + at.b * g.x.C() + first_channel(chunk) + vector * VEC));
+                    affine = load<VEC>(g.x.affine + at.b * g.x.C() + first_channel(chunk) + vector * VEC);
                 shared.patch.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
@@ -7435,7 +7432,7 @@ struct HopperGemmBlock {
                         float y[VEC];
                         unpack(y, *row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
-                            y[e] = silu_of_half(y[e] * affine.of[2 * e] + affine.of[2 * e + 1]);
+                            y[e] = silu_of_half(y[e] * affine.of[e].x + affine.of[e].y);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
                     }
                 fence_shared();
@@ -7922,7 +7919,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 }
 
 template <class Tile>
-static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
+static void launch_hopper_weight_tile(const WeightGradient& g) {
+    const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / Tile::WARPGROUPS);
     HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
     launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
            sizeof(typename Tile::Shared), h);
@@ -7946,12 +7944,8 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
             if (us < least) least = us, best_warpgroups = warpgroups, g.splits = splits;
         }
     }
-    take_partial_sums(&g);
-    if (best_warpgroups == 3)
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, sum_tiles);
-    else
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, sum_tiles * 3);
-    launch_weight_reduction(g);
+    launch_weight_sums(g, best_warpgroups == 3 ? launch_hopper_weight_tile<HopperWeightTile<3>>
+                                               : launch_hopper_weight_tile<HopperWeightTile<1>>);
     return true;
 }
 
