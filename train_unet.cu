@@ -5484,18 +5484,15 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool valid = tr
 }
 
 // Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
+#define LOAD_MATRICES(name, order)                                                               \
+    __device__ inline void name(uint32_t(&r)[4], uint32_t address) {                             \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" order ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                            \
+                     : "r"(address)                                                              \
+                     : "memory");                                                                \
+    }
+LOAD_MATRICES(load_matrices, "")
+LOAD_MATRICES(load_matrices_transposed, ".trans")
 // c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -5528,9 +5525,7 @@ static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threa
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
     LAUNCH_CHECK();
 }
-template <typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                   Arguments... arguments) {
+static void launch(auto kernel, dim3 grid, dim3 threads, size_t shared, auto... arguments) {
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
 
@@ -7490,16 +7485,13 @@ struct HopperGemmBlock {
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
-            UNROLLED_FOR (int e = 0; e < 64; e += 4)
-                sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+            UNROLLED_FOR (int e = 0; e < 64; e += 4) sums[e / 4 * 128] = *(const float4*)(c + e);
         }
         cluster_barrier();
         if (rank == 0)
             for (int r = 1; r < splits; r++)
-                UNROLLED_FOR (int e = 0; e < 64; e += 4) {
-                    float4 more = load_cluster(shared_address(sums + e / 4 * 128), r);
-                    c[e] += more.x, c[e + 1] += more.y, c[e + 2] += more.z, c[e + 3] += more.w;
-                }
+                UNROLLED_FOR (int e = 0; e < 64; e += 4)
+                    *(float4*)(c + e) += load_cluster(shared_address(sums + e / 4 * 128), r);
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
 };
