@@ -5662,19 +5662,17 @@ struct NormGrid {
     }
 };
 
-// Weights and biases of a vector of channels of image b; then each(i, g) for i < VEC: channel c + i belongs to
-// group g, counted from the group that begins `from` channels before c.
+// each(i, g, weight and bias) for i < VEC, of channel c + i of image b. It belongs to group g, counted from
+// the group that begins `from` channels before c.
 template <bool MODULATED>
-__device__ inline void norm_each_channel(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b, int c,
-                                         int from, auto each) {
+__device__ inline void norm_each_channel(const Norm& norm, int b, int c, int from, auto each) {
     auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
-    for (int i = 0; i < VEC; i++) {
-        float2 affine = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
-        w[i] = affine.x, bias[i] = affine.y;
-    }
+    float2 affine[VEC];
+    for (int i = 0; i < VEC; i++)
+        affine[i] = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
     int group = (unsigned)norm.x.C() / norm.groups, g = (unsigned)from / group, within = from - g * group;
     for (int i = 0; i < VEC; i++) {
-        each(i, g);
+        each(i, g, affine[i]);
         if (++within == group) within = 0, g++;
     }
 }
@@ -5772,8 +5770,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    norm_each_channel<MODULATED>(scale, shift, norm, p.b, p.c, p.c0, [&](int i, int g) {
-        scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
+    norm_each_channel<MODULATED>(norm, p.b, p.c, p.c0, [&](int i, int g, float2 channel) {
+        scale[i] = channel.x * statistics[g].y, shift[i] = channel.y - statistics[g].x * scale[i];
         if (norm.silu) scale[i] *= 0.5f, shift[i] *= 0.5f;
         if (!out && p.t == 0) affine[p.b * norm.x.C() + p.c + i] = make_float2(scale[i], shift[i]);
     });
@@ -5828,8 +5826,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        norm_each_channel<MODULATED>(scale, shift, norm, blockIdx.z, c, c, [&](int i, int g) {
-            middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
+        norm_each_channel<MODULATED>(norm, blockIdx.z, c, c, [&](int i, int g, float2 channel) {
+            middle[i] = mean[g], scale[i] = channel.x * rstd[g], shift[i] = channel.y - middle[i] * scale[i];
         });
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
@@ -5917,11 +5915,11 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
     const int slot = p.c - p.slab;
     float scale[VEC], more[VEC];
-    norm_each_channel<MODULATED>(scale, more, norm, p.b, p.c, p.c0, [&](int i, int g) {
+    norm_each_channel<MODULATED>(norm, p.b, p.c, p.c0, [&](int i, int g, float2 channel) {
         float4 of_group = coefficients[g];  // threads of the same channels write the same
-        scale[i] *= of_group.x;
+        scale[i] = channel.x * of_group.x;
         of_channels[ALPHA][slot + i] = of_group.y, of_channels[BETA][slot + i] = of_group.z;
-        of_channels[SHIFT][slot + i] = more[i] - of_group.w * scale[i];
+        of_channels[SHIFT][slot + i] = channel.y - of_group.w * scale[i];
     });
     __syncthreads();
     for (int t = p.t; t < T; t += p.stride) {
@@ -6542,10 +6540,10 @@ struct GemmEpilogue {
         float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
-            norm_each_channel<true>(scale, shift, g.norm, image, n, n, [&](int e, int group) {
+            norm_each_channel<true>(g.norm, image, n, n, [&](int e, int group, float2 channel) {
                 const int of = image * g.norm.groups + group;
                 mean[e] = g.norm.mean[of];
-                scale[e] *= g.norm.rstd[of], shift[e] -= mean[e] * scale[e];
+                scale[e] = channel.x * g.norm.rstd[of], shift[e] = channel.y - mean[e] * scale[e];
             });
         } else if (m[0] >= 0) {
             if (g.bias) add_vector(added, g.bias + n);
