@@ -105,8 +105,11 @@ static int omp_get_thread_num() { return 0; }
 #endif
 #ifdef __CUDACC__
 #include <cuda.h>
+#include <cuda_awbarrier_primitives.h>
 #include <cuda_bf16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
+#include <cuda/ptx>
 #endif
 
 // ===========================================================================================================
@@ -681,13 +684,13 @@ struct NormOf {
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated; not so without `modulated`.
+    // The factor of channel c in image b, 1 without `modulated`; and its weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c, bool modulated = true) const {
         if (!modulated || !modulation.data) return 1;
         return 1 + (float)modulation.data[(size_t)b * modulation.pitch + c];
     }
-    HOST_DEVICE float2 affine(int b, int c, bool modulated = true) const {
-        if (!modulated || !modulation.data) return {w[c], bias[c]};
+    HOST_DEVICE float2 affine(int b, int c) const {
+        if (!modulation.data) return {w[c], bias[c]};
         float shift = (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c];
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + shift};
     }
@@ -876,25 +879,19 @@ static inline float fast_exp(float x) {
 }
 #ifdef __CUDACC__
 // 2^x, 1 / x and tanh x, an instruction each: errors of 2^-22, of tanh 2^-11.
-__device__ static inline float exp2_fast(float x) {
+#define INSTRUCTION(name, instruction)                  \
+    __device__ static inline float name(float x) {      \
+        float y;                                        \
+        asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
+        return y;                                       \
+    }
+INSTRUCTION(reciprocal_fast, "rcp.approx.ftz.f32")
+INSTRUCTION(tanh_fast, "tanh.approx.f32")
 #ifdef PRECISION_FP32
-    return exp2f(x);
+__device__ static inline float exp2_fast(float x) { return exp2f(x); }
 #else
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+INSTRUCTION(exp2_fast, "ex2.approx.ftz.f32")
 #endif
-}
-__device__ static inline float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ static inline float tanh_fast(float x) {
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 #endif
 
 // 1 / (1 + e^-x). On a GPU in bf16 the errors of the fast functions are far below a rounding.
@@ -5510,25 +5507,17 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool valid = tr
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
 }
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>  // groups that may still be under way
-__device__ inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
+#define LOAD_MATRICES(name, order)                                                               \
+    __device__ inline void name(uint32_t(&r)[4], uint32_t address) {                             \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" order ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                            \
+                     : "r"(address)                                                              \
+                     : "memory");                                                                \
+    }
+LOAD_MATRICES(load_matrices, "")
+LOAD_MATRICES(load_matrices_transposed, ".trans")
 // c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -5561,9 +5550,7 @@ static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threa
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
     LAUNCH_CHECK();
 }
-template <typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                   Arguments... arguments) {
+static void launch(auto kernel, dim3 grid, dim3 threads, size_t shared, auto... arguments) {
     launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
 
@@ -5622,16 +5609,6 @@ __device__ inline void norm_reload(float (&value)[VEC], const float* from) {
                      : "r"(shared_address(from + i)));
 }
 
-// Weights and biases of a vector of channels of image b.
-template <bool MODULATED>
-__device__ inline void norm_affine(float (&w)[VEC], float (&bias)[VEC], const Norm& norm, int b, int c) {
-    auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
-    for (int i = 0; i < VEC; i++) {
-        float2 affine = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
-        w[i] = affine.x, bias[i] = affine.y;
-    }
-}
-
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
@@ -5647,7 +5624,7 @@ __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * 
     __syncthreads();
     if (c >= min(ROW * VEC, C)) return;
     float2 total = make_float2(0, 0);
-    for (auto& of_warp : shared_sums) total.x += of_warp[c].x, total.y += of_warp[c].y;
+    for (auto& of_warp : shared_sums) total += of_warp[c];
     sums[c] = finish(c, total);
 }
 typedef float2 NormPartSums[NORM_PART_THREADS / 32][8 * VEC];
@@ -5710,11 +5687,17 @@ struct NormGrid {
     }
 };
 
-// each(i, g) for i < VEC: channel c + i belongs to group g.
-__device__ inline void norm_each_channel(int c, int group, auto each) {
-    int g = (unsigned)c / group, within = c - g * group;
+// each(i, g, weight and bias) for i < VEC, of channel c + i of image b. It belongs to group g, counted from
+// the group that begins `from` channels before c.
+template <bool MODULATED>
+__device__ inline void norm_each_channel(const Norm& norm, int b, int c, int from, auto each) {
+    auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
+    float2 affine[VEC];
+    for (int i = 0; i < VEC; i++)
+        affine[i] = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
+    int group = (unsigned)norm.x.C() / norm.groups, g = (unsigned)from / group, within = from - g * group;
     for (int i = 0; i < VEC; i++) {
-        each(i, g);
+        each(i, g, affine[i]);
         if (++within == group) within = 0, g++;
     }
 }
@@ -5812,9 +5795,8 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     float scale[VEC], shift[VEC];
-    norm_affine<MODULATED>(scale, shift, norm, p.b, p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {
-        scale[i] *= statistics[g].y, shift[i] -= statistics[g].x * scale[i];
+    norm_each_channel<MODULATED>(norm, p.b, p.c, p.c0, [&](int i, int g, float2 channel) {
+        scale[i] = channel.x * statistics[g].y, shift[i] = channel.y - statistics[g].x * scale[i];
         if (norm.silu) scale[i] *= 0.5f, shift[i] *= 0.5f;
         if (!out && p.t == 0) affine[p.b * norm.x.C() + p.c + i] = make_float2(scale[i], shift[i]);
     });
@@ -5859,7 +5841,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
     int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), group = C / norm.groups, width = norm.x.of(c).C;
+    int T = norm.x.first.T(), C = norm.x.C(), group = (unsigned)C / norm.groups, width = norm.x.of(c).C;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
     const float *mean = norm.mean + blockIdx.z * norm.groups, *rstd = norm.rstd + blockIdx.z * norm.groups;
@@ -5869,9 +5851,8 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
         float middle[VEC], scale[VEC], shift[VEC];
-        norm_affine<MODULATED>(scale, shift, norm, blockIdx.z, c);
-        norm_each_channel(c, group, [&](int i, int g) {
-            middle[i] = mean[g], scale[i] *= rstd[g], shift[i] -= middle[i] * scale[i];
+        norm_each_channel<MODULATED>(norm, blockIdx.z, c, c, [&](int i, int g, float2 channel) {
+            middle[i] = mean[g], scale[i] = channel.x * rstd[g], shift[i] = channel.y - middle[i] * scale[i];
         });
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
@@ -5958,12 +5939,11 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
     const int slot = p.c - p.slab;
     float scale[VEC], more[VEC];
-    norm_affine<MODULATED>(scale, more, norm, p.b, p.c);
-    norm_each_channel(p.c0, p.group, [&](int i, int g) {  // threads of the same channels write the same
-        float4 of_group = coefficients[g];
-        scale[i] *= of_group.x;
+    norm_each_channel<MODULATED>(norm, p.b, p.c, p.c0, [&](int i, int g, float2 channel) {
+        float4 of_group = coefficients[g];  // threads of the same channels write the same
+        scale[i] = channel.x * of_group.x;
         of_channels[ALPHA][slot + i] = of_group.y, of_channels[BETA][slot + i] = of_group.z;
-        of_channels[SHIFT][slot + i] = more[i] - of_group.w * scale[i];
+        of_channels[SHIFT][slot + i] = channel.y - of_group.w * scale[i];
     });
     __syncthreads();
     for (int t = p.t; t < T; t += p.stride) {
@@ -6143,7 +6123,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     attention_load<ROWS>(s.q, q, t0);
     attention_load<COLUMNS>(s.k[0], k, 0);
     attention_load<COLUMNS>(s.v[0], v, 0);
-    copy_commit();
+    __pipeline_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
     float sum[D / 8][4] = {}, total[2] = {};
     float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
@@ -6153,8 +6133,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
             attention_load<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
             attention_load<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
         }
-        copy_commit();
-        copy_wait<1>();
+        __pipeline_commit();
+        __pipeline_wait_prior(1);
         __syncthreads();
         float p[COLUMNS / 8][4] = {};
         attention_scores(p, s.q, s.k[stage]);
@@ -6243,14 +6223,14 @@ __device__ void attention_backward_rows(AttentionBackward a, int t0) {
             attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, j * COLUMNS);
             if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, j * COLUMNS);
         }
-        copy_commit();
+        __pipeline_commit();
     };
     load(0);
     float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
     for (int j = 0; j < tiles; j++) {
         int stage = j % 2;
         load(j + 1);
-        copy_wait<1>();
+        __pipeline_wait_prior(1);
         __syncthreads();
         if (KEYS)
             attention_dots<COLUMNS>(s, s.column2[stage], s.out + stage * COLUMNS, a.lse, j * COLUMNS, T);
@@ -6584,11 +6564,10 @@ struct GemmEpilogue {
         float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
-            norm_affine<true>(scale, shift, g.norm, image, n);
-            norm_each_channel(n, g.N() / g.norm.groups, [&](int e, int group) {
+            norm_each_channel<true>(g.norm, image, n, n, [&](int e, int group, float2 channel) {
                 const int of = image * g.norm.groups + group;
                 mean[e] = g.norm.mean[of];
-                scale[e] *= g.norm.rstd[of], shift[e] -= mean[e] * scale[e];
+                scale[e] = channel.x * g.norm.rstd[of], shift[e] = channel.y - mean[e] * scale[e];
             });
         } else if (m[0] >= 0) {
             if (g.bias) add_vector(added, g.bias + n);
@@ -6707,13 +6686,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             if (TAPS == 1) load_a(early.stage, early.chunk, 0);
             load_b(early.stage, early.chunk, early.tap);
         }
-        copy_commit();
+        __pipeline_commit();
         early.next();
     };
     for (int begin = 0; TAPS > 1 && begin < Tile::A_SWEEPS; begin += Tile::A_LOADS) load_a(0, 0, begin);
     UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
     for (; step.chunk < chunks; step.next()) {
-        copy_wait<STAGES - 2>();
+        __pipeline_wait_prior(STAGES - 2);
         __syncthreads();  // the step has arrived for every thread, and all are done with the one before
         if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < Tile::A_PARTS)
             load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * Tile::A_LOADS);
@@ -6722,7 +6701,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
                          b_ring + step.stage * Tile::B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
     }
 
-    copy_wait<0>();
+    __pipeline_wait_prior(0);
     __syncthreads();  // the rings become the staging area
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
@@ -7018,19 +6997,19 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             if (image < g.patch.images && o0 + o < O) g.bias_parts[part * O + o0 + o] = sum;
         });
     };
-    for (int s = 0; s < STAGES - 1; s++) load(first + s), copy_commit();
+    for (int s = 0; s < STAGES - 1; s++) load(first + s), __pipeline_commit();
     for (int tile = first; tile < last; tile++) {
-        copy_wait<STAGES - 2>();
+        __pipeline_wait_prior(STAGES - 2);
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
         load(tile + STAGES - 1);
-        copy_commit();
+        __pipeline_commit();
         locate(tile + 2);
         auto& stage = shared.stages[(tile - first) % STAGES];
         if (sums_bias && tile == (set + 1) * set_tiles) flush_sums(), set++;
         product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
                          sums_bias);
     }
-    copy_wait<0>();
+    __pipeline_wait_prior(0);
     if (sums_bias) flush_sums();
     float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
     product.store([&](int o, int tap, int c, float2 value) {
@@ -7096,19 +7075,16 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = sum;
 }
 
-// The memory that the splits of `g` need.
-static void take_partial_sums(WeightGradient* g) {
-    size_t bias_rows = g->splits + ceil_div(g->dout.B, g->patch.images);
+// launch_sums(g), which has memory for what its splits leave there, and what adds that up.
+static void launch_weight_sums(WeightGradient g, auto launch_sums) {
+    size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
     Arena workspace = lane->workspace;
-    if (g->dbias) g->bias_parts = take<float>(&workspace, bias_rows * g->patch.images * g->dout.C);
-    if (g->splits > 1) g->partial = take<float>(&workspace, g->splits * g->count());
-}
-// Adds up what the splits have left there.
-static void launch_weight_reduction(const WeightGradient& g) {
+    if (g.dbias) g.bias_parts = take<float>(&workspace, bias_rows * g.patch.images * g.dout.C);
+    if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
+    launch_sums(g);
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
-    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
-    if (weight_blocks + bias_blocks == 0) return;
-    launch(weight_reduce_kernel, weight_blocks + bias_blocks, 256, 0, g, g.count(), weight_blocks);
+    int blocks = weight_blocks + (g.dbias ? ceil_div(g.dout.C, 8) : 0);
+    if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -7123,9 +7099,10 @@ static void launch_portable_weight_gradient(WeightGradient g) {
     int most = std::min(pixel_tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
     int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
-    take_partial_sums(&g);
-    launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>), g);
-    launch_weight_reduction(g);
+    launch_weight_sums(g, [&](const WeightGradient& g) {
+        launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>),
+               g);
+    });
 }
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
@@ -7167,25 +7144,21 @@ namespace gpu {
 
 // ---- tensor copies and warpgroup products
 
+namespace ptx = cuda::ptx;
+
 // A barrier in shared memory. A phase is over when its threads have arrived and the expected bytes have come.
 struct Barrier {
     uint64_t state;
-    __device__ uint32_t address() const { return shared_address(this); }
-    __device__ void init(int arrivals) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
-    }
+    __device__ void init(int arrivals) { __mbarrier_init(&state, arrivals); }
     __device__ void expect(uint32_t bytes) {  // and arrive
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes)
-                     : "memory");
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &state, bytes);
     }
-    __device__ void arrive() {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
-    }
+    __device__ void arrive() { __mbarrier_arrive(&state); }
     // Until the phase of this parity is over.
     __device__ void wait(uint32_t parity) {
         asm volatile(
             "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-            "@!done bra AGAIN;\n}" ::"r"(address()),
+            "@!done bra AGAIN;\n}" ::"r"(shared_address(this)),
             "r"(parity)
             : "memory");
     }
@@ -7198,10 +7171,6 @@ struct RingBarriers {
         for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
     }
 };
-// Makes initialised barriers known to the copy engine.
-__device__ inline void barrier_publish() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 // Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. Who waits for buffers
 // to become empty begins with parity 1: the first time round at once.
 template <int N>
@@ -7226,18 +7195,13 @@ __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 1
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
 // the bytes that the barrier expects.
-__device__ inline void copy_box(void* to, const CUtensorMap& map, const Barrier& barrier, int c, Pixel at) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
-        "l"(&map), "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(barrier.address())
-        : "memory");
+__device__ inline void copy_box(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, {c, at.x, at.y, at.b},
+                              &barrier.state);
 }
-__device__ inline void store_box(const CUtensorMap& map, uint32_t from, int c, Pixel at) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-        "r"(c), "r"(at.x), "r"(at.y), "r"(at.b), "r"(from)
-        : "memory");
+__device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
+    ptx::cp_async_bulk_commit_group();
 }
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -7307,12 +7271,10 @@ struct Box {
 // The map of x for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
+    if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
-                                                    cudaEnableDefault, &found));
-        assert(found == cudaDriverEntryPointSuccess);
-    }
+                                                    cudaEnableDefault));
+    assert(encode);
     CUtensorMap map;
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
@@ -7338,9 +7300,9 @@ struct JoinedMaps {
 
 struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps extra_map;       // read where the outputs go: the residual, or a norm's x; 0 columns: none
-    CUtensorMap w_map;
-    int tiles_x, tiles_y, tiles;
+    JoinedMaps extra_map = {};  // read where the outputs go: the residual, or a norm's x; 0 columns: none
+    CUtensorMap w_map = {};
+    int tiles_x = 0, tiles_y = 0, tiles = 0;
 };
 
 // A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
@@ -7474,10 +7436,9 @@ struct HopperGemmBlock {
                                      (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
                                      (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
-                Vector<float, 2 * VEC> affine;
+                Vector<float2, VEC> affine;
                 if (chunk < last)
-                    affine = load<2 * VEC>(
-                        (const float*)(g.x.affine + at.b * g.x.C() + first_channel(chunk) + vector * VEC));
+                    affine = load<VEC>(g.x.affine + at.b * g.x.C() + first_channel(chunk) + vector * VEC);
                 shared.patch.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
@@ -7486,7 +7447,7 @@ struct HopperGemmBlock {
                         float y[VEC];
                         unpack(y, *row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
-                            y[e] = silu_of_half(y[e] * affine.of[2 * e] + affine.of[2 * e + 1]);
+                            y[e] = silu_of_half(y[e] * affine.of[e].x + affine.of[e].y);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
                     }
                 fence_shared();
@@ -7544,16 +7505,13 @@ struct HopperGemmBlock {
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
-            UNROLLED_FOR (int e = 0; e < 64; e += 4)
-                sums[e / 4 * 128] = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+            UNROLLED_FOR (int e = 0; e < 64; e += 4) sums[e / 4 * 128] = *(const float4*)(c + e);
         }
         cluster_barrier();
         if (rank == 0)
             for (int r = 1; r < splits; r++)
-                UNROLLED_FOR (int e = 0; e < 64; e += 4) {
-                    float4 more = load_cluster(shared_address(sums + e / 4 * 128), r);
-                    c[e] += more.x, c[e + 1] += more.y, c[e + 2] += more.z, c[e + 3] += more.w;
-                }
+                UNROLLED_FOR (int e = 0; e < 64; e += 4)
+                    *(float4*)(c + e) += load_cluster(shared_address(sums + e / 4 * 128), r);
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
 };
@@ -7684,7 +7642,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         shared.patch.init(1), shared.stage.init(1);
         for (Barrier& turn : shared.turn) turn.init(1);
         for (Barrier& normed : shared.normed) normed.init(128);
-        barrier_publish();
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
     __syncthreads();
 
@@ -7721,18 +7679,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         if (block.rank > 0) return;
 
         UNROLLED_FOR (int part = 0; part < Tile::PARTS; part++) {
-            uint32_t outputs = shared_address(shared.patches[patch.slot].outputs[part]);
-            epilogue.finish(c + 64 * part, Tile::part(at, part), outputs);
+            auto& outputs = shared.patches[patch.slot].outputs[part];
+            epilogue.finish(c + 64 * part, Tile::part(at, part), shared_address(outputs));
             fence_shared();
             warpgroup_barrier(block.warpgroup);
-            if (block.leads) {
+            if (block.leads)
                 store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-            }
             if (g.sums) epilogue.write_sums(c + 64 * part);
         }
         if (block.leads) {  // the copy engine has read the outputs
-            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
             shared.patch.empty[patch.slot].arrive();
         }
         patch.next();
@@ -7751,11 +7707,8 @@ static void launch_hopper_tile(const Gemm& g) {
     };
     const Tensor x = shaped(g.x.first);
     const int columns = ceil_div(g.N(), 64);
-    HopperGemm h = {};
-    static_cast<Gemm&>(h) = g;
-    h.x_map = joined(g.x, Tile::PATCH);
+    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::PART)};
     h.x_map.columns = g.chunks1() * 64;
-    h.out_map = joined(g.out, Tile::PART);
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
     const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
@@ -7947,7 +7900,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     HopperWeightBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
         shared.ring.init(Tile::WARPGROUPS);
-        barrier_publish();
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
     if (threadIdx.x < 60)
         shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
@@ -7970,7 +7923,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 }
 
 template <class Tile>
-static void launch_hopper_weight_tile(const WeightGradient& g, int tiles) {
+static void launch_hopper_weight_tile(const WeightGradient& g) {
+    const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / Tile::WARPGROUPS);
     HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
     launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
            sizeof(typename Tile::Shared), h);
@@ -7994,12 +7948,8 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
             if (us < least) least = us, best_warpgroups = warpgroups, g.splits = splits;
         }
     }
-    take_partial_sums(&g);
-    if (best_warpgroups == 3)
-        launch_hopper_weight_tile<HopperWeightTile<3>>(g, sum_tiles);
-    else
-        launch_hopper_weight_tile<HopperWeightTile<1>>(g, sum_tiles * 3);
-    launch_weight_reduction(g);
+    launch_weight_sums(g, best_warpgroups == 3 ? launch_hopper_weight_tile<HopperWeightTile<3>>
+                                               : launch_hopper_weight_tile<HopperWeightTile<1>>);
     return true;
 }
 

@@ -610,13 +610,13 @@ __global__ void __launch_bounds__(128, 4)
     float sum[4][4][4] = {};
     for (int step = 0; step < GEMM_STAGES - 1; step++) {
         load();
-        copy_commit();
+        __pipeline_commit();
     }
     for (int step = 0; step < steps; step++) {
-        copy_wait<GEMM_STAGES - 2>();
+        __pipeline_wait_prior(GEMM_STAGES - 2);
         __syncthreads();  // this step has arrived, and every thread is done with the one before
         if (step + GEMM_STAGES - 1 < steps) load();
-        copy_commit();
+        __pipeline_commit();
         int stage = step % GEMM_STAGES;
 #pragma unroll
         for (int k = 0; k < GEMM_DEPTH; k += 16) {
@@ -1003,13 +1003,13 @@ __global__ void __launch_bounds__(128, 4)
     float sum[2][4][4] = {};
     for (int step = 0; step < WG_STAGES - 1; step++) {
         if (step < steps) load(step);
-        copy_commit();
+        __pipeline_commit();
     }
     for (int step = 0; step < steps; step++) {
-        copy_wait<WG_STAGES - 2>();
+        __pipeline_wait_prior(WG_STAGES - 2);
         __syncthreads();  // this step has arrived, and every thread is done with the one before
         if (step + WG_STAGES - 1 < steps) load(step + WG_STAGES - 1);
-        copy_commit();
+        __pipeline_commit();
         int stage = step % WG_STAGES;
 #pragma unroll
         for (int k = 0; k < WG_DEPTH; k += 16) {
@@ -1112,11 +1112,11 @@ __global__ void __launch_bounds__(256, 1)
     };
     WeightProduct<JointWeight> dw;  // a warp: all 64 outputs, eight channels, nine taps
     if (first < last) load(first);
-    copy_commit();
+    __pipeline_commit();
     for (int tile = first; tile < last; tile++) {
         if (tile + 1 < last) load(tile + 1);
-        copy_commit();
-        copy_wait<1>();
+        __pipeline_commit();
+        __pipeline_wait_prior(1);
         __syncthreads();
         uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE, x_tile = d_tile + JOINT_ROWS * 128;
 
@@ -1163,7 +1163,7 @@ __global__ void __launch_bounds__(256, 1)
         }
         __syncthreads();  // everyone is done with this tile's buffer
     }
-    copy_wait<0>();
+    __pipeline_wait_prior(0);
     parts += (size_t)blockIdx.y * s.O * 9 * s.C;
     dw.store([&](int o, int tap, int c, float2 value) {
         if (o0 + o < s.O && c0 + c < s.C)
