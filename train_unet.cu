@@ -539,21 +539,10 @@ static void reorder(float* to, const float* from, const Parameter& t, bool to_me
 // ---- randomness -------------------------------------------------------------------------------------------
 
 // Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
-// counter = (e/4, sample, step, 0), and element e takes word e mod 4.
-enum Stream {  // mirrored in unet_io.py
-    STREAM_INIT,
-    STREAM_SHUFFLE,
-    STREAM_TIMESTEP,
-    STREAM_NOISE,
-    STREAM_FLIP,
-    STREAM_DROPOUT,
-    STREAM_SAMPLER,
-    STREAM_VAL_TIMESTEP,
-    STREAM_VAL_NOISE,
-    STREAM_PERTURB,
-    STREAM_LABEL,
-    STREAM_OFFSET
-};
+// counter = (e/4, sample, step, 0), and element e takes word e mod 4. unet_io.py mirrors the streams.
+enum Stream { STREAM_INIT, STREAM_SHUFFLE, STREAM_TIMESTEP, STREAM_NOISE, STREAM_FLIP, STREAM_DROPOUT };
+enum { STREAM_SAMPLER = 6, STREAM_VAL_TIMESTEP, STREAM_VAL_NOISE };
+enum { STREAM_PERTURB = 9, STREAM_LABEL, STREAM_OFFSET };
 
 struct Philox {
     uint32_t word[4];
@@ -1880,7 +1869,8 @@ struct AddNoise {
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
+        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b, stream = STREAM_NOISE;
+        if (!step) stream = STREAM_VAL_NOISE;
         int t = timesteps[four.b];
         float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
               shift[4] = {};
@@ -1889,8 +1879,7 @@ struct AddNoise {
         Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
             float normal[4];
-            random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
-                              sample, s);
+            random_normals_at(normal, by.seed, stream, four.element(c), sample, s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * by.channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
