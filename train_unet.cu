@@ -127,12 +127,10 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 // Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
 static std::string printable(const std::string& bytes) {
     std::string shown;
-    uint8_t before = 0;
-    for (size_t i = 0; i < bytes.size(); before = (uint8_t)bytes[i++]) {
-        uint8_t byte = (uint8_t)bytes[i], next = (uint8_t)bytes.c_str()[i + 1];
-        bool pair =
-            (byte == 0xC2 && next >= 0x80 && next < 0xA0) || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
-        shown += pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : bytes.substr(i, 1);
+    for (uint8_t byte : bytes) {
+        bool ends_pair = shown.ends_with('\xC2') && byte >= 0x80 && byte < 0xA0;
+        if (ends_pair) shown.replace(shown.size() - 1, 1, "\\xC2");
+        shown += ends_pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : std::string(1, (char)byte);
     }
     return shown;
 }
