@@ -5065,20 +5065,16 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
     each_slab(norm.x, [&](int b, int c0, int n, auto row) {
         NormMap map(norm, b, c0, n);
         float mean_dy[SLAB], mean_dyx[SLAB];  // of w dy and of w dy x^, over a channel's group
-        for (int k = 0; k < n; k++) {
-            if (k && (c0 + k) % width) {
-                mean_dy[k] = mean_dy[k - 1], mean_dyx[k] = mean_dyx[k - 1];
-                continue;
-            }
+        for (int k = 0, first = c0 / width * width; k < n; first += width) {  // a group from `first` on
             double a = 0, q = 0;
-            int first = (c0 + k) / width * width;
             for (int part = 0; part < parts; part++)
                 for (int c = first; c < first + width; c++) {
                     float2 sum = norm.sums[((size_t)b * parts + part) * C + c];
                     double weight = norm.affine(b, c).x;
                     a += weight * sum.x, q += weight * sum.y;
                 }
-            mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
+            for (; k < n && c0 + k < first + width; k++)
+                mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
         }
         const Tensor& target = dx.of(c0);
         for (int t = 0; t < T; t++) {
