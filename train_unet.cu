@@ -477,8 +477,7 @@ static void backend_await(int slot);
 // Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
 // next, until backend_join; put off, they are launched after the main lane's next kernel, which so gets the
 // multiprocessors first: otherwise a step of an H100 at B = 1 takes 3% longer. side_calls counts these calls.
-template <typename Launches>
-static void on_side_lane(Launches launches, bool put_off = false);
+static void on_side_lane(auto launches, bool put_off = false);
 static int side_calls;
 // What follows waits for the call of that number, from 1, and all earlier ones; without a number, for all.
 static void backend_join(int call = INT_MAX);
@@ -489,8 +488,7 @@ struct Recording {
     int runs = 0;
     ~Recording();
 };
-template <typename Launches>
-static void backend_replay(Recording* recording, Launches launches);
+static void backend_replay(Recording* recording, auto launches);
 static void backend_forget(Recording* recording);
 inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
@@ -4766,14 +4764,10 @@ static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, 
 static void backend_wait() {}
 
 #ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
-template <typename Launches>
-static void on_side_lane(Launches launches, bool) { launches(); }
+static void on_side_lane(auto launches, bool) { launches(); }
 static void backend_join(int) {}
 #endif
-template <typename Launches>
-static void backend_replay(Recording*, Launches launches) {
-    launches();
-}
+static void backend_replay(Recording*, auto launches) { launches(); }
 static void backend_forget(Recording*) {}
 static void backend_mark(int) {}
 static void backend_await(int) {}
@@ -5349,8 +5343,7 @@ static void launch_side_waiting() {
     lane = &main_lane;
     CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
 }
-template <typename Launches>
-static void on_side_lane(Launches launches, bool put_off) {
+static void on_side_lane(auto launches, bool put_off) {
     assert(lane == &main_lane);
     launch_side_waiting();
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
@@ -5365,8 +5358,7 @@ static void backend_join(int call) {
     side_joined = call;
 }
 
-template <typename Launches>
-static void backend_replay(Recording* recording, Launches launches) {
+static void backend_replay(Recording* recording, auto launches) {
     if (recording->runs++ == 0) return launches();
     if (!recording->graph) {
         cudaGraph_t graph;
