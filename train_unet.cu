@@ -4754,10 +4754,7 @@ static size_t host_memory_available() {
 
 #ifndef __CUDACC__
 static void backend_init() {}
-static void* backend_allocate(size_t bytes, bool) {
-    void* memory = nullptr;
-    return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
-}
+static void* backend_allocate(size_t bytes, bool) { return aligned_alloc(ALIGNMENT, aligned(bytes)); }
 static void backend_free(void* memory, bool) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
