@@ -141,10 +141,8 @@ struct Failure {
     int status;
     std::string sentence;
 };
-#define fail(...) \
-    throw Failure { 1, printable(text(__VA_ARGS__)) }
-#define fail_usage(...) \
-    throw Failure { 2, printable(text(__VA_ARGS__)) }
+#define fail(...) throw Failure({1, printable(text(__VA_ARGS__))})
+#define fail_usage(...) throw Failure({2, printable(text(__VA_ARGS__))})
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
 static std::string failure_of(auto work) {
@@ -3018,7 +3016,6 @@ static const Flag FLAGS[] = {
     {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
     {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024, "of a norm, each of two channels or more"},
     {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
-
     {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
     {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
