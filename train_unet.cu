@@ -4000,9 +4000,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("--%s needs a value", name.c_str());
         given.push_back({&flag, value, ""});
     }
-    auto put_first = [&](const std::vector<GivenFlag>& more) {
-        given.insert(given.begin(), more.begin(), more.end());
-    };
+    auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
     if (const GivenFlag* preset = was_given(given, "preset")) put_first(preset_flags(preset->value));
     return given;
