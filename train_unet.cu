@@ -403,10 +403,6 @@ static T* take(Arena* arena, size_t count) {
 
 // ---- the machine: what the two builds do differently ------------------------------------------------------
 
-#if !defined(__CUDACC__) || defined(TESTING)
-#define CPU_LAYERS 1  // the specification of every layer is compiled
-#endif
-
 #ifdef __CUDACC__
 #define DEVICE gpu  // the namespace whose layers the network calls
 #define HOST_DEVICE __host__ __device__
@@ -4768,7 +4764,7 @@ static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
 static size_t backend_memory_available() { return host_memory_available(); }
 #endif
 
-#ifdef CPU_LAYERS
+#if !defined(__CUDACC__) || defined(TESTING)  // the specification of every layer
 namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
@@ -5244,7 +5240,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }
 
 }  // namespace cpu
-#endif  // CPU_LAYERS
+#endif
 
 #ifndef __CUDACC__
 static std::string backend_name() {
