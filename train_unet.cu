@@ -53,8 +53,8 @@
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
 //        to a run; the loop; main
-//  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
-//        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
+//  11  LAYERS ON THE CPU: CPU workspace; layers written once; matrix product; bias gradient; group norm +
+//        SiLU; linear layers, 1x1 and 3x3 convolutions; attention; the machine
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; weight gradient; launchers
@@ -4730,40 +4730,6 @@ int main(int argc, char** argv) {
 // 11  LAYERS ON THE CPU
 // ===========================================================================================================
 
-// ---- the machine ------------------------------------------------------------------------------------------
-
-static size_t host_memory_available() {
-    size_t kilobytes = 0, pages = 0;
-    std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
-    for (std::string word; memory >> word && word != "MemAvailable:";) continue;
-    memory >> kilobytes, own >> pages;
-    rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
-    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
-    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
-}
-
-#ifndef __CUDACC__
-static void backend_init() {}
-static void* backend_allocate(size_t bytes, bool) { return aligned_alloc(ALIGNMENT, aligned(bytes)); }
-static void backend_free(void* memory, bool) { free(memory); }
-static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
-static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_wait() {}
-
-#ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
-static void on_side_lane(auto launches, bool) { launches(); }
-static void backend_join(int) {}
-#endif
-static void backend_replay(Recording*, auto launches) { launches(); }
-static void backend_forget(Recording*) {}
-static void backend_mark(int) {}
-static void backend_await(int) {}
-static double backend_peak() { return 0; }
-static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
-static size_t backend_memory_available() { return host_memory_available(); }
-#endif
-
 #if !defined(__CUDACC__) || defined(TESTING)  // the specification of every layer
 namespace cpu {
 
@@ -5242,11 +5208,42 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }  // namespace cpu
 #endif
 
+// ---- the machine ------------------------------------------------------------------------------------------
+
+static size_t host_memory_available() {
+    size_t kilobytes = 0, pages = 0;
+    std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
+    for (std::string word; memory >> word && word != "MemAvailable:";) continue;
+    memory >> kilobytes, own >> pages;
+    rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
+    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
+    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
+}
+
 #ifndef __CUDACC__
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
 }
+static void backend_init() {}
+static void* backend_allocate(size_t bytes, bool) { return aligned_alloc(ALIGNMENT, aligned(bytes)); }
+static void backend_free(void* memory, bool) { free(memory); }
+static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
+static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_wait() {}
+
+#ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
+static void on_side_lane(auto launches, bool) { launches(); }
+static void backend_join(int) {}
+#endif
+static void backend_replay(Recording*, auto launches) { launches(); }
+static void backend_forget(Recording*) {}
+static void backend_mark(int) {}
+static void backend_await(int) {}
+static double backend_peak() { return 0; }
+static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
+static size_t backend_memory_available() { return host_memory_available(); }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
 static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
 #endif
