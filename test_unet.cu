@@ -1564,8 +1564,7 @@ static std::deque<std::function<void()>> side_lane_calls;  // that are not done
 static void do_side_lane(size_t left) {
     for (; side_lane_calls.size() > left; side_lane_calls.pop_front()) side_lane_calls.front()();
 }
-template <typename Launches>
-static void on_side_lane(Launches launches, bool) {
+static void on_side_lane(auto launches, bool) {
     side_calls++;
     side_lane_calls.push_back(launches);
     uint32_t waiting = (uint32_t)side_lane_calls.size(), draw = (uint32_t)side_calls;

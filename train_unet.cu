@@ -54,8 +54,8 @@
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
 //        to a run; the loop; main
-//  11  LAYERS ON THE CPU: the machine; CPU workspace; layers written once; matrix product; bias gradient;
-//        group norm + SiLU; linear layers, 1x1 and 3x3 convolutions; attention
+//  11  LAYERS ON THE CPU: CPU workspace; layers written once; matrix product; bias gradient; group norm +
+//        SiLU; linear layers, 1x1 and 3x3 convolutions; attention; the machine
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; weight gradient; launchers
@@ -131,12 +131,10 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 // Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
 static std::string printable(const std::string& bytes) {
     std::string shown;
-    uint8_t before = 0;
-    for (size_t i = 0; i < bytes.size(); before = (uint8_t)bytes[i++]) {
-        uint8_t byte = (uint8_t)bytes[i], next = (uint8_t)bytes.c_str()[i + 1];
-        bool pair =
-            (byte == 0xC2 && next >= 0x80 && next < 0xA0) || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
-        shown += pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : bytes.substr(i, 1);
+    for (uint8_t byte : bytes) {
+        bool ends_pair = shown.ends_with('\xC2') && byte >= 0x80 && byte < 0xA0;
+        if (ends_pair) shown.replace(shown.size() - 1, 1, "\\xC2");
+        shown += ends_pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : std::string(1, (char)byte);
     }
     return shown;
 }
@@ -147,10 +145,8 @@ struct Failure {
     int status;
     std::string sentence;
 };
-#define fail(...) \
-    throw Failure { 1, printable(text(__VA_ARGS__)) }
-#define fail_usage(...) \
-    throw Failure { 2, printable(text(__VA_ARGS__)) }
+#define fail(...) throw Failure({1, printable(text(__VA_ARGS__))})
+#define fail_usage(...) throw Failure({2, printable(text(__VA_ARGS__))})
 
 // The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
 static std::string failure_of(auto work) {
@@ -411,10 +407,6 @@ static T* take(Arena* arena, size_t count) {
 
 // ---- the machine: what the two builds do differently ------------------------------------------------------
 
-#if !defined(__CUDACC__) || defined(TESTING)
-#define CPU_LAYERS 1  // the specification of every layer is compiled
-#endif
-
 #ifdef __CUDACC__
 #define DEVICE gpu  // the namespace whose layers the network calls
 #define HOST_DEVICE __host__ __device__
@@ -483,8 +475,7 @@ static void backend_await(int slot);
 // Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
 // next, until backend_join; put off, they are launched after the main lane's next kernel, which so gets the
 // multiprocessors first: otherwise a step of an H100 at B = 1 takes 3% longer. side_calls counts these calls.
-template <typename Launches>
-static void on_side_lane(Launches launches, bool put_off = false);
+static void on_side_lane(auto launches, bool put_off = false);
 static int side_calls;
 // What follows waits for the call of that number, from 1, and all earlier ones; without a number, for all.
 static void backend_join(int call = INT_MAX);
@@ -495,8 +486,7 @@ struct Recording {
     int runs = 0;
     ~Recording();
 };
-template <typename Launches>
-static void backend_replay(Recording* recording, Launches launches);
+static void backend_replay(Recording* recording, auto launches);
 static void backend_forget(Recording* recording);
 inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
@@ -543,21 +533,10 @@ static void reorder(float* to, const float* from, const Parameter& t, bool to_me
 // ---- randomness -------------------------------------------------------------------------------------------
 
 // Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
-// counter = (e/4, sample, step, 0), and element e takes word e mod 4.
-enum Stream {  // mirrored in unet_io.py
-    STREAM_INIT,
-    STREAM_SHUFFLE,
-    STREAM_TIMESTEP,
-    STREAM_NOISE,
-    STREAM_FLIP,
-    STREAM_DROPOUT,
-    STREAM_SAMPLER,
-    STREAM_VAL_TIMESTEP,
-    STREAM_VAL_NOISE,
-    STREAM_PERTURB,
-    STREAM_LABEL,
-    STREAM_OFFSET
-};
+// counter = (e/4, sample, step, 0), and element e takes word e mod 4. unet_io.py mirrors the streams.
+enum Stream { STREAM_INIT, STREAM_SHUFFLE, STREAM_TIMESTEP, STREAM_NOISE, STREAM_FLIP, STREAM_DROPOUT };
+enum { STREAM_SAMPLER = 6, STREAM_VAL_TIMESTEP, STREAM_VAL_NOISE };
+enum { STREAM_PERTURB = 9, STREAM_LABEL, STREAM_OFFSET };
 
 struct Philox {
     uint32_t word[4];
@@ -1874,7 +1853,8 @@ struct AddNoise {
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
+        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b, stream = STREAM_NOISE;
+        if (!step) stream = STREAM_VAL_NOISE;
         int t = timesteps[four.b];
         float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
               shift[4] = {};
@@ -1883,8 +1863,7 @@ struct AddNoise {
         Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
             float normal[4];
-            random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
-                              sample, s);
+            random_normals_at(normal, by.seed, stream, four.element(c), sample, s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * by.channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
@@ -3056,7 +3035,6 @@ static const Flag FLAGS[] = {
     {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
     {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024, "of a norm, each of two channels or more"},
     {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
-
     {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
     {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
@@ -4041,9 +4019,7 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
             fail_usage("--%s needs a value", name.c_str());
         given.push_back({&flag, value, ""});
     }
-    auto put_first = [&](const std::vector<GivenFlag>& more) {
-        given.insert(given.begin(), more.begin(), more.end());
-    };
+    auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
     if (const GivenFlag* preset = was_given(given, "preset")) put_first(preset_flags(preset->value));
     return given;
@@ -4778,48 +4754,7 @@ int main(int argc, char** argv) {
 // 11  LAYERS ON THE CPU
 // ===========================================================================================================
 
-// ---- the machine ------------------------------------------------------------------------------------------
-
-static size_t host_memory_available() {
-    size_t kilobytes = 0, pages = 0;
-    std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
-    for (std::string word; memory >> word && word != "MemAvailable:";) continue;
-    memory >> kilobytes, own >> pages;
-    rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
-    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
-    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
-}
-
-#ifndef __CUDACC__
-static void backend_init() {}
-static void* backend_allocate(size_t bytes, bool) {
-    void* memory = nullptr;
-    return posix_memalign(&memory, 4096, bytes) ? nullptr : memory;
-}
-static void backend_free(void* memory, bool) { free(memory); }
-static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
-static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-static void backend_wait() {}
-
-#ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
-template <typename Launches>
-static void on_side_lane(Launches launches, bool) { launches(); }
-static void backend_join(int) {}
-#endif
-template <typename Launches>
-static void backend_replay(Recording*, Launches launches) {
-    launches();
-}
-static void backend_forget(Recording*) {}
-static void backend_mark(int) {}
-static void backend_await(int) {}
-static double backend_peak() { return 0; }
-static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
-static size_t backend_memory_available() { return host_memory_available(); }
-#endif
-
-#ifdef CPU_LAYERS
+#if !defined(__CUDACC__) || defined(TESTING)  // the specification of every layer
 namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
@@ -5101,20 +5036,16 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
     each_slab(norm.x, [&](int b, int c0, int n, auto row) {
         NormMap map(norm, b, c0, n);
         float mean_dy[SLAB], mean_dyx[SLAB];  // of w dy and of w dy x^, over a channel's group
-        for (int k = 0; k < n; k++) {
-            if (k && (c0 + k) % width) {
-                mean_dy[k] = mean_dy[k - 1], mean_dyx[k] = mean_dyx[k - 1];
-                continue;
-            }
+        for (int k = 0, first = c0 / width * width; k < n; first += width) {  // a group from `first` on
             double a = 0, q = 0;
-            int first = (c0 + k) / width * width;
             for (int part = 0; part < parts; part++)
                 for (int c = first; c < first + width; c++) {
                     float2 sum = norm.sums[((size_t)b * parts + part) * C + c];
                     double weight = norm.affine(b, c).x;
                     a += weight * sum.x, q += weight * sum.y;
                 }
-            mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
+            for (; k < n && c0 + k < first + width; k++)
+                mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
         }
         const Tensor& target = dx.of(c0);
         for (int t = 0; t < T; t++) {
@@ -5297,13 +5228,44 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }
 
 }  // namespace cpu
-#endif  // CPU_LAYERS
+#endif
+
+// ---- the machine ------------------------------------------------------------------------------------------
+
+static size_t host_memory_available() {
+    size_t kilobytes = 0, pages = 0;
+    std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
+    for (std::string word; memory >> word && word != "MemAvailable:";) continue;
+    memory >> kilobytes, own >> pages;
+    rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
+    size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
+    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
+}
 
 #ifndef __CUDACC__
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
 }
+static void backend_init() {}
+static void* backend_allocate(size_t bytes, bool) { return aligned_alloc(ALIGNMENT, aligned(bytes)); }
+static void backend_free(void* memory, bool) { free(memory); }
+static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
+static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_wait() {}
+
+#ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
+static void on_side_lane(auto launches, bool) { launches(); }
+static void backend_join(int) {}
+#endif
+static void backend_replay(Recording*, auto launches) { launches(); }
+static void backend_forget(Recording*) {}
+static void backend_mark(int) {}
+static void backend_await(int) {}
+static double backend_peak() { return 0; }
+static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
+static size_t backend_memory_available() { return host_memory_available(); }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
 static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
 #endif
@@ -5388,8 +5350,7 @@ static void launch_side_waiting() {
     lane = &main_lane;
     CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
 }
-template <typename Launches>
-static void on_side_lane(Launches launches, bool put_off) {
+static void on_side_lane(auto launches, bool put_off) {
     assert(lane == &main_lane);
     launch_side_waiting();
     CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
@@ -5404,8 +5365,7 @@ static void backend_join(int call) {
     side_joined = call;
 }
 
-template <typename Launches>
-static void backend_replay(Recording* recording, Launches launches) {
+static void backend_replay(Recording* recording, auto launches) {
     if (recording->runs++ == 0) return launches();
     if (!recording->graph) {
         cudaGraph_t graph;
