@@ -1213,14 +1213,11 @@ struct Module {
     }
     Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
+    // y = [+=] x, up- or down-sampled as the block does; and so are gradients, the other way round.
+    void resize(Tensor y, Tensor x, bool accumulate = false) const {
+        run(Resample<floatX>{y, x, block.out_H > block.H ? 1 : 0.25f, accumulate});
+    }
 };
-
-// out = x, up- or down-sampled; and the gradient: dx = [+=] dout, resized back.
-static float resize_factor(int H, int out_H) { return H < out_H ? 1 : 0.25f; }
-static void resize(Tensor out, Tensor x) { run(Resample<floatX>{out, x, resize_factor(x.H, out.H)}); }
-static void resize_backward(Tensor dx, Tensor dout, bool accumulate) {
-    run(Resample<floatX>{dx, dout, resize_factor(dx.H, dout.H), accumulate});
-}
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 
@@ -1352,8 +1349,8 @@ struct ResBlock : Module {
         weight_gradient(conv2, dout, normed2);
         input_gradient(dnormed1, dh, conv1, {.norm = resizes ? nullptr : &norm1});
         if (resizes) {
-            resize_backward(dx.first, dout, block.accumulate);
-            resize_backward(dbefore, dnormed1, false);
+            resize(dx.first, dout, block.accumulate);
+            resize(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
         groupnorm_backward(dx, before, dbefore, norm1,
@@ -1418,13 +1415,13 @@ struct ResampleBlock : Module {
         channel_moments(out);
     }
     void backward() {
-        if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
+        if (!convolves) return resize(dx.first, dout, block.accumulate);
         Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
         if (up) {
             resize(large, x.first);
             weight_gradient(conv, dout, large);
             input_gradient(dlarge, dout, conv);
-            resize_backward(dx.first, dlarge, block.accumulate);
+            resize(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
             weight_gradient(conv, dlarge, x);
