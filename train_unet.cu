@@ -1075,8 +1075,7 @@ struct Block {
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
     int emb = 0;                // residual: its first channel of block 0's output
     int heads = 0;              // attention
-    bool is_skip = false;       // the decoder reads the output too
-    bool accumulate = false;    // the input feeds two consumers: its gradient is added to, not overwritten
+    bool accumulate = false;    // the input is the decoder's too: its gradient is added to, not overwritten
     int param = 0;              // its first tensor; the others follow
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
@@ -1293,12 +1292,12 @@ struct ResBlock : Module {
     Rows own_channels(Tensor projections) const { return {projections.data + block.emb, projections.C}; }
 
     void forward() {
-        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O)), residual = x.first;
+        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));
+        Tensor residual = adds_x ? x.first : out.with_channels(block.O);  // whose moments are still to come
         Tensor normed1 = normed.with_channels(x.C()), normed2 = normed.with_channels(block.O);
         Tensor before = resizes ? take_tensor(block.H, block.C) : normed1;
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
         if (modulates) norm2.modulation = std::exchange(emb, {});
-        if (!adds_x) residual = out.with_channels(block.O);  // whose moments are still to come
         const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
         if (widens) on_side_lane([&] { product_forward(residual, x, skip); });
         Joined input1 = normed1, input2 = normed2;  // of the convolutions
@@ -1476,11 +1475,10 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         const Block& previous = plan->blocks.back();
         block.C = previous.O, block.H = previous.out_H, block.input = (int)plan->blocks.size() - 1;
     }
-    bool decoder = std::ranges::any_of(plan->blocks, &Block::is_skip);  // has begun
-    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, decoder);
+    bool decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);  // has begun
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
-        plan->blocks[block.skip].is_skip = true;
+        plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
     }
     if (!block.out_H) block.out_H = block.H;
     // a weight and its bias; `layer` is empty or ends in a dot
@@ -1510,6 +1508,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("norm.", {K}, INIT_ONES);
             add_layer("qkv.", {3 * K, K, 1});
             add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
+            block.heads = heads_of(c, K, decoder);
             break;
         case BLOCK_DOWN:
         case BLOCK_UP:
@@ -1614,7 +1613,6 @@ static void size_buffers(Plan* plan, const Config& c) {
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
         }
-        b.accumulate = b.input >= 0 && plan->blocks[b.input].is_skip;
     }
 }
 
