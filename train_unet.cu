@@ -1563,21 +1563,23 @@ static void size_buffers(Plan* plan, const Config& c) {
         size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
         size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
         size_t stats = 0, forward = 0, backward = 0, late = 0;
+        int back = 2 * n - 1 - i;                                       // the block's moment in backward
+        int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
         size_t norm = 2 * B * c.norm_groups, float2s = B * norm_parts((int)larger) * sizeof(float2);
         size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
         size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
         switch (b.kind) {
             case BLOCK_EMBED:
-                b.hidden.bytes = bytes_of(3 * B * E), b.inner.bytes = bytes_of(B * C);
+                b.hidden = {0, bytes_of(3 * B * E), i, kept}, b.inner = {0, bytes_of(B * C), i, kept};
                 backward = 3 * bytes_of(B * E);
                 break;
             case BLOCK_RES:
-                b.hidden.bytes = bytes_of(B * out_T * O), stats = 2 * norm;
-                forward = bytes_of(B * out_T * wide) + resized + moments;
+                b.hidden = {0, bytes_of(B * out_T * O), i, kept + plan->training};  // dh, read as `late` is
+                stats = 2 * norm, forward = bytes_of(B * out_T * wide) + resized + moments;
                 backward = bytes_of(B * out_T * O) + resized + sums, late = bytes_of(B * out_T * (C + b.C2));
                 break;
             case BLOCK_ATTENTION:
-                b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
+                b.hidden = {0, bytes_of(3 * B * T * C), i, kept}, b.inner = {0, bytes_of(B * T * C), i, kept};
                 stats = norm + B * b.heads * T;
                 forward = bytes_of(B * T * C), backward = forward + sums;
                 late = bytes_of(3 * B * T * C) + forward;
@@ -1589,15 +1591,10 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
-        int back = 2 * n - 1 - i;                                       // the block's moment in backward
-        int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
         size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
-        b.stats.bytes = aligned(stats * sizeof(float));
-        for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
-            read_again->first = i, read_again->last = kept;
-        if (plan->training && b.kind == BLOCK_RES) b.hidden.last++;  // dh, which is read as `late` is
-        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)            // a norm reads `out`
+        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
+        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
             b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
