@@ -1141,10 +1141,11 @@ struct Model : OptimiserMemory {
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
 
-static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
-    Tensor tensor = {(floatX*)(m->arena + b.offset), B, H, H, C};
-    assert(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
-    return tensor;
+// Tensor `n` of those of its size in a buffer.
+static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, int n = 0) {
+    size_t count = (size_t)B * H * H * C;
+    assert((n + 1) * count * sizeof(floatX) <= b.bytes);  // less was reserved
+    return {(floatX*)(m->arena + b.offset) + n * count, B, H, H, C};
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
@@ -1175,7 +1176,7 @@ struct Module {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
         return {of(block.input), of(block.skip)};
     }
-    Tensor tensor(const Buffer& b, int H, int C) const { return tensor_at(m, b, B, H, C); }
+    Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
     template <typename Layer>
     Layer layer_at(size_t w, size_t bias) const {
         Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
@@ -1220,16 +1221,13 @@ enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 struct EmbedBlock : Module {
     int E = embedding_width(m->config);
     Tensor sinusoids = tensor(block.inner, 1, block.C);
-    Tensor hidden = part(0), linear2 = part(1), embedding = part(2);
+    Tensor hidden = tensor(block.hidden, 1, E, 0), linear2 = tensor(block.hidden, 1, E, 1);
+    Tensor embedding = tensor(block.hidden, 1, E, 2);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
     Linear projections = layer_at<Linear>(0, m->plan.num_decayed);
-
-    Tensor part(int n) const {  // (B, E)
-        return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
-    }
 
     void forward() {
         Tensor active = embedding;  // one after the other
