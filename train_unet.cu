@@ -1000,8 +1000,8 @@ struct Dropout {  // an item is four elements
 template <typename T>
 struct Resample {
     TensorOf<T> out, x;  // one of them twice as high and wide as the other
-    float factor;        // of each number
-    bool accumulate;     // to what `out` holds
+    float factor = 1;    // of each number
+    bool accumulate = false;  // to what `out` holds
     bool first_only = false;
 
     enum { N = 16 / sizeof(T) };
@@ -1040,6 +1040,7 @@ struct Resample {
 // ===========================================================================================================
 
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
+static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
 // moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may overlap.
@@ -1056,8 +1057,7 @@ struct Block {
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
     int emb = 0;                // residual: its first channel of block 0's output
     int heads = 0;              // attention
-    bool is_skip = false;       // the decoder reads the output too
-    bool accumulate = false;    // the input feeds two consumers: its gradient is added to, not overwritten
+    bool accumulate = false;    // the input is the decoder's too: its gradient is added to, not overwritten
     int param = 0;              // its first tensor; the others follow
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
@@ -1123,10 +1123,11 @@ struct Model : OptimiserMemory {
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
 
-static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
-    Tensor tensor = {(floatX*)(m->arena + b.offset), B, H, H, C};
-    assert(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
-    return tensor;
+// Tensor `n` of those of its size in a buffer.
+static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, int n = 0) {
+    size_t count = (size_t)B * H * H * C;
+    assert((n + 1) * count * sizeof(floatX) <= b.bytes);  // less was reserved
+    return {(floatX*)(m->arena + b.offset) + n * count, B, H, H, C};
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
@@ -1136,127 +1137,116 @@ static Tensor output_of(const Model* m, const Block& block, int B) {
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
+    if (!m->plan.training) return {};
     return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
 }
 static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
-static Joined input_of(const Model* m, const Block& block, int B) {
-    if (block.kind == BLOCK_CONV_IN) return unet_input(m, B);
-    auto output = [&](int i) { return i < 0 ? Tensor() : output_of(m, m->plan.blocks[i], B); };
-    return {output(block.input), output(block.skip)};
-}
-// Without data where nothing before the block is trained.
-static Joined input_gradient_of(const Model* m, const Block& block, int B) {
-    auto gradient = [&](int i) { return i < 0 ? Tensor() : output_gradient_of(m, m->plan.blocks[i], B); };
-    return {gradient(block.input), gradient(block.skip)};
-}
 
-template <typename Layer>
-static Layer layer_at(const Model* m, size_t w, size_t bias) {
-    Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
-    if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
-    return layer;
-}
-// Layer `n` of a block: a weight, and behind it its bias.
-template <typename Layer>
-static Layer layer_of(const Model* m, const Block& block, int n) {
-    const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-    return layer_at<Layer>(m, tensors[0].offset, tensors[1].offset);
-}
-// Layer `n`, a norm of x; its statistics are the block's pair number `pair`.
-static Norm norm_of(const Model* m, const Block& block, int n, Joined x, int pair = 0) {
-    Linear layer = layer_of<Linear>(m, block, n);  // whose parameters lie alike
-    Norm norm = {.x = x, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
-    norm.w = m->fp32_params + (layer.w - m->weights), norm.bias = m->fp32_params + (layer.bias - m->weights);
-    norm.dw = layer.dw, norm.dbias = layer.dbias;
-    size_t statistics = (size_t)x.first.B * norm.groups;
-    norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
-    norm.rstd = norm.mean + statistics;
-    return norm;
-}
+// A block under way, as PyTorch's nn.Module. Each kind of block is such a struct: what its forward and its
+// backward share, and these two.
+struct Module {
+    Model* m;
+    const Block& block;
+    int B;
+    Joined x = block.kind == BLOCK_CONV_IN ? unet_input(m, B) : of_inputs(output_of);
+    Joined dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
+    Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
 
-// Scratch of the block under way; late: what its last weight gradient reads.
-static Tensor take_tensor(Model* m, int B, int H, int C) {
-    return {take<floatX>(&m->scratch, (size_t)B * H * H * C), B, H, H, C};
-}
-static Tensor take_late(Model* m, int B, int H, int C) {
-    return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C};
-}
-static float2* take_sums(Model* m, int B, int H, int C) {
-    return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C);
-}
-
-// out = x, up- or down-sampled; and the gradient: dx = [+=] dout, resized back.
-static float resize_factor(int H, int out_H) { return H < out_H ? 1 : 0.25f; }
-static void resize(Tensor out, Tensor x) { run(Resample<floatX>{out, x, resize_factor(x.H, out.H), false}); }
-static void resize_backward(Tensor dx, Tensor dout, bool accumulate) {
-    run(Resample<floatX>{dx, dout, resize_factor(dx.H, dout.H), accumulate});
-}
+    Joined of_inputs(auto tensor_of) const {
+        auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
+        return {of(block.input), of(block.skip)};
+    }
+    Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
+    template <typename Layer>
+    Layer layer_at(size_t w, size_t bias) const {
+        Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
+        if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
+        return layer;
+    }
+    // Layer `n` of the block: a weight, and behind it its bias.
+    template <typename Layer>
+    Layer layer(int n) const {
+        const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
+        return layer_at<Layer>(tensors[0].offset, tensors[1].offset);
+    }
+    // Layer `n`, a norm of `input`; its statistics are the block's pair number `pair`.
+    Norm norm_of(int n, Joined input, int pair = 0) const {
+        Linear alike = layer<Linear>(n);  // its parameters lie as the norm's
+        Norm norm = {.x = input, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
+        norm.w = m->fp32_params + (alike.w - m->weights);
+        norm.bias = m->fp32_params + (alike.bias - m->weights);
+        norm.dw = alike.dw, norm.dbias = alike.dbias;
+        size_t statistics = (size_t)B * norm.groups;
+        norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
+        norm.rstd = norm.mean + statistics;
+        return norm;
+    }
+    // Scratch of the block under way; late: what its last weight gradient reads.
+    Tensor take_tensor(int H, int C) {
+        return {take<floatX>(&m->scratch, (size_t)B * H * H * C), B, H, H, C};
+    }
+    Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
+    float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
+    // y = [+=] x, up- or down-sampled as the block does; and so are gradients, the other way round.
+    void resize(Tensor y, Tensor x, bool accumulate = false) const {
+        run(Resample<floatX>{y, x, block.out_H > block.H ? 1 : 0.25f, accumulate});
+    }
+};
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 
 // With --class_cond a row a class is added before the second SiLU.
 enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 
-struct EmbedBlock {
-    const Model* m;
-    const Block& block;
-    int B, E = embedding_width(m->config);
-    Tensor sinusoids = tensor_at(m, block.inner, B, 1, block.C);
-    Tensor hidden = part(0), linear2 = part(1), embedding = part(2);
-    Linear linear1_layer = layer_of<Linear>(m, block, EMBED_LINEAR1);
-    Linear linear2_layer = layer_of<Linear>(m, block, EMBED_LINEAR2);
+struct EmbedBlock : Module {
+    int E = embedding_width(m->config);
+    Tensor sinusoids = tensor(block.inner, 1, block.C);
+    Tensor hidden = tensor(block.hidden, 1, E, 0), linear2 = tensor(block.hidden, 1, E, 1);
+    Tensor embedding = tensor(block.hidden, 1, E, 2);
+    Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
-    Linear table = labels ? layer_of<Linear>(m, block, EMBED_LABELS) : Linear();  // has no bias
+    Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at<Linear>(m, 0, m->plan.num_decayed);
+    Linear projections = layer_at<Linear>(0, m->plan.num_decayed);
 
-    Tensor part(int n) const {  // (B, E)
-        return {tensor_at(m, block.hidden, 3 * B, 1, E).data + (size_t)n * B * E, B, 1, 1, E};
+    void forward() {
+        Tensor active = embedding;  // one after the other
+        double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
+        on_side_lane([=, *this] {  // beside the image's way to the first residual block
+            run(TimestepEmbedding<floatX>{sinusoids, m->timesteps + m->first, m->config.max_period, unit});
+            product_forward(hidden, sinusoids, linear1_layer);
+            run(SiluForward<floatX>{.out = active, .x = hidden});
+            if (labels) run(LabelForward<floatX>{linear2, table.w, labels});
+            product_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+            run(SiluForward<floatX>{.out = embedding, .x = linear2});
+            product_forward(out, embedding, projections);
+        });
+    }
+    void backward() {
+        Tensor active = take_tensor(1, E), dlinear2 = take_tensor(1, E), dhidden = take_tensor(1, E);
+        Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
+        weight_gradient(projections, dout, embedding);
+        input_gradient(dembedding, dout, projections);
+        run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
+        if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
+        run(SiluForward<floatX>{.out = active, .x = hidden});
+        weight_gradient(linear2_layer, dlinear2, active);
+        input_gradient(dactive, dlinear2, linear2_layer);
+        run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
+        weight_gradient(linear1_layer, dhidden, sinusoids);
     }
 };
 
-static void embed_forward(Model* m, const Block& block, int B) {
-    EmbedBlock e = {m, block, B};
-    Tensor active = e.embedding;  // one after the other
-    double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-    on_side_lane([=] {  // beside the image's way to the first residual block
-        run(TimestepEmbedding<floatX>{e.sinusoids, m->timesteps + m->first, m->config.max_period, unit});
-        product_forward(e.hidden, e.sinusoids, e.linear1_layer);
-        run(SiluForward<floatX>{.out = active, .x = e.hidden});
-        if (e.labels) run(LabelForward<floatX>{e.linear2, e.table.w, e.labels});
-        product_forward(e.linear2, active, e.linear2_layer, {.residual = e.labels ? e.linear2 : Tensor()});
-        run(SiluForward<floatX>{.out = e.embedding, .x = e.linear2});
-        product_forward(output_of(m, block, B), e.embedding, e.projections);
-    });
-}
-
-static void embed_backward(Model* m, const Block& block, int B) {
-    EmbedBlock e = {m, block, B};
-    Tensor active = take_tensor(m, B, 1, e.E), dlinear2 = take_tensor(m, B, 1, e.E),
-           dhidden = take_tensor(m, B, 1, e.E);
-    Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-    Tensor dprojected = output_gradient_of(m, block, B);
-    weight_gradient(e.projections, dprojected, e.embedding);
-    input_gradient(dembedding, dprojected, e.projections);
-    run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = e.linear2});
-    if (e.labels) run(LabelBackward<floatX>{e.table, dlinear2, e.labels, label_rows(m->config)});
-    run(SiluForward<floatX>{.out = active, .x = e.hidden});
-    weight_gradient(e.linear2_layer, dlinear2, active);
-    input_gradient(dactive, dlinear2, e.linear2_layer);
-    run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = e.hidden});
-    weight_gradient(e.linear1_layer, dhidden, e.sinusoids);
-}
-
 // ---- first convolution ------------------------------------------------------------------------------------
 
-static void conv_in_forward(Model* m, const Block& block, int B) {
-    product_forward(output_of(m, block, B), input_of(m, block, B), layer_of<Conv>(m, block, 0));
-}
-static void conv_in_backward(Model* m, const Block& block, int B) {
-    weight_gradient(layer_of<Conv>(m, block, 0), output_gradient_of(m, block, B), input_of(m, block, B));
-}
+struct ConvInBlock : Module {
+    Conv conv = layer<Conv>(0);
+
+    void forward() { product_forward(out, x, conv); }
+    void backward() { weight_gradient(conv, dout, x); }
+};
 
 // ---- residual block ---------------------------------------------------------------------------------------
 
@@ -1266,193 +1256,175 @@ static void conv_in_backward(Model* m, const Block& block, int B) {
 // conv1 reads and of x. Kept for backward: h and the norms' statistics.
 enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
-struct ResBlock {
-    const Model* m;
-    const Block& block;
-    int B;
-    Joined x = input_of(m, block, B);
-    Tensor h = tensor_at(m, block.hidden, B, block.out_H, block.O), out = output_of(m, block, B);
-    Norm norm1 = norm_of(m, block, RES_NORM1, x, 0), norm2 = norm_of(m, block, RES_NORM2, h, 1);
-    Conv conv1 = layer_of<Conv>(m, block, RES_CONV1), conv2 = layer_of<Conv>(m, block, RES_CONV2);
+struct ResBlock : Module {
+    Tensor h = tensor(block.hidden, block.out_H, block.O);
+    Norm norm1 = norm_of(RES_NORM1, x, 0), norm2 = norm_of(RES_NORM2, h, 1);
+    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
     bool widens = x.C() != block.O, resizes = block.H != block.out_H;
     bool adds_x = !widens && !resizes;  // to its output, as it is
-    Linear skip = widens ? layer_of<Linear>(m, block, RES_SKIP) : Linear();
+    Linear skip = widens ? layer<Linear>(RES_SKIP) : Linear();
     // The block's channels of the embedding's projections: they are added to h, or modulate what is normed.
-    Rows emb = {output_of(m, m->plan.blocks[0], B).data + block.emb, m->plan.blocks[0].O};
-    Rows added = m->config.use_scale_shift_norm ? Rows() : emb;
+    bool modulates = m->config.use_scale_shift_norm;
+    Rows emb = own_channels(output_of(m, m->plan.blocks[0], B));
     bool drops = m->dropping && m->config.dropout > 0;
     Dropping dropping = {m->config.dropout, m->config.seed, (uint32_t)block.param, m->first, m->dropping};
-    void modulate(Rows demb) {
-        if (m->config.use_scale_shift_norm) norm2.modulation = emb, norm2.dmodulation = demb;
+
+    Rows own_channels(Tensor projections) const { return {projections.data + block.emb, projections.C}; }
+
+    void forward() {
+        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));
+        Tensor residual = adds_x ? x.first : out.with_channels(block.O);  // whose moments are still to come
+        Tensor normed1 = normed.with_channels(x.C()), normed2 = normed.with_channels(block.O);
+        Tensor before = resizes ? take_tensor(block.H, block.C) : normed1;
+        h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
+        if (modulates) norm2.modulation = std::exchange(emb, {});
+        const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
+        if (widens) on_side_lane([&] { product_forward(residual, x, skip); });
+        Joined input1 = normed1, input2 = normed2;  // of the convolutions
+        if (resizes) {
+            groupnorm_forward(before, norm1);
+            resize(normed1, before), resize(residual, x.first);
+        } else {
+            input1 = groupnorm_for_product(normed1, norm1, block.O);
+        }
+        backend_join(embedding);
+        product_forward(h, input1, conv1, {.emb = emb});
+        if (drops) {
+            groupnorm_forward(normed2, norm2);
+            run(Dropout<floatX>{normed2, dropping});
+        } else {
+            input2 = groupnorm_for_product(normed2, norm2, block.O);
+        }
+        backend_join();
+        product_forward(out, input2, conv2, {.residual = residual});
+    }
+    void backward() {
+        Tensor dh = h;
+        Rows demb = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
+        norm1.sums = norm2.sums = take_sums(std::max(block.H, block.out_H), std::max(x.C(), block.O));
+        if (modulates) norm2.modulation = emb, norm2.dmodulation = std::exchange(demb, {});
+        // A norm's backward puts what was normed in place of the gradient that it reads.
+        Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
+        Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
+        Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
+        input_gradient(dnormed2, dout, conv2, {.norm = drops ? nullptr : &norm2});
+        if (drops) {
+            run(Dropout<floatX>{dnormed2, dropping});
+            groupnorm_backward_sums(dnormed2, dnormed2, norm2);
+        }
+        if (modulates) run(ModulationBackward<floatX>{norm2});
+        if (widens) {
+            weight_gradient(skip, dout, x);
+            input_gradient(dx, dout, skip, {.accumulate = block.accumulate});
+        }
+        groupnorm_backward(dh, normed2, dnormed2, norm2);
+        if (drops) run(Dropout<floatX>{normed2, dropping});
+        weight_gradient(conv2, dout, normed2);
+        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? nullptr : &norm1});
+        if (resizes) {
+            resize(dx.first, dout, block.accumulate);
+            resize(dbefore, dnormed1);
+            groupnorm_backward_sums(dbefore, dbefore, norm1);
+        }
+        groupnorm_backward(dx, before, dbefore, norm1,
+                           {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
+        if (resizes) resize(normed1, before);
+        weight_gradient(conv1, dh, normed1, demb);
     }
 };
-
-static void res_forward(Model* m, const Block& block, int B) {
-    ResBlock r = {m, block, B};
-    Tensor normed = take_tensor(m, B, block.out_H, std::max(r.x.C(), block.O)), residual = r.x.first;
-    Tensor normed1 = normed.with_channels(r.x.C()), normed2 = normed.with_channels(block.O);
-    Tensor before = r.resizes ? take_tensor(m, B, block.H, block.C) : normed1;
-    r.h.moments = r.norm2.x.first.moments = take_sums(m, B, block.out_H, block.O);
-    r.modulate({});
-    if (!r.adds_x) residual = r.out.with_channels(block.O);  // whose moments are still to come
-    const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
-    if (r.widens) on_side_lane([&] { product_forward(residual, r.x, r.skip); });
-    Joined input1 = normed1, input2 = normed2;  // of the convolutions
-    if (r.resizes) {
-        groupnorm_forward(before, r.norm1);
-        resize(normed1, before), resize(residual, r.x.first);
-    } else {
-        input1 = groupnorm_for_product(normed1, r.norm1, block.O);
-    }
-    backend_join(embedding);
-    product_forward(r.h, input1, r.conv1, {.emb = r.added});
-    if (r.drops) {
-        groupnorm_forward(normed2, r.norm2);
-        run(Dropout<floatX>{normed2, r.dropping});
-    } else {
-        input2 = groupnorm_for_product(normed2, r.norm2, block.O);
-    }
-    backend_join();
-    product_forward(r.out, input2, r.conv2, {.residual = residual});
-}
-
-static void res_backward(Model* m, const Block& block, int B) {
-    ResBlock r = {m, block, B};
-    Joined dx = input_gradient_of(m, block, B);
-    Tensor dout = output_gradient_of(m, block, B), dh = r.h;
-    Rows demb = {output_gradient_of(m, m->plan.blocks[0], B).data + block.emb, r.emb.pitch};
-    r.norm1.sums = r.norm2.sums = take_sums(m, B, std::max(block.H, block.out_H), std::max(r.x.C(), block.O));
-    r.modulate(demb);
-    if (r.norm2.modulation.data) demb = {};
-    // A norm's backward puts what was normed in place of the gradient that it reads.
-    Tensor dnormed2 = take_tensor(m, B, block.out_H, block.O), normed2 = dnormed2;
-    Tensor normed1 = take_late(m, B, block.out_H, r.x.C()), dnormed1 = normed1;
-    Tensor dbefore = r.resizes ? take_tensor(m, B, block.H, block.C) : dnormed1, before = dbefore;
-    input_gradient(dnormed2, dout, r.conv2, {.norm = r.drops ? nullptr : &r.norm2});
-    if (r.drops) {
-        run(Dropout<floatX>{dnormed2, r.dropping});
-        groupnorm_backward_sums(dnormed2, dnormed2, r.norm2);
-    }
-    if (r.norm2.modulation.data) run(ModulationBackward<floatX>{r.norm2});
-    if (r.widens) {
-        weight_gradient(r.skip, dout, r.x);
-        input_gradient(dx, dout, r.skip, {.accumulate = block.accumulate});
-    }
-    groupnorm_backward(dh, normed2, dnormed2, r.norm2);
-    if (r.drops) run(Dropout<floatX>{normed2, r.dropping});
-    weight_gradient(r.conv2, dout, normed2);
-    input_gradient(dnormed1, dh, r.conv1, {.norm = r.resizes ? nullptr : &r.norm1});
-    if (r.resizes) {
-        resize_backward(dx.first, dout, block.accumulate);
-        resize_backward(dbefore, dnormed1, false);
-        groupnorm_backward_sums(dbefore, dbefore, r.norm1);
-    }
-    groupnorm_backward(dx, before, dbefore, r.norm1,
-                       {.residual = r.adds_x ? dout : Tensor(), .accumulate = !r.adds_x || block.accumulate});
-    if (r.resizes) resize(normed1, before);
-    weight_gradient(r.conv1, dh, normed1, demb);
-}
 
 // ---- attention block --------------------------------------------------------------------------------------
 
 // out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
 enum { ATT_NORM, ATT_QKV, ATT_PROJ };
 
-struct AttentionBlock {
-    const Model* m;
-    const Block& block;
-    int B;
-    Tensor x = input_of(m, block, B).first;
-    Tensor qkv = tensor_at(m, block.hidden, B, block.H, 3 * block.C);
-    Tensor joined = tensor_at(m, block.inner, B, block.H, block.C);
-    Norm norm = norm_of(m, block, ATT_NORM, x);
+struct AttentionBlock : Module {
+    Tensor qkv = tensor(block.hidden, block.H, 3 * block.C), joined = tensor(block.inner, block.H, block.C);
+    Norm norm = norm_of(ATT_NORM, x);
     float* lse = norm.rstd + (size_t)B * norm.groups;
-    Linear to_qkv = layer_of<Linear>(m, block, ATT_QKV), projection = layer_of<Linear>(m, block, ATT_PROJ);
+    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
+
+    void forward() {
+        Tensor normed = take_tensor(block.H, block.C);
+        groupnorm_forward(normed, norm);
+        product_forward(qkv, normed, to_qkv);
+        attention_forward(joined, lse, qkv, block.heads);
+        product_forward(out, joined, projection, {.residual = x.first});
+    }
+    void backward() {
+        Tensor djoined = take_tensor(block.H, block.C), dnormed = djoined;  // one after the other
+        Tensor dqkv = take_late(block.H, 3 * block.C), normed = take_late(block.H, block.C);
+        norm.sums = take_sums(block.H, block.C);
+        weight_gradient(projection, dout, joined);
+        input_gradient(djoined, dout, projection);
+        attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
+        input_gradient(dnormed, dqkv, to_qkv, {.norm = &norm});
+        groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
+        weight_gradient(to_qkv, dqkv, normed);
+    }
 };
-
-static void attention_block_forward(Model* m, const Block& block, int B) {
-    AttentionBlock a = {m, block, B};
-    Tensor normed = take_tensor(m, B, block.H, block.C);
-    groupnorm_forward(normed, a.norm);
-    product_forward(a.qkv, normed, a.to_qkv);
-    attention_forward(a.joined, a.lse, a.qkv, block.heads);
-    product_forward(output_of(m, block, B), a.joined, a.projection, {.residual = a.x});
-}
-
-static void attention_block_backward(Model* m, const Block& block, int B) {
-    AttentionBlock a = {m, block, B};
-    Tensor dout = output_gradient_of(m, block, B), djoined = take_tensor(m, B, block.H, block.C);
-    Tensor dnormed = djoined;  // one after the other
-    Tensor dqkv = take_late(m, B, block.H, 3 * block.C), normed = take_late(m, B, block.H, block.C);
-    a.norm.sums = take_sums(m, B, block.H, block.C);
-    weight_gradient(a.projection, dout, a.joined);
-    input_gradient(djoined, dout, a.projection);
-    attention_backward(dqkv, djoined, a.joined, a.lse, a.qkv, block.heads);
-    input_gradient(dnormed, dqkv, a.to_qkv, {.norm = &a.norm});
-    groupnorm_backward(input_gradient_of(m, block, B), normed, dnormed, a.norm,
-                       {.residual = dout, .accumulate = block.accumulate});
-    weight_gradient(a.to_qkv, dqkv, normed);
-}
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
 
 // With --conv_resample a 3x3 convolution follows: F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"),
 // w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is
 // every other pixel of every other row of the convolution without a stride.
-static void resample_forward(Model* m, const Block& block, int B) {
-    Tensor out = output_of(m, block, B), x = input_of(m, block, B).first;
-    bool up = out.H > x.H;
-    if (!block.num_params) {
-        resize(out, x);
-    } else {
-        Tensor large = take_tensor(m, B, std::max(x.H, out.H), x.C);
-        if (up) resize(large, x);
-        product_forward(up ? out : large, up ? large : x, layer_of<Conv>(m, block, 0));
-        if (up) return;
-        run(Resample<floatX>{.out = out, .x = large, .factor = 1, .accumulate = false, .first_only = true});
+struct ResampleBlock : Module {
+    bool convolves = block.num_params, up = block.out_H > block.H;
+    Conv conv = convolves ? layer<Conv>(0) : Conv();
+    int larger = std::max(block.H, block.out_H);
+
+    void forward() {
+        Tensor large = convolves ? take_tensor(larger, block.C) : Tensor();
+        if (!convolves) {
+            resize(out, x.first);
+        } else if (up) {
+            resize(large, x.first);
+            return product_forward(out, large, conv);
+        } else {
+            product_forward(large, x, conv);
+            run(Resample<floatX>{.out = out, .x = large, .first_only = true});
+        }
+        channel_moments(out);
     }
-    channel_moments(out);
-}
-static void resample_backward(Model* m, const Block& block, int B) {
-    Tensor dx = input_gradient_of(m, block, B).first, dout = output_gradient_of(m, block, B);
-    if (!block.num_params) return resize_backward(dx, dout, block.accumulate);
-    Tensor x = input_of(m, block, B).first, large = take_tensor(m, B, std::max(x.H, dout.H), x.C);
-    Conv conv = layer_of<Conv>(m, block, 0);
-    if (dout.H > x.H) {
-        Tensor dlarge = take_tensor(m, B, dout.H, x.C);
-        resize(large, x);
-        weight_gradient(conv, dout, large);
-        input_gradient(dlarge, dout, conv);
-        resize_backward(dx, dlarge, block.accumulate);
-    } else {
-        run(Resample<floatX>{.out = large, .x = dout, .factor = 1, .accumulate = false, .first_only = true});
-        weight_gradient(conv, large, x);
-        input_gradient(dx, large, conv, {.accumulate = block.accumulate});
+    void backward() {
+        if (!convolves) return resize(dx.first, dout, block.accumulate);
+        Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
+        if (up) {
+            resize(large, x.first);
+            weight_gradient(conv, dout, large);
+            input_gradient(dlarge, dout, conv);
+            resize(dx.first, dlarge, block.accumulate);
+        } else {
+            run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
+            weight_gradient(conv, dlarge, x);
+            input_gradient(dx, dlarge, conv, {.accumulate = block.accumulate});
+        }
+        backend_join();  // the weight gradient reads scratch, and dout
     }
-    backend_join();  // the weight gradient reads scratch, and dout
-}
+};
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
 
 enum { OUT_NORM, OUT_CONV };
 
-static void out_forward(Model* m, const Block& block, int B) {
-    Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
-    Tensor normed = take_tensor(m, B, block.H, block.C);
-    groupnorm_forward(normed, norm);
-    product_forward(output_of(m, block, B), normed, layer_of<Conv>(m, block, OUT_CONV));
-}
+struct OutBlock : Module {
+    Norm norm = norm_of(OUT_NORM, x);
+    Conv conv = layer<Conv>(OUT_CONV);
 
-static void out_backward(Model* m, const Block& block, int B) {
-    Norm norm = norm_of(m, block, OUT_NORM, input_of(m, block, B));
-    norm.sums = take_sums(m, B, block.H, block.C);
-    Tensor normed = take_late(m, B, block.H, block.C), dx = input_gradient_of(m, block, B).first;
-    Tensor dout = output_gradient_of(m, block, B);
-    Conv conv = layer_of<Conv>(m, block, OUT_CONV);
-    input_gradient(dx, dout, conv, {.norm = &norm});
-    groupnorm_backward(dx, normed, dx, norm);
-    weight_gradient(conv, dout, normed);
-}
+    void forward() {
+        Tensor normed = take_tensor(block.H, block.C);
+        groupnorm_forward(normed, norm);
+        product_forward(out, normed, conv);
+    }
+    void backward() {
+        Tensor normed = take_late(block.H, block.C);
+        norm.sums = take_sums(block.H, block.C);
+        input_gradient(dx, dout, conv, {.norm = &norm});
+        groupnorm_backward(dx, normed, dx.first, norm);
+        weight_gradient(conv, dout, normed);
+    }
+};
 
 // ===========================================================================================================
 //  5  PLAN AND WALK
@@ -1483,11 +1455,10 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         const Block& previous = plan->blocks.back();
         block.C = previous.O, block.H = previous.out_H, block.input = (int)plan->blocks.size() - 1;
     }
-    bool decoder = std::ranges::any_of(plan->blocks, &Block::is_skip);  // has begun
-    if (block.kind == BLOCK_ATTENTION) block.heads = heads_of(c, block.C, decoder);
+    bool decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);  // has begun
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
-        plan->blocks[block.skip].is_skip = true;
+        plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
     }
     if (!block.out_H) block.out_H = block.H;
     // a weight and its bias; `layer` is empty or ends in a dot
@@ -1517,6 +1488,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("norm.", {K}, INIT_ONES);
             add_layer("qkv.", {3 * K, K, 1});
             add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
+            block.heads = heads_of(c, K, decoder);
             break;
         case BLOCK_DOWN:
         case BLOCK_UP:
@@ -1571,21 +1543,23 @@ static void size_buffers(Plan* plan, const Config& c) {
         size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
         size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
         size_t stats = 0, forward = 0, backward = 0, late = 0;
+        int back = 2 * n - 1 - i;                                       // the block's moment in backward
+        int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
         size_t norm = 2 * B * c.norm_groups, float2s = B * norm_parts((int)larger) * sizeof(float2);
         size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
         size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
         switch (b.kind) {
             case BLOCK_EMBED:
-                b.hidden.bytes = bytes_of(3 * B * E), b.inner.bytes = bytes_of(B * C);
+                b.hidden = {0, bytes_of(3 * B * E), i, kept}, b.inner = {0, bytes_of(B * C), i, kept};
                 backward = 3 * bytes_of(B * E);
                 break;
             case BLOCK_RES:
-                b.hidden.bytes = bytes_of(B * out_T * O), stats = 2 * norm;
-                forward = bytes_of(B * out_T * wide) + resized + moments;
+                b.hidden = {0, bytes_of(B * out_T * O), i, kept + plan->training};  // dh, read as `late` is
+                stats = 2 * norm, forward = bytes_of(B * out_T * wide) + resized + moments;
                 backward = bytes_of(B * out_T * O) + resized + sums, late = bytes_of(B * out_T * (C + b.C2));
                 break;
             case BLOCK_ATTENTION:
-                b.hidden.bytes = bytes_of(3 * B * T * C), b.inner.bytes = bytes_of(B * T * C);
+                b.hidden = {0, bytes_of(3 * B * T * C), i, kept}, b.inner = {0, bytes_of(B * T * C), i, kept};
                 stats = norm + B * b.heads * T;
                 forward = bytes_of(B * T * C), backward = forward + sums;
                 late = bytes_of(3 * B * T * C) + forward;
@@ -1597,15 +1571,10 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
-        int back = 2 * n - 1 - i;                                       // the block's moment in backward
-        int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
         size_t out = bytes_of(B * out_T * padded(b.O));
         b.out = {0, out, i, i < n - 1 ? i : 2 * n};
-        b.stats.bytes = aligned(stats * sizeof(float));
-        for (Buffer* read_again : {&b.hidden, &b.inner, &b.stats})
-            read_again->first = i, read_again->last = kept;
-        if (plan->training && b.kind == BLOCK_RES) b.hidden.last++;  // dh, which is read as `late` is
-        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)            // a norm reads `out`
+        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
+        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
             b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
         b.scratch_forward = {0, forward, i, i};
         if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
@@ -1621,7 +1590,6 @@ static void size_buffers(Plan* plan, const Config& c) {
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
         }
-        b.accumulate = b.input >= 0 && plan->blocks[b.input].is_skip;
     }
 }
 
@@ -1713,20 +1681,18 @@ static double training_flops(const Plan& plan) {
 
 // ---- walk -------------------------------------------------------------------------------------------------
 
-// The kinds of blocks, in BlockKind's order.
-static const struct {
-    const char* name;
-    void (*forward)(Model* m, const Block& block, int B);
-    void (*backward)(Model* m, const Block& block, int B);
-} BLOCK_KINDS[] = {
-    {"embedding", embed_forward, embed_backward},
-    {"conv", conv_in_forward, conv_in_backward},
-    {"residual", res_forward, res_backward},
-    {"attention", attention_block_forward, attention_block_backward},
-    {"down", resample_forward, resample_backward},
-    {"up", resample_forward, resample_backward},
-    {"out", out_forward, out_backward},
-};
+// pass(module) with the struct of the block's kind.
+static void with_module(Model* m, const Block& block, int B, auto pass) {
+    switch (block.kind) {
+        case BLOCK_EMBED: return pass(EmbedBlock{{m, block, B}});
+        case BLOCK_CONV_IN: return pass(ConvInBlock{{m, block, B}});
+        case BLOCK_RES: return pass(ResBlock{{m, block, B}});
+        case BLOCK_ATTENTION: return pass(AttentionBlock{{m, block, B}});
+        case BLOCK_DOWN:
+        case BLOCK_UP: return pass(ResampleBlock{{m, block, B}});
+        case BLOCK_OUT: return pass(OutBlock{{m, block, B}});
+    }
+}
 
 static Arena part_of_arena(const Model* m, const Buffer& b) { return {m->arena + b.offset, b.bytes, 0}; }
 
@@ -1736,7 +1702,7 @@ static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
         m->scratch = part_of_arena(m, block.scratch_forward);
-        BLOCK_KINDS[block.kind].forward(m, block, B);
+        with_module(m, block, B, [](auto module) { module.forward(); });
     }
 }
 
@@ -1750,7 +1716,7 @@ static void unet_backward(Model* m, int B) {
         const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
         m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
-        BLOCK_KINDS[block.kind].backward(m, block, B);
+        with_module(m, block, B, [](auto module) { module.backward(); });
         backend_join(std::max(calls, side_calls - 1));
         calls = side_calls;
     }
@@ -4038,8 +4004,8 @@ static void print_plan(const Plan& plan) {
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
         std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_KINDS[b.kind].name,
-               in.c_str(), text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
+        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
+               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
 }

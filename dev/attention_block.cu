@@ -212,11 +212,11 @@ static void attention_block_backward3(Problem& p) {
 
 static void attention_block_forward4(Problem& p) {
     Model m = model_of(p, BLOCK_ATTENTION, false);
-    attention_block_forward(&m, m.plan.blocks.back(), m.plan.batch);
+    AttentionBlock{{&m, m.plan.blocks.back(), m.plan.batch}}.forward();
 }
 static void attention_block_backward4(Problem& p) {
     Model m = model_of(p, BLOCK_ATTENTION, true);
-    attention_block_backward(&m, m.plan.blocks.back(), m.plan.batch);
+    AttentionBlock{{&m, m.plan.blocks.back(), m.plan.batch}}.backward();
 }
 
 static Work work_of(const Problem& p, bool backward) {

@@ -210,17 +210,17 @@ static void resblock_forward4(Problem& p) {
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
     Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
-    Linear projection = layer_of<Linear>(&m, block, RES_EMB);
+    Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(RES_EMB);
     on_side_lane([=] { product_forward(projected, emb, projection); });
-    res_forward(&m, block, B);
+    ResBlock{{&m, block, B}}.forward();
 }
 static void resblock_backward4(Problem& p) {
     Model m = model_of(p, BLOCK_RES, true);
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
     Tensor dprojected = output_gradient_of(&m, embedding, B);
-    Linear projection = layer_of<Linear>(&m, block, RES_EMB);
-    res_backward(&m, block, B);
+    Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(RES_EMB);
+    ResBlock{{&m, block, B}}.backward();
     backend_join();  // dprojected is the side lane's
     weight_gradient(projection, dprojected, p.tensor_in<floatX>("emb"));
     input_gradient(p.tensor_out<floatX>("demb"), dprojected, projection);

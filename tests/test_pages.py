@@ -34,7 +34,7 @@ def test_names():
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \d \|([^|]*)\|", trace, re.M)))
     assert len(names) > 10
     for name in names:
-        assert re.search(rf"^(static [\w<> *]+\b{name}\(|struct {name} {{$)", code, re.M), name
+        assert re.search(rf"^(static [\w<> *]+\b{name}\(|struct {name}( : Module)? {{$)", code, re.M), name
     layout = page.split("These rooms follow")[1].split("To follow")[0]
     rooms = [room.upper() for numbers, names in re.findall(r"^\| ([\d, ]+) \| ([^|`]*) \|", layout, re.M)
              for room in (names.split(", ") if "," in numbers else [names])]
