@@ -518,14 +518,15 @@ static void test_linear(const LinearTest& s) {
 
 typedef Pair<float2> Sums;
 static Sums sums_of(int B, int T, int C) { return Sums(std::vector<float2>((size_t)B * norm_parts(T) * C)); }
+static Sums record_of(int B, int C) { return sums_of(B, 1, C); }
 
 // A group norm of (B, H, W, C) and (B, H, W, C2), with all that belongs to it.
 struct NormTensors {
     int B, H, W, C, C2, G;
     bool silu;
     Layer x, x2;
-    Floats w, bias, dw, dbias, mean, rstd;
-    Sums moments, moments2, sums;
+    Floats w, bias, dw, dbias;
+    Sums statistics, affine, moments, moments2, sums;
     bool modulated;
     Layer modulation, dmodulation;  // rows longer than what is read of them
     NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0,
@@ -543,8 +544,8 @@ struct NormTensors {
           bias(C + C2, 0.5f),
           dw(C + C2),
           dbias(C + C2),
-          mean(B * G),
-          rstd(B * G),
+          statistics(record_of(B, C + C2)),
+          affine(record_of(B, C + C2)),
           moments(sums_of(B, H * W, C)),
           moments2(sums_of(B, H * W, C2)),
           sums(sums_of(B, H * W, C + C2)),
@@ -569,12 +570,20 @@ struct NormTensors {
                             on(bias),
                             on(dw),
                             on(dbias),
-                            on(mean),
-                            on(rstd),
+                            on(statistics),
+                            on(affine),
                             on(sums),
                             {on(modulation, modulated), pitch()},
                             {on(dmodulation, modulated), pitch()}};
     }
+    // What forward leaves of each image's channels.
+    std::vector<Output> record(double limit) {
+        return {{&statistics, WRITTEN, "mean", limit, 0, 2},
+                {&statistics, WRITTEN, "rstd", limit, 1, 2},
+                {&affine, WRITTEN, "scale", limit, 0, 2},
+                {&affine, WRITTEN, "shift", limit, 1, 2}};
+    }
+    void upload_record() { statistics.upload(), affine.upload(); }
     template <typename On>
     void measure(On on) {
         auto x = (*this)(on).x;
@@ -598,15 +607,13 @@ static void test_norm(const NormTest& s) {
     size_t N = (size_t)s.B * s.T;
     NormTensors norm(s.B, 1, s.T, s.C, s.C2, s.G, s.silu, s.mean, s.modulated);
     Layer out(N * K);
-    check("groupnorm forward", shape,
-          {{&out, WRITTEN, "out", LIMIT},
-           {&norm.mean, WRITTEN, "mean", FLOAT_LIMIT},
-           {&norm.rstd, WRITTEN, "rstd", FLOAT_LIMIT}},
-          [&](auto on) {
-              norm.measure(on);
-              on.groupnorm_forward({on(out), s.B, 1, s.T, K}, norm(on));
-          });
-    norm.mean.upload(), norm.rstd.upload();  // from here on both sides start from the CPU's
+    std::vector<Output> written = norm.record(FLOAT_LIMIT);
+    written.push_back({&out, WRITTEN, "out", LIMIT});
+    check("groupnorm forward", shape, written, [&](auto on) {
+        norm.measure(on);
+        on.groupnorm_forward({on(out), s.B, 1, s.T, K}, norm(on));
+    });
+    norm.upload_record();  // from here on both sides start from the CPU's
 
     bool in_place = !s.accumulate && !s.C2 && !s.residual;  // dx is then the memory of dy
     Layer dy(N * K), dresidual(N * s.C), dx(N * s.C), dx2(N * s.C2);
@@ -672,21 +679,16 @@ static void test_normed_product(const NormedProductTest& s) {
     std::vector<floatX> product = norm.x.download();  // both norms read the launcher's
     norm.x.host.assign(product.begin(), product.end());
     cpu::channel_moments(norm(OnHost()).x.first);
-    check(layer, shape,
-          {{&out, WRITTEN, "out", 1.5 * LIMIT},
-           {&norm.mean, WRITTEN, "mean", LIMIT},
-           {&norm.rstd, WRITTEN, "rstd", LIMIT}},
-          [&](auto on) {
-              on.groupnorm_forward({on(out), B, H, W, K}, norm(on));
-          });
+    std::vector<Output> written = norm.record(LIMIT);
+    written.push_back({&out, WRITTEN, "out", 1.5 * LIMIT});
+    check(layer, shape, written, [&](auto on) { on.groupnorm_forward({on(out), B, H, W, K}, norm(on)); });
 
     NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu, 0, s.modulated);
     Weights<TAPS> second(O, K);
     if (TAPS == 9) {
         Layer normed(M * K), next(M * O);
-        std::vector<Output> outputs = {{&next, WRITTEN, "product", LIMIT},
-                                       {&split.mean, WRITTEN, "mean", LIMIT},
-                                       {&split.rstd, WRITTEN, "rstd", LIMIT}};
+        std::vector<Output> outputs = split.record(LIMIT);
+        outputs.push_back({&next, WRITTEN, "product", LIMIT});
         check("norm then conv3x3", shape, outputs, [&](auto on) {
             split.measure(on);
             auto from = on.groupnorm_for_product({on(normed), B, H, W, K}, split(on), O);
@@ -704,7 +706,7 @@ static void test_normed_product(const NormedProductTest& s) {
     bool apart = false;
     split.measure(OnHost());
     cpu::groupnorm_forward({out.host.data(), B, H, W, K}, split(OnHost()));
-    split.mean.upload(), split.rstd.upload();
+    split.upload_record();
     std::vector<Output> outputs = {{&dx, WRITTEN, "dx", 2 * LIMIT},
                                    {&out, WRITTEN, "normed", LIMIT},
                                    {&split.dw, WRITTEN, "dw", LIMIT},
@@ -3433,18 +3435,26 @@ static void norm_case(const Case& c, Verdict* v) {
     bool silu = c.arg(5), accumulate = c.arg(6);
     std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
                        dout = c.floats("dout"), dresidual = c.floats("dresidual"),
-                       mean = blank((size_t)B * G), rstd = blank((size_t)B * G),
                        out = blank((size_t)B * T * (C + C2));
     std::vector<float2> sums((size_t)B * norm_parts(T) * (C + C2), float2{NAN, NAN}), moments = sums,
                                                                                       moments2 = sums;
+    std::vector<float2> statistics((size_t)B * (C + C2), float2{NAN, NAN}), affine = statistics;
     Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};
     norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
     norm.w = w.data(), norm.bias = b.data();
-    norm.mean = mean.data(), norm.rstd = rstd.data(), norm.sums = sums.data();
+    norm.statistics = statistics.data(), norm.affine = affine.data(), norm.sums = sums.data();
     channel_moments(norm.x.first), channel_moments(norm.x.second);
     groupnorm_forward(tensor_of(out, B, 1, T, C + C2), norm);
     v->compare("out", out, c.at("out"));
-    v->compare("mean", mean, c.at("mean")), v->compare("rstd", rstd, c.at("rstd"));
+    auto column = [](const std::vector<float2>& of, float float2::*member) {
+        std::vector<float> values;
+        for (const float2& pair : of) values.push_back(pair.*member);
+        return values;
+    };
+    v->compare("mean", column(statistics, &float2::x), c.at("mean"));
+    v->compare("rstd", column(statistics, &float2::y), c.at("rstd"));
+    v->compare("scale", column(affine, &float2::x), c.at("scale"));
+    v->compare("shift", column(affine, &float2::y), c.at("shift"));
     for (bool over_dy : {false, true}) {  // where what was normed is written again
         std::vector<float> dw = c.floats("dw0"), db = c.floats("db0"), dy = blank(out.size()), apart = dy,
                            dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),

@@ -627,7 +627,7 @@ struct TensorOf {
 template <typename Real>
 struct JoinedOf {
     TensorOf<Real> first, second;
-    const float2* affine;  // (B, C): meant is SiLU(2 (x .x + .y)) of what lies there; null: that itself
+    const float2* affine;  // of a norm, (B, C): meant is what it would write; null: what lies there
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
         : first(one), second(two), affine(affine) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
@@ -651,7 +651,9 @@ struct ProductOf {
 };
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
-// x. w, bias (C) are never rounded. Forward writes the statistics (B, groups), which backward reads.
+// x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who read
+// x again: statistics, its group's mean and rstd; affine: before SiLU the norm is 2 (x .x + .y), and where no
+// SiLU follows x .x + .y.
 template <typename Real>
 struct NormOf {
     JoinedOf<Real> x = {};
@@ -659,19 +661,17 @@ struct NormOf {
     bool silu = false;
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
-    float *mean = nullptr, *rstd = nullptr;
+    float2 *statistics = nullptr, *affine = nullptr;
     float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b, 1 without `modulated`; and its weight and bias, modulated.
-    HOST_DEVICE float gain(int b, int c, bool modulated = true) const {
-        if (!modulated || !modulation.data) return 1;
-        return 1 + (float)modulation.data[(size_t)b * modulation.pitch + c];
+    // The factor of channel c in image b; and its weight and bias, modulated.
+    HOST_DEVICE float gain(int b, int c) const {
+        return modulation.data ? 1 + (float)modulation.data[(size_t)b * modulation.pitch + c] : 1;
     }
-    HOST_DEVICE float2 affine(int b, int c) const {
-        if (!modulation.data) return {w[c], bias[c]};
-        float shift = (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c];
-        return {w[c] * gain(b, c), bias[c] * gain(b, c) + shift};
+    HOST_DEVICE float2 modulated(int b, int c) const {
+        float more = modulation.data ? (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c] : 0;
+        return {w[c] * gain(b, c), bias[c] * gain(b, c) + more};
     }
 };
 
@@ -746,7 +746,7 @@ static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // What norm writes, for a 3x3 product with O outputs to read: in `normed`, or to be normed on the way there.
-// Both `normed` and what norm reads stay as they are until that product has run.
+// `normed`, and what norm reads and leaves, stay as they are until that product has run.
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
@@ -1064,7 +1064,7 @@ struct Block {
     Buffer hidden = {};    // residual: h (B, out_H, out_H, O); attention: qkv; embedding: three of (B, E)
     Buffer inner = {};     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
     Buffer moments = {};   // float2 (B, parts, O): of out, for the norms that read it
-    Buffer stats = {};     // float: mean and rstd (B, G) of each norm; then attention's lse (B, heads, T)
+    Buffer stats = {};     // float2: what each norm leaves, (2, B, C); then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
     Buffer late = {};  // scratch of backward that the side lane reads while the next block is under way
@@ -1171,16 +1171,15 @@ struct Module {
         const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
         return layer_at<Layer>(tensors[0].offset, tensors[1].offset);
     }
-    // Layer `n`, a norm of `input`; its statistics are the block's pair number `pair`.
-    Norm norm_of(int n, Joined input, int pair = 0) const {
+    // Layer `n`, a norm of `input`; the block's norms before it are of so many channels.
+    Norm norm_of(int n, Joined input, int before = 0) const {
         Linear alike = layer<Linear>(n);  // its parameters lie as the norm's
         Norm norm = {.x = input, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
         norm.w = m->fp32_params + (alike.w - m->weights);
         norm.bias = m->fp32_params + (alike.bias - m->weights);
         norm.dw = alike.dw, norm.dbias = alike.dbias;
-        size_t statistics = (size_t)B * norm.groups;
-        norm.mean = (float*)(m->arena + block.stats.offset) + 2 * pair * statistics;
-        norm.rstd = norm.mean + statistics;
+        norm.statistics = (float2*)(m->arena + block.stats.offset) + (size_t)2 * B * before;
+        norm.affine = norm.statistics + (size_t)B * input.C();
         return norm;
     }
     // Scratch of the block under way; late: what its last weight gradient reads.
@@ -1258,7 +1257,7 @@ enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
 struct ResBlock : Module {
     Tensor h = tensor(block.hidden, block.out_H, block.O);
-    Norm norm1 = norm_of(RES_NORM1, x, 0), norm2 = norm_of(RES_NORM2, h, 1);
+    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h, x.C());
     Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
     bool widens = x.C() != block.O, resizes = block.H != block.out_H;
     bool adds_x = !widens && !resizes;  // to its output, as it is
@@ -1341,7 +1340,7 @@ enum { ATT_NORM, ATT_QKV, ATT_PROJ };
 struct AttentionBlock : Module {
     Tensor qkv = tensor(block.hidden, block.H, 3 * block.C), joined = tensor(block.inner, block.H, block.C);
     Norm norm = norm_of(ATT_NORM, x);
-    float* lse = norm.rstd + (size_t)B * norm.groups;
+    float* lse = (float*)(norm.affine + (size_t)B * block.C);
     Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
 
     void forward() {
@@ -1545,7 +1544,7 @@ static void size_buffers(Plan* plan, const Config& c) {
         size_t stats = 0, forward = 0, backward = 0, late = 0;
         int back = 2 * n - 1 - i;                                       // the block's moment in backward
         int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
-        size_t norm = 2 * B * c.norm_groups, float2s = B * norm_parts((int)larger) * sizeof(float2);
+        size_t norm = 4 * B, float2s = B * norm_parts((int)larger) * sizeof(float2);
         size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
         size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
         switch (b.kind) {
@@ -1555,12 +1554,12 @@ static void size_buffers(Plan* plan, const Config& c) {
                 break;
             case BLOCK_RES:
                 b.hidden = {0, bytes_of(B * out_T * O), i, kept + plan->training};  // dh, read as `late` is
-                stats = 2 * norm, forward = bytes_of(B * out_T * wide) + resized + moments;
+                stats = norm * (C + b.C2 + O), forward = bytes_of(B * out_T * wide) + resized + moments;
                 backward = bytes_of(B * out_T * O) + resized + sums, late = bytes_of(B * out_T * (C + b.C2));
                 break;
             case BLOCK_ATTENTION:
                 b.hidden = {0, bytes_of(3 * B * T * C), i, kept}, b.inner = {0, bytes_of(B * T * C), i, kept};
-                stats = norm + B * b.heads * T;
+                stats = norm * C + B * b.heads * T;
                 forward = bytes_of(B * T * C), backward = forward + sums;
                 late = bytes_of(3 * B * T * C) + forward;
                 break;
@@ -1568,7 +1567,7 @@ static void size_buffers(Plan* plan, const Config& c) {
             case BLOCK_UP:
                 if (b.num_params) forward = bytes_of(B * larger * C), backward = 2 * forward;
                 break;
-            case BLOCK_OUT: stats = norm, forward = late = bytes_of(B * T * C), backward = sums; break;
+            case BLOCK_OUT: stats = norm * C, forward = late = bytes_of(B * T * C), backward = sums; break;
             case BLOCK_CONV_IN: break;
         }
         size_t out = bytes_of(B * out_T * padded(b.O));
@@ -4922,11 +4921,11 @@ struct NormMap {
     float slope[SLAB], offset[SLAB], scale[SLAB], shift[SLAB];
     bool silu;
     NormMap(const Norm& norm, int b, int c, int n) : silu(norm.silu) {
-        for (int k = 0; k < n; k++, c++) {
-            int g = b * norm.groups + c / (norm.x.C() / norm.groups);
-            float2 affine = norm.affine(b, c);
-            slope[k] = norm.rstd[g], offset[k] = -norm.mean[g] * norm.rstd[g];
-            scale[k] = slope[k] * affine.x, shift[k] = affine.y - norm.mean[g] * scale[k];
+        size_t at = (size_t)b * norm.x.C() + c;
+        for (int k = 0; k < n; k++, at++) {
+            float2 group = norm.statistics[at], affine = norm.affine[at];
+            slope[k] = group.y, offset[k] = -group.x * group.y;
+            scale[k] = (silu ? 2 : 1) * affine.x, shift[k] = (silu ? 2 : 1) * affine.y;
         }
     }
     float normed(float x, int k) const {
@@ -4941,7 +4940,6 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
     each_tile(out.B, 1, out.C, width, [&](int b, int, int c0, int end) {
-        int g = b * norm.groups + c0 / width;
         double n = (double)T * width, mean = 0, squares = 0;
         auto each_moment = [&](auto use) {
             for (int part = 0; part < parts; part++)
@@ -4953,7 +4951,13 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         };
         each_moment([&](int pixels, float2 m) { mean += pixels * m.x / n; });
         each_moment([&](int pixels, float2 m) { squares += m.y + pixels * (m.x - mean) * (m.x - mean); });
-        norm.mean[g] = (float)mean, norm.rstd[g] = (float)(1.0 / sqrt(squares / n + NORM_EPS));
+        float2 group = {(float)mean, (float)(1.0 / sqrt(squares / n + NORM_EPS))};
+        for (int c = c0; c < end; c++) {
+            float2 layer = norm.modulated(b, c);
+            float scale = group.y * layer.x, shift = layer.y - group.x * scale, part = norm.silu ? 0.5f : 1;
+            size_t at = (size_t)b * out.C + c;
+            norm.statistics[at] = group, norm.affine[at] = {part * scale, part * shift};
+        }
     });
     each_slab(norm.x, [&](int b, int c, int n, auto row) {
         NormMap map(norm, b, c, n);
@@ -5007,7 +5011,7 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
             for (int part = 0; part < parts; part++)
                 for (int c = first; c < first + width; c++) {
                     float2 sum = norm.sums[((size_t)b * parts + part) * C + c];
-                    double weight = norm.affine(b, c).x;
+                    double weight = norm.w[c] * norm.gain(b, c);
                     a += weight * sum.x, q += weight * sum.y;
                 }
             for (; k < n && c0 + k < first + width; k++)
@@ -5535,6 +5539,16 @@ __device__ inline void norm_reload(float (&value)[VEC], const float* from) {
                      : "r"(shared_address(from + i)));
 }
 
+// What norm left of a vector of channels of image b.
+__device__ inline void norm_channels(float (&mean)[VEC], float (&scale)[VEC], float (&shift)[VEC],
+                                     const Norm& norm, int b, int c) {
+    const size_t at = (size_t)b * norm.x.C() + c;
+    auto statistics = load<2 * VEC>((const float*)(norm.statistics + at));
+    auto affine = load<2 * VEC>((const float*)(norm.affine + at));
+    for (int i = 0; i < VEC; i++)
+        mean[i] = statistics.of[2 * i], scale[i] = affine.of[2 * i], shift[i] = affine.of[2 * i + 1];
+}
+
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
@@ -5613,53 +5627,37 @@ struct NormGrid {
     }
 };
 
-// each(i, g, weight and bias) for i < VEC, of channel c + i of image b. It belongs to group g, counted from
-// the group that begins `from` channels before c.
-template <bool MODULATED>
-__device__ inline void norm_each_channel(const Norm& norm, int b, int c, int from, auto each) {
-    auto weights = load<VEC>(norm.w + c), biases = load<VEC>(norm.bias + c);
-    float2 affine[VEC];
-    for (int i = 0; i < VEC; i++)
-        affine[i] = MODULATED ? norm.affine(b, c + i) : make_float2(weights.of[i], biases.of[i]);
-    int group = (unsigned)norm.x.C() / norm.groups, g = (unsigned)from / group, within = from - g * group;
-    for (int i = 0; i < VEC; i++) {
-        each(i, g, affine[i]);
-        if (++within == group) within = 0, g++;
-    }
-}
-
 // Where a block of such a pass stands, and its thread: every stride-th pixel of image b from t on, and one
 // vector of channels, so that what belongs to a channel stays in registers.
 struct NormPlace {
-    int b, t, stride, c, c0;  // c0: channel c, counted from the first of the block's groups
-    int rank, slab;           // the block's; its first channel
-    int group, g0, groups;    // channels in a group; the block's first group, and how many there are
-    size_t at, at_joined;     // the thread's first element in its tensor, and in one of all channels
-    int step, step_joined;    // from one of its pixels to the next
-    float *mean, *rstd;       // of the block's groups
+    int b, t, stride, c;
+    int rank, slab, channels;  // the block's; its first channel, and how many there are
+    int group, g0, groups;     // channels in a group; the block's first group, and how many there are
+    size_t at, at_joined;      // the thread's first element in its tensor, and in one of all channels
+    int step, step_joined;     // from one of its pixels to the next
     // Few divisions, none of them signed: at B = 1 a call of the network takes 2% longer with them.
     __device__ NormPlace(const NormGrid& s, unsigned block, const Norm& norm) {
         const unsigned T = norm.x.first.T(), C = norm.x.C(), image_slab = block / s.ranks;
         rank = block - image_slab * s.ranks, b = image_slab / s.slabs;
         slab = (image_slab - b * s.slabs) * s.channels;
-        const unsigned vectors = min(s.channels, C - slab) / VEC, R = NORM_THREADS / vectors;
+        channels = min(s.channels, C - slab);
+        const unsigned vectors = channels / VEC, R = NORM_THREADS / vectors;
         const unsigned r = threadIdx.x / vectors;
         c = slab + (threadIdx.x - r * vectors) * VEC;
         group = C / norm.groups, g0 = (unsigned)slab / group;
-        groups = (slab + vectors * VEC - 1) / group - g0 + 1;
-        c0 = c - g0 * group, t = rank * R + r, stride = R * s.ranks;
+        groups = (slab + channels - 1) / group - g0 + 1;
+        t = rank * R + r, stride = R * s.ranks;
         int width = norm.x.of(c).C;
         size_t pixel = (size_t)b * T + t;
         at = pixel * width + norm.x.within(c), at_joined = pixel * C + c;
         step = stride * width, step_joined = stride * C;
-        mean = norm.mean + b * norm.groups + g0, rstd = norm.rstd + b * norm.groups + g0;
         if (r >= R) t = T;  // a thread too many
     }
 };
 
-// In thread i < p.groups the sum over group g0 + i of item(part, channel, the group's first channel), in an
-// order that the shapes alone decide: a power of 2 of neighbouring threads shares a group. meanwhile() is
-// called when the items have come in.
+// In thread i < p.channels the sum over the group of channel p.slab + i of item(part, channel, the group's
+// first channel), in an order that the shapes alone decide: a power of 2 of neighbouring threads shares a
+// group. meanwhile() is called when the items have come in.
 __device__ inline float2 norm_group_sum(const NormPlace& p, int parts, auto item, auto meanwhile) {
     __shared__ float2 shared_sums[NORM_THREADS];
     int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
@@ -5679,19 +5677,19 @@ __device__ inline float2 norm_group_sum(const NormPlace& p, int parts, auto item
     if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
     __syncthreads();
     sum = make_float2(0, 0);
-    if ((int)threadIdx.x < p.groups)
-        for (int i = threadIdx.x * warps; i < (threadIdx.x + 1) * warps; i++) sum += shared_sums[i];
+    const int g = (unsigned)(p.slab + threadIdx.x) / group - p.g0;
+    if ((int)threadIdx.x < p.channels)
+        for (int i = g * warps; i < (g + 1) * warps; i++) sum += shared_sums[i];
     return sum;
 }
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
 // reads its groups' moments. They are joined as by Chan, Golub and LeVeque (1979), about the mean of the
-// group's first channel and part. Without `out` it only writes what x is multiplied with, and what is added.
-template <bool MODULATED>  // asked in each thread: a training step takes 1.6% longer on an H100
+// group's first channel and part. A thread a channel works out what becomes of it; without `out` that is all.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, float2* affine, const Norm norm, NormGrid s) {
+    groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
     await_inputs();
-    __shared__ float2 statistics[NORM_THREADS];  // mean, rstd
+    __shared__ alignas(16) float2 of_channels[NORM_SLAB / sizeof(floatX)];  // of the slab: scale, shift
     const int T = norm.x.first.T();
     NormPlace p(s, blockIdx.x, norm);
     const floatX* source = norm.x.of(p.c).data + p.at;
@@ -5707,86 +5705,73 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
         return make_float2(n * d, m.y + n * d * d);
     };
+    const int c = p.slab + threadIdx.x;
+    const bool owner = (int)threadIdx.x < p.channels;
+    float2 layer;
     float2 sum = norm_group_sum(p, parts, item, [&] {
+        if (owner) layer = norm.modulated(p.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (out && p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
     });
-    if ((int)threadIdx.x < p.groups) {
-        int c0 = (p.g0 + threadIdx.x) * p.group;
-        float n = (float)p.group * T, d = sum.x / n, middle = moment(0, c0).x + d;
-        float r = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
-        statistics[threadIdx.x] = make_float2(middle, r);
-        // Of the slabs that share a group, one writes: their sums may differ in order.
-        if (p.rank == 0 && c0 >= p.slab) p.mean[threadIdx.x] = middle, p.rstd[threadIdx.x] = r;
+    if (owner) {
+        float n = (float)p.group * T, d = sum.x / n, mean = moment(0, c - c % p.group).x + d;
+        float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
+        float scale = layer.x * rstd, shift = layer.y - mean * scale, part = norm.silu ? 0.5f : 1;
+        float2 affine = make_float2(part * scale, part * shift);
+        const size_t at = (size_t)p.b * norm.x.C() + c;
+        of_channels[threadIdx.x] = affine;
+        if (p.rank == 0) norm.statistics[at] = make_float2(mean, rstd), norm.affine[at] = affine;
     }
     __syncthreads();
-    float scale[VEC], shift[VEC];
-    norm_each_channel<MODULATED>(norm, p.b, p.c, p.c0, [&](int i, int g, float2 channel) {
-        scale[i] = channel.x * statistics[g].y, shift[i] = channel.y - statistics[g].x * scale[i];
-        if (norm.silu) scale[i] *= 0.5f, shift[i] *= 0.5f;
-        if (!out && p.t == 0) affine[p.b * norm.x.C() + p.c + i] = make_float2(scale[i], shift[i]);
-    });
+    auto affine = load<2 * VEC>((const float*)(of_channels + p.c - p.slab));
     for (int t = p.t; out && t < T; t += NORM_DEPTH * p.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * p.stride >= T) break;
             float y[VEC];
             unpack(y, in[i]);
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
-            for (int e = 0; e < VEC; e++) y[e] = y[e] * scale[e] + shift[e];
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[2 * e] + affine.of[2 * e + 1];
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
-static void launch_groupnorm_forward(floatX* out, float2* affine, const Norm& norm) {
+static void groupnorm_forward(Tensor out, const Norm& norm) {
+    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid s(norm.x, 0);
     if (!out) s.ranks = 1;
-    auto kernel = norm.modulation.data ? groupnorm_forward_kernel<true> : groupnorm_forward_kernel<false>;
-    launch(kernel, s.ranks * s.slabs * norm.x.first.B, NORM_THREADS, 0, out, affine, norm, s);
-}
-static void groupnorm_forward(Tensor out, const Norm& norm) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
-    launch_groupnorm_forward(out.data, nullptr, norm);
+    launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.x.first.B, NORM_THREADS, 0, out.data, norm, s);
 }
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-    if (hopper_norms(norm, O)) {
-        PROFILE("group norm forward", {0, 1.0 * sizeof(float2) * normed.count() / NORM_PART});
-        float2* affine = (float2*)normed.data;
-        launch_groupnorm_forward(nullptr, affine, norm);
-        return {norm.x.first, norm.x.second, affine};
-    }
-    groupnorm_forward(normed, norm);
-    return normed;
+    const bool on_the_way = hopper_norms(norm, O);
+    groupnorm_forward(on_the_way ? Tensor() : normed, norm);
+    return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
 }
 
 // The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
 // channel_moments. Device memory: x and dout in, dy out, once each.
-template <bool MODULATED>
 __global__ void __launch_bounds__(NORM_PART_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
     int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), group = (unsigned)C / norm.groups, width = norm.x.of(c).C;
+    int T = norm.x.first.T(), C = norm.x.C(), width = norm.x.of(c).C;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
-    const float *mean = norm.mean + blockIdx.z * norm.groups, *rstd = norm.rstd + blockIdx.z * norm.groups;
     float sum[VEC] = {}, sum_normed[VEC] = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
-        float middle[VEC], scale[VEC], shift[VEC];
-        norm_each_channel<MODULATED>(norm, blockIdx.z, c, c, [&](int i, int g, float2 channel) {
-            middle[i] = mean[g], scale[i] = channel.x * rstd[g], shift[i] = channel.y - middle[i] * scale[i];
-        });
+        float mean[VEC], scale[VEC], shift[VEC];
+        norm_channels(mean, scale, shift, norm, blockIdx.z, c);
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
             float value[VEC], d[VEC];
             unpack(value, in[i]), unpack(d, upstream[i]);
             if (norm.silu)
-                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e] * scale[e] + shift[e]);
-            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - middle[e]);
+                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(value[e] * scale[e] + shift[e]);
+            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - mean[e]);
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
@@ -5794,20 +5779,18 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     float2* sums = norm.sums + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
     __shared__ NormPartSums shared_sums;
     norm_part_sums<8>(shared_sums, sums, C - c0, sum, sum_normed, [&](int c, float2 total) {
-        return make_float2(total.x, total.y * rstd[(c0 + c) / group]);
+        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
     });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
     dim3 grid(norm_parts(dy.T()), ceil_div(dy.C, 8 * VEC), dy.B);
-    auto kernel =
-        norm.modulation.data ? groupnorm_backward_sums_kernel<true> : groupnorm_backward_sums_kernel<false>;
-    launch(kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
+    launch(groupnorm_backward_sums_kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
 // dbias, dw (C) = sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
 // row.
-template <bool MODULATED>
+template <bool MODULATED>  // asked for each part, loads would wait for each other
 __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
@@ -5815,7 +5798,7 @@ __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < norm.x.first.B * parts; i += WARPS)
-        total += norm.sums[(size_t)i * C + c] * norm.gain(i / parts, c, MODULATED);
+        total += norm.sums[(size_t)i * C + c] * (MODULATED ? norm.gain(i / parts, c) : 1);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
@@ -5827,16 +5810,17 @@ __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
 // again. Device memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once
 // each; before that each block reads its groups' sums. normed may be dy, dx dresidual or, if normed is not,
 // dy. The first weight_blocks blocks make dw and dbias.
-template <bool RESIDUAL, bool ACCUMULATE, bool MODULATED>  // as arguments: 2% slower on an H100
+template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid s, int weight_blocks) {
     await_inputs();
-    __shared__ float4 coefficients[NORM_THREADS];  // of groups: rstd, alpha, beta, mean
-    enum { ALPHA, BETA, SHIFT };
-    __shared__ alignas(16) float of_channels[3][NORM_SLAB / sizeof(floatX)];  // of the slab
+    enum { ALPHA, BETA, SCALE, SHIFT };
+    __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
-    if ((int)blockIdx.x < weight_blocks) return norm_weights<MODULATED>(norm, parts, C);
+    if ((int)blockIdx.x < weight_blocks)
+        return norm.modulation.data ? norm_weights<true>(norm, parts, C)
+                                    : norm_weights<false>(norm, parts, C);
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
     const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
@@ -5849,29 +5833,26 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (ACCUMULATE) old = *(const uint4*)target;
     };
     const float2* sums = norm.sums + (size_t)p.b * parts * C;
-    auto item = [&](int part, int c, int) {
-        return sums[(size_t)part * C + c] * (norm.w[c] * norm.gain(p.b, c, MODULATED));
-    };
-    float r = 0, middle = 0;
+    auto item = [&](int part, int c, int) { return sums[part * C + c] * (norm.w[c] * norm.gain(p.b, c)); };
+    const bool owner = (int)threadIdx.x < p.channels;
+    float2 group, affine;
     float2 sum = norm_group_sum(p, parts, item, [&] {
-        if ((int)threadIdx.x < p.groups) r = p.rstd[threadIdx.x], middle = p.mean[threadIdx.x];
+        const size_t of = (size_t)p.b * C + p.slab + threadIdx.x;
+        if (owner) group = norm.statistics[of], affine = norm.affine[of];
         if (p.t < T) load();
     });
-    if ((int)threadIdx.x < p.groups) {
-        float n = (float)p.group * T, slope = r * r * sum.y / n;
-        coefficients[threadIdx.x] = make_float4(r, slope, r * sum.x / n - middle * slope, middle);
+    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
+    if (owner) {
+        float n = (float)p.group * T, r = group.y, slope = r * r * sum.y / n, whole = norm.silu ? 2 : 1;
+        of_channels[ALPHA][threadIdx.x] = slope;
+        of_channels[BETA][threadIdx.x] = r * sum.x / n - group.x * slope;
+        of_channels[SCALE][threadIdx.x] = whole * affine.x,
+        of_channels[SHIFT][threadIdx.x] = whole * affine.y;
     }
     __syncthreads();
-    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
     const int slot = p.c - p.slab;
     float scale[VEC], more[VEC];
-    norm_each_channel<MODULATED>(norm, p.b, p.c, p.c0, [&](int i, int g, float2 channel) {
-        float4 of_group = coefficients[g];  // threads of the same channels write the same
-        scale[i] = channel.x * of_group.x;
-        of_channels[ALPHA][slot + i] = of_group.y, of_channels[BETA][slot + i] = of_group.z;
-        of_channels[SHIFT][slot + i] = channel.y - of_group.w * scale[i];
-    });
-    __syncthreads();
+    norm_reload(scale, &of_channels[SCALE][slot]);
     for (int t = p.t; t < T; t += p.stride) {
         float value[VEC], d[VEC];
         unpack(value, in), unpack(d, upstream);
@@ -5895,14 +5876,11 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
     NormGrid s(norm.x, weight_blocks);
-    static decltype(&groupnorm_backward_kernel<false, false, false>) const passes[2][2][2] = {
-        {{groupnorm_backward_kernel<false, false, false>, groupnorm_backward_kernel<false, false, true>},
-         {groupnorm_backward_kernel<false, true, false>, groupnorm_backward_kernel<false, true, true>}},
-        {{groupnorm_backward_kernel<true, false, false>, groupnorm_backward_kernel<true, false, true>},
-         {groupnorm_backward_kernel<true, true, false>, groupnorm_backward_kernel<true, true, true>}}};
-    launch(passes[residual][options.accumulate][!!norm.modulation.data],
-           weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0, dx, normed.data, dy.data,
-           options.residual.data, norm, s, weight_blocks);
+    static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
+        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
+    launch(passes[residual][options.accumulate], weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
+           dx, normed.data, dy.data, options.residual.data, norm, s, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -6334,7 +6312,7 @@ struct Gemm {
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
-    Norm norm = {};  // whose output's gradient is `out`: its sums are wanted too; without mean: none
+    Norm norm = {};  // whose output's gradient is `out`: its sums are wanted too; without affine: none
     float2* sums = nullptr;  // (B, parts, N): the output's moments, or its norm's sums; null: none
     Patch patch = {};
     int splits = 1, share = 0;  // so many blocks share a tile's chunks, and so many chunks are a block's
@@ -6459,7 +6437,7 @@ struct GemmEpilogue {
     float* staging;
     const int* pixel_of_row;
     const int tile, n0, column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-    const bool gradient = Tile::TRANSPOSED && g.norm.mean && g.sums;
+    const bool gradient = Tile::TRANSPOSED && g.norm.affine && g.sums;
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
     int m[PASSES];                                                 // its pixels, -1: outside
     uint4 there[PASSES];  // what is added to the outputs, or a norm's x
@@ -6490,11 +6468,7 @@ struct GemmEpilogue {
         float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
-            norm_each_channel<true>(g.norm, image, n, n, [&](int e, int group, float2 channel) {
-                const int of = image * g.norm.groups + group;
-                mean[e] = g.norm.mean[of];
-                scale[e] = channel.x * g.norm.rstd[of], shift[e] = channel.y - mean[e] * scale[e];
-            });
+            norm_channels(mean, scale, shift, g.norm, image, n);
         } else if (m[0] >= 0) {
             if (g.bias) add_vector(added, g.bias + n);
             if (g.emb.data) add_vector(added, g.emb.data + (size_t)image * g.emb.pitch + n);
@@ -6505,7 +6479,8 @@ struct GemmEpilogue {
             float x[VEC];
             unpack(x, there[i]);
             if (gradient && g.norm.silu)
-                for (int e = 0; e < VEC; e++) value[i][e] *= silu_gradient(x[e] * scale[e] + shift[e]);
+                for (int e = 0; e < VEC; e++)
+                    value[i][e] *= silu_gradient_of_half(x[e] * scale[e] + shift[e]);
             for (int e = 0; e < VEC; e++)
                 if (gradient)
                     sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - mean[e]);
@@ -6532,8 +6507,8 @@ struct GemmEpilogue {
         float2* sums = g.sums + (size_t)part * g.N() + n0;
         norm_part_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
             if (!gradient) return moments_about(pivot[c], total, part_pixels);
-            const int group = (n0 + c) / (g.N() / g.norm.groups), image = part * part_pixels / T;
-            return make_float2(total.x, total.y * g.norm.rstd[image * g.norm.groups + group]);
+            const int image = part * part_pixels / T;
+            return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
         });
         for (int e = 0; e < VEC; e++) sum[e] = product[e] = 0;
     }
@@ -6666,7 +6641,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
 // What norms want of the output, where the product did not leave it behind.
 static void launch_gemm_sums(const Gemm& g) {
     if (g.out.first.moments) channel_moments(g.out.first);
-    if (g.norm.mean) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+    if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
 }
 
 template <class Tile>
@@ -6679,7 +6654,7 @@ static void launch_gemm_tile(Gemm g) {
     const int H = g.x.first.H, W = g.x.first.W, T = H * W, line = Tile::TAPS == 1;
     const bool whole =
         T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
-    if (whole && g.splits == 1) g.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
+    if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
     if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
     if (!g.sums) launch_gemm_sums(g);
@@ -6694,7 +6669,7 @@ template <int TAPS, bool TRANSPOSED>
 static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    assert((TAPS > 1 || !g.emb.data) && (!g.norm.mean || !g.residual.first));
+    assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
     if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
@@ -7453,7 +7428,7 @@ struct HopperEpilogue {
     const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
     static_assert(Tile::PARTS == 1 || IMAGES == 1, "all parts are of one image");
     const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
-    const bool gradient = Tile::TRANSPOSED && g.norm.mean;
+    const bool gradient = Tile::TRANSPOSED && g.norm.affine;
     // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
     float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
     float sum[IMAGES][2], product[IMAGES][2];
@@ -7466,12 +7441,8 @@ struct HopperEpilogue {
                 if (!Tile::TRANSPOSED && g.emb.data)
                     added[i][h] += (float)g.emb.data[(size_t)b * g.emb.pitch + n];
                 if (!gradient) continue;
-                int of = b * g.norm.groups + n / (g.N() / g.norm.groups);
-                float2 affine = g.norm.affine(b, n);
-                mean[i][h] = g.norm.mean[of], rstd[i][h] = g.norm.rstd[of];
-                scale[i][h] = rstd[i][h] * affine.x;
-                shift[i][h] = affine.y - mean[i][h] * scale[i][h];
-                if (g.norm.silu) scale[i][h] *= 0.5f, shift[i][h] *= 0.5f;
+                const float2 group = g.norm.statistics[b * g.N() + n], affine = g.norm.affine[b * g.N() + n];
+                mean[i][h] = group.x, rstd[i][h] = group.y, scale[i][h] = affine.x, shift[i][h] = affine.y;
             }
     }
 
@@ -7637,9 +7608,9 @@ static void launch_hopper_tile(const Gemm& g) {
     h.x_map.columns = g.chunks1() * 64;
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Joined& extra = g.norm.mean ? g.norm.x : g.residual;
+    const Joined& extra = g.norm.affine ? g.norm.x : g.residual;
     if (extra.first) h.extra_map = joined(extra, Tile::PART);
-    h.sums = g.norm.mean ? g.norm.sums : g.out.first.moments;
+    h.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
     h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
     h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.

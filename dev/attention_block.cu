@@ -234,7 +234,7 @@ static Work work_of(const Problem& p, bool backward) {
 static const Ladder attention_block_ladder = {
     "attention_block",
     {{"forward",
-      {"out", "qkv", "joined", "mean", "rstd", "lse"},
+      {"out", "qkv", "joined", "mean|statistics/2", "rstd|affine/2", "lse"},
       [](const Problem& p) { return attentionblock::work_of(p, false); }},
      {"backward",
       {"dx", "dnorm.weight", "dnorm.bias", "dqkv.weight", "dqkv.bias", "dproj_out.weight", "dproj_out.bias"},

@@ -31,7 +31,7 @@ def with_kept(t):
     scores = q @ k.transpose(2, 3) / t["d"]**0.5
     joined = (scores.softmax(3) @ v).transpose(2, 3).flatten(1, 2)
     return (forward(t) | {"qkv": qkv, "joined": joined, "lse": scores.logsumexp(3).flatten(1)}
-            | blocks.statistics(x, t["G"]))
+            | blocks.statistics(x, t["G"], t["norm.weight"], t["norm.bias"]))
 
 
 GRADIENTS = ["x"] + [f"{name}.{kind}" for name in ("norm", "qkv", "proj_out") for kind in ("weight", "bias")]

@@ -360,8 +360,8 @@ struct NormVectors {  // y = x normed again, without the SiLU; x (B, T, C)
         float value[VEC];
         unpack(value, ((const uint4*)x.data)[i]);
         for (int e = 0; e < VEC; e++) {
-            int g = b * norm.groups + (c + e) / (x.C / norm.groups);
-            value[e] = (value[e] - norm.mean[g]) * norm.rstd[g] * norm.w[c + e] + norm.bias[c + e];
+            float2 affine = norm.affine[(size_t)b * x.C + c + e];
+            value[e] = value[e] * affine.x + affine.y;
         }
         ((uint4*)y)[i] = pack(value);
     }
@@ -380,8 +380,9 @@ static Layer backward_layer(Problem& p, const std::string& name) {
             .dbias = p.sum<float>("d" + name + ".bias")};
 }
 
-// Norm `name` of x as a pass takes it, without the SiLU. Its statistics are called mean and rstd, with a number
-// where the block has two norms. Forward it comes with scratch for the moments of x, backward for its sums.
+// Norm `name` of x as a pass takes it, without the SiLU. What it leaves is called statistics and affine, with a
+// number where the block has two norms. Forward it comes with scratch for the moments of x, backward for its
+// sums.
 static Norm norm_of(Problem& p, const std::string& name, Tensor x) {
     return {.x = x,
             .groups = p.dim("G"),
@@ -391,12 +392,14 @@ static Norm norm_of(Problem& p, const std::string& name, Tensor x) {
 static Norm forward_norm(Problem& p, const std::string& name, const std::string& number, Tensor x) {
     x.moments = p.scratch_sums("moments" + number, x);
     Norm norm = norm_of(p, name, x);
-    norm.mean = p.out<float>("mean" + number), norm.rstd = p.out<float>("rstd" + number);
+    norm.statistics = (float2*)p.out<float>("statistics" + number);
+    norm.affine = (float2*)p.out<float>("affine" + number);
     return norm;
 }
 static Norm backward_norm(Problem& p, const std::string& name, const std::string& number, Tensor x) {
     Norm norm = norm_of(p, name, x);
-    norm.mean = (float*)p.in<float>("mean" + number), norm.rstd = (float*)p.in<float>("rstd" + number);
+    norm.statistics = (float2*)p.in<float>("statistics" + number);
+    norm.affine = (float2*)p.in<float>("affine" + number);
     norm.dw = p.sum<float>("d" + name + ".weight"), norm.dbias = p.sum<float>("d" + name + ".bias");
     norm.sums = p.scratch_sums("sums" + number, x);
     return norm;
@@ -458,8 +461,8 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     if (kind == BLOCK_RES)
         at(&embedding.out, p.scratch<floatX>("projected", (size_t)m.plan.batch * embedding.O));
     if (block.skip >= 0) at(&blocks[block.skip].out, p.in<floatX>("x2"));
-    Names statistics =
-        kind == BLOCK_RES ? Names{"mean1", "rstd1", "mean2", "rstd2"} : Names{"mean", "rstd", "lse"};
+    Names stats = kind == BLOCK_RES ? Names{"statistics1", "half affine1", "statistics2", "half affine2"}
+                                    : Names{"statistics", "affine", "lse"};
     const char* hidden = kind == BLOCK_RES ? "h" : "qkv";
     size_t scratch = (backward ? block.scratch_backward : block.scratch_forward).bytes;
     m.scratch = {p.scratch<char>("scratch", scratch), scratch, 0};
@@ -470,7 +473,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
         if (block.skip >= 0) at(&blocks[block.skip].gradient, p.out<floatX>("dx2"));
         if (kind == BLOCK_RES)
             at(&embedding.gradient, p.scratch<floatX>("dprojected", (size_t)m.plan.batch * embedding.O));
-        at(&block.stats, p.in<float>("statistics", statistics));
+        at(&block.stats, p.in<float>("stats", stats));
         if (kind == BLOCK_RES)
             at(&block.hidden, p.update<floatX>(hidden));  // becomes its own gradient
         else
@@ -481,7 +484,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
         at(&block.moments, p.scratch<char>("moments of out", block.moments.bytes));
         at(&block.out, p.out<floatX>("out")), at(&block.hidden, p.out<floatX>(hidden));
         if (kind == BLOCK_ATTENTION) at(&block.inner, p.out<floatX>("joined"));
-        at(&block.stats, p.out<float>("statistics", statistics));
+        at(&block.stats, p.out<float>("stats", stats));
     }
     return m;
 }

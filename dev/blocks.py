@@ -49,10 +49,18 @@ def moments_of(t):
     return {f"moments of {name}": of_parts((t[name], mean), (t[name], squares)) for name in ("x", "x2") if name in t}
 
 
-def statistics(x, groups, number=""):
+def statistics(x, groups, w, bias, number=""):
+    """What a norm of x leaves behind: mean, rstd (B, groups); and the program's, a line (B C, 2) a channel of an image:
+    statistics, mean and rstd of its group; affine, what x is multiplied with and what is added; and half of that,
+    which a norm with a SiLU leaves."""
     of_groups = x.detach().unflatten(1, (groups, -1)).flatten(2)
-    return {f"mean{number}": of_groups.mean(2),
-            f"rstd{number}": (of_groups.var(2, correction=0) + 1e-5).rsqrt()}
+    of = {"mean": of_groups.mean(2), "rstd": (of_groups.var(2, correction=0) + 1e-5).rsqrt()}
+    mean, rstd = (value.repeat_interleave(x.shape[1] // groups, 1) for value in of.values())
+    scale = rstd * w.detach()
+    of["statistics"] = torch.stack([mean, rstd], 2).flatten(0, 1)
+    of["affine"] = torch.stack([scale, bias.detach() - mean * scale], 2).flatten(0, 1)
+    of["half affine"] = of["affine"] / 2
+    return {name + number: value for name, value in of.items()}
 
 
 def call(block, t, *arguments, prefix=""):

@@ -281,7 +281,8 @@ struct Problem {
 // What is computed: which tensors come out, and the work where nothing is read or written twice.
 struct Pass {
     const char* name;                  // "forward", "backward"
-    std::vector<const char*> outputs;  // "dx2?": where the case has it; "dqkv/3": three parts, each its own
+    // "dx2?": where the case has it; "dqkv/3": three parts, each its own; "mean|statistics": what is written
+    std::vector<const char*> outputs;
     std::function<Work(const Problem&)> work;
 };
 enum Type { CPU_FP32, FP32, BF16 };
@@ -344,6 +345,10 @@ static Measured measure(Problem* p, const Version& version, const Pass& pass) {
     run_version(p, version);
     Measured worst = {0, 1};
     for (std::string output : pass.outputs) {
+        for (size_t bar, ignored; (bar = output.find('|')) != std::string::npos;) {
+            std::string one = output.substr(0, bar);
+            output = p->written(one.substr(0, one.find('/')), &ignored) ? one : output.substr(bar + 1);
+        }
         size_t slash = output.find('/'),
                parts = slash == std::string::npos ? 1 : (size_t)atoi(&output[slash + 1]), first = 0;
         std::string name = output.substr(0, std::min(slash, output.find('?')));

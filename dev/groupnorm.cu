@@ -39,22 +39,23 @@ static GroupnormShape groupnorm_shape(const Problem& p) {
 // The norm as the program's layers take it: to measure, its statistics to be written; trained, with these and
 // the gradients of its parameters.
 template <typename Real>
-static NormOf<Real> groupnorm_of(Problem& p, float* mean, float* rstd) {
+static NormOf<Real> groupnorm_of(Problem& p, float* statistics, float* affine) {
     return {.x = p.tensor_in<Real>("x"),
             .groups = GROUPNORM_GROUPS,
             .silu = true,
             .w = p.in<float>("w"),
             .bias = p.in<float>("bias"),
-            .mean = mean,
-            .rstd = rstd};
+            .statistics = (float2*)statistics,
+            .affine = (float2*)affine};
 }
 template <typename Real>
 static NormOf<Real> groupnorm_to_measure(Problem& p) {
-    return groupnorm_of<Real>(p, p.out<float>("mean"), p.out<float>("rstd"));
+    return groupnorm_of<Real>(p, p.out<float>("statistics"), p.out<float>("half affine"));
 }
 template <typename Real>
 static NormOf<Real> groupnorm_trained(Problem& p) {
-    NormOf<Real> norm = groupnorm_of<Real>(p, (float*)p.in<float>("mean"), (float*)p.in<float>("rstd"));
+    NormOf<Real> norm =
+        groupnorm_of<Real>(p, (float*)p.in<float>("statistics"), (float*)p.in<float>("half affine"));
     norm.dw = p.sum<float>("dw"), norm.dbias = p.sum<float>("dbias");
     return norm;
 }
@@ -602,7 +603,9 @@ static Work groupnorm_work(const Problem& p, int tensors) {
 
 static const Ladder groupnorm_ladder = {
     "groupnorm",
-    {{"forward", {"out", "mean", "rstd"}, [](const Problem& p) { return groupnorm_work(p, 2); }},
+    {{"forward",
+      {"out", "mean|statistics/2", "rstd|half affine/2"},
+      [](const Problem& p) { return groupnorm_work(p, 2); }},
      {"backward", {"dx", "out", "dw", "dbias"}, [](const Problem& p) { return groupnorm_work(p, 4); }}},
     {
         {0, "forward", NHWC, CPU_FP32, "the specification", groupnorm_forward0},

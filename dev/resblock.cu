@@ -240,7 +240,8 @@ static Work work_of(const Problem& p, bool backward) {
 static const Ladder resblock_ladder = {
     "resblock",
     {{"forward",
-      {"out", "h", "mean1", "rstd1", "mean2", "rstd2"},
+      {"out", "h", "mean1|statistics1/2", "rstd1|affine1/2|half affine1/2", "mean2|statistics2/2",
+       "rstd2|affine2/2|half affine2/2"},
       [](const Problem& p) { return resblock::work_of(p, false); }},
      {"backward",
       {"dx", "dx2?", "demb", "din_layers.0.weight", "din_layers.0.bias", "din_layers.2.weight",

@@ -43,7 +43,9 @@ def with_kept(t):
     x = joined(t).detach()
     h = (blocks.call(block_of(t).in_layers, t, x, prefix="in_layers.")
          + blocks.call(block_of(t).emb_layers, t, t["emb"], prefix="emb_layers.")[:, :, None, None])
-    return forward(t) | {"h": h} | blocks.statistics(x, t["G"], "1") | blocks.statistics(h, t["G"], "2")
+    norm1, norm2 = ([t[f"{name}.0.{kind}"] for kind in ("weight", "bias")] for name in ("in_layers", "out_layers"))
+    return (forward(t) | {"h": h} | blocks.statistics(x, t["G"], *norm1, "1")
+            | blocks.statistics(h, t["G"], *norm2, "2"))
 
 
 NAMES = ["in_layers.0", "in_layers.2", "emb_layers.1", "out_layers.0", "out_layers.3", "skip_connection"]

@@ -112,8 +112,8 @@ static void silu_normalise(Problem& p, floatX* out, bool silu) {
                  .silu = silu,
                  .w = p.in<float>("w"),
                  .bias = p.in<float>("bias"),
-                 .mean = p.out<float>("mean"),
-                 .rstd = p.out<float>("rstd")};
+                 .statistics = (float2*)p.out<float>("statistics"),
+                 .affine = (float2*)p.out<float>(silu ? "half affine" : "affine")};
     groupnorm_forward(p.shaped("x", out), norm);
 }
 static void silu_forward4(Problem& p) {
@@ -133,7 +133,9 @@ static const Ladder silu_ladder = {
     "silu",
     {{"forward", {"out"}, [](const Problem& p) { return silu_work(p, 2); }},
      {"backward", {"dx"}, [](const Problem& p) { return silu_work(p, 3); }},
-     {"norm", {"normed", "mean", "rstd"}, [](const Problem& p) { return silu_work(p, 2); }}},
+     {"norm",
+      {"normed", "statistics/2", "affine/2|half affine/2"},
+      [](const Problem& p) { return silu_work(p, 2); }}},
     {
         {0, "forward", NCHW, CPU_FP32, "the specification", silu_forward0},
         {0, "backward", NCHW, CPU_FP32, "the specification", silu_backward0},

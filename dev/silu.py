@@ -22,7 +22,7 @@ def forward(t):
 def all_outputs(t):
     """SiLU, then group norm with its statistics and SiLU."""
     normed = F.silu(F.group_norm(t["x"].detach(), GROUPS, t["w"], t["bias"]))
-    return forward(t) | {"normed": normed} | blocks.statistics(t["x"], GROUPS)
+    return forward(t) | {"normed": normed} | blocks.statistics(t["x"], GROUPS, t["w"], t["bias"])
 
 
 def timings(t):

@@ -144,7 +144,10 @@ def add_norm(layers, B, T, C, C2, G, silu=True, accumulate=False, dresidual=Fals
     out = F.silu(out) if silu else out
     out.backward(dout)
     grouped = both.detach().reshape(B, G, -1)
-    rstd = (grouped.var(2, unbiased=False) + 1e-5).rsqrt()
+    mean = grouped.mean(2).repeat_interleave(K // G, 1)  # by channel, as the layer leaves them
+    rstd = (grouped.var(2, unbiased=False) + 1e-5).rsqrt().repeat_interleave(K // G, 1)
+    scale = rstd * w.detach() * (0.5 if silu else 1)
+    shift = b.detach() * (0.5 if silu else 1) - mean * scale
     dx = x.grad + (branch if dresidual else 0) + (dx0 if accumulate else 0)
     name = (f"groupnorm {B}x{T}x{C}{f'+{C2}' if C2 else ''} in {G}{' silu' * silu}{' add' * accumulate}"
             f"{' branch' * dresidual}{f' mean {offset:g}' if offset else ''}")
@@ -153,8 +156,9 @@ def add_norm(layers, B, T, C, C2, G, silu=True, accumulate=False, dresidual=Fals
                dict(x=last(x), x2=last(x2) if C2 else None, w=w, b=b, dout=last(dout), dw0=dw0, db0=db0,
                     dresidual=last(branch) if dresidual else None, dx0=last(dx0),
                     dx20=last(dx20) if C2 else None),
-               dict(out=last(out), mean=grouped.mean(2), rstd=rstd, dx=last(dx), dw=w.grad + dw0,
-                    dx2=last(x2.grad + (dx20 if accumulate else 0)) if C2 else None, db=b.grad + db0))
+               dict(out=last(out), mean=mean, rstd=rstd, scale=scale, shift=shift, dx=last(dx),
+                    dx2=last(x2.grad + (dx20 if accumulate else 0)) if C2 else None,
+                    dw=w.grad + dw0, db=b.grad + db0))
 
 
 def add_attention(layers, B, T, C, heads, scale=1.0):
