@@ -15,7 +15,7 @@ LIST = re.compile(r"(?<=\n// Contents\n//\n)(//  [ \d]\d  .*\n|//      .*\n)*")
 def contents(code):
     """The lines of the list, each with its end."""
     rooms = []
-    for room, section in re.findall(r"^// =+\n// +(\d+  .+)\n// =+$|^// ---- (.+?)(?: -+)?$", code, re.M):
+    for room, section in re.findall(r"^// ==== (\d+  .+?) =+$|^// ---- (.+?)(?: -+)?$", code, re.M):
         if room:
             rooms.append((*room.split("  "), []))
         else:

@@ -38,7 +38,7 @@ def test_names():
     layout = page.split("These rooms follow")[1].split("To follow")[0]
     rooms = [room.upper() for numbers, names in re.findall(r"^\| ([\d, ]+) \| ([^|`]*) \|", layout, re.M)
              for room in (names.split(", ") if "," in numbers else [names])]
-    banners = re.findall(r"^// =+\n// +\d+  ([A-Z, ]+)$", code, re.M)
+    banners = re.findall(r"^// ==== \d+  ([A-Z, ]+?) =+$", code, re.M)
     assert len(rooms) > 10 and rooms == banners
 
 
