@@ -7031,11 +7031,7 @@ struct Barrier {
     __device__ void arrive() { __mbarrier_arrive(&state); }
     // Until the phase of this parity is over.
     __device__ void wait(uint32_t parity) {
-        asm volatile(
-            "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-            "@!done bra AGAIN;\n}" ::"r"(shared_address(this)),
-            "r"(parity)
-            : "memory");
+        while (!ptx::mbarrier_try_wait_parity(&state, parity)) continue;
     }
 };
 // Of a ring of N buffers that one thread has filled; `readers` warpgroups read each filling.
@@ -7083,17 +7079,6 @@ __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::
 
 // All threads of a cluster meet.
 __device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster_barrier_wait(); }
-// From the shared memory of block `rank` of the cluster.
-__device__ inline float4 load_cluster(uint32_t address, int rank) {
-    float4 v;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, "
-        "%2, %3}, [there];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(address), "r"(rank)
-        : "memory");
-    return v;
-}
 
 // What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
 // bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the
@@ -7386,7 +7371,7 @@ struct HopperGemmBlock {
         if (rank == 0)
             for (int r = 1; r < splits; r++)
                 UNROLLED_FOR (int e = 0; e < 64; e += 4)
-                    *(float4*)(c + e) += load_cluster(shared_address(sums + e / 4 * 128), r);
+                    *(float4*)(c + e) += *(const float4*)__cluster_map_shared_rank(sums + e / 4 * 128, r);
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
 };
