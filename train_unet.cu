@@ -4338,7 +4338,7 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     strcpy(config->out_dir, folder.c_str());
     for (const Flag& flag : FLAGS) {
         std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
-        bool stored = flag.field || is_named(flag, "data_file") || is_named(flag, "val_file");
+        bool stored = flag.field || std::ranges::count(TEXT_SECTIONS, std::string(flag.name));
         if (stored && was != now)
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }

@@ -264,7 +264,7 @@ def test_free_on_resume(tmp_path, images8):
     (tmp_path / "c.txt").write_text(f"val_file {images8}\nlog_every 1\nlr 1\n")
     changes = {"steps": "8", "lr": "0.002", "weight_decay": "0.25", "keep": "5", "keep_every": "3",
                "save_every": "2", "warmup_steps": "1", "lr_schedule": "constant", "beta2": "0.99",
-               "num_samples": "2", "log_every": "1", "val_file": images8}
+               "num_samples": "2", "log_every": "1", "val_file": images8, "guidance_interval": "0.2,0.8"}
     typed = [word for name, value in changes.items() if name not in ("val_file", "log_every")
              for word in (f"--{name}", value)]
     output = run(TRAIN, "--resume", folder, "--config", tmp_path / "c.txt", *typed).stdout
