@@ -99,7 +99,8 @@ def test_dry_run(tmp_path):
     assert not (tmp_path / "run").exists()
     needed = [float(re.search(r"([\d.]+) GB in all", run(TRAIN, "--dry_run", *flags).stdout)[1])
               for flags in ((), ("--microbatch", 16), ("--batch_size", 64, "--microbatch", 16))]
-    assert needed[1] < 0.7 * needed[0] and abs(needed[2] - needed[1]) < 0.01
+    # four parts instead of two: one more buffer of 20494211 gradients
+    assert needed[1] < 0.7 * needed[0] and abs(needed[2] - needed[1] - 4e-9 * 20494211) < 0.011
     text = run(TRAIN, "--preset=tiny", "--dry_run", "1", "--num_channels=64").stdout
     assert re.search(r"num_channels +64 ", text) and re.search(r"image_size +32 ", text)
     refused(TRAIN, "--dry_run", "--num_channels", 48, says="multiple of 32")
