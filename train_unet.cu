@@ -990,7 +990,7 @@ struct Dropout {  // an item is four elements
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
 // other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if
-// they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the smaller tensor's pixel.
+// they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the output's pixel.
 template <typename T>
 struct Resample {
     TensorOf<T> out, x;  // one of them twice as high and wide as the other
@@ -999,33 +999,24 @@ struct Resample {
     bool first_only = false;
 
     enum { N = 16 / sizeof(T) };
-    size_t items() const { return std::min(out.count(), x.count()) / N; }
+    size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
         const bool repeats = out.H > x.H;
-        const int C = x.C, W = repeats ? x.W : out.W;
-        size_t i = item * N, pixel = i / C, first = (pixel / W * 4 * W + pixel % W * 2) * C + i % C, at[4];
-        for (int j = 0; j < 4; j++) at[j] = first + (j / 2 * 2 * W + j % 2) * C;  // the 2x2 pixels
-        if (repeats) {
-            Vector<T, N> source = load<N>(x.data + i), result[4] = {};
-            for (int j = 0; j < 4; j++)
-                if (accumulate) result[j] = load<N>(out.data + at[j]);
-            for (int j = 0; j < 4; j++)
-                for (int k = 0; k < N; k++)
-                    if (j == 0 || !first_only)
-                        result[j].of[k] = (T)((float)result[j].of[k] + factor * (float)source.of[k]);
-            for (int j = 0; j < 4; j++) store(out.data + at[j], result[j]);
-            return;
-        }
-        Vector<T, N> source[4], result = {};
-        for (int j = 0; j < 4; j++) source[j] = load<N>(x.data + at[j]);
-        if (accumulate) result = load<N>(out.data + i);
+        const unsigned vectors = x.C / N, pixel = (unsigned)item / vectors, c = (unsigned)item % vectors * N;
+        const unsigned line = pixel / out.W, column = pixel % out.W;  // a line of all images'
+        const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);
+        int sources = repeats || first_only ? 1 : 4;
+        if (repeats && first_only && (line | column) % 2) sources = 0;
+        Vector<T, N> source[4] = {}, result = {};
+        for (int j = 0; j < 4; j++)  // the 2x2 pixels
+            if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
+        if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0].of[k] + (float)source[1].of[k],
                   bottom = (float)source[2].of[k] + (float)source[3].of[k];
-            float total = first_only ? (float)source[0].of[k] : top + bottom;
-            result.of[k] = (T)((float)result.of[k] + factor * total);
+            result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
         }
-        store(out.data + i, result);
+        store(out.data + item * N, result);
     }
 };
 
