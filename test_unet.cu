@@ -3392,8 +3392,8 @@ static void linear_case(const Case& c, Verdict* v) {
     int M = c.arg(0), C = c.arg(1), C2 = c.arg(2), O = c.arg(3);
     bool accumulate = c.arg(4), wants_dx = c.has("dx");
     std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
-                       residual = c.floats("residual"), dout = c.floats("dout"), dw = c.floats("dw0"),
-                       db = c.floats("db0"), out = blank((size_t)M * O),
+                       residual = c.floats("residual"), dout = c.floats("dout"), dw = blank(w.size()),
+                       db = blank(b.size()), out = blank((size_t)M * O),
                        dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
     Joined joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
@@ -3413,8 +3413,8 @@ static void conv_case(const Case& c, Verdict* v) {
     int B = c.arg(0), H = c.arg(1), W = c.arg(2), C = c.arg(3), O = c.arg(4);
     bool in_place = c.arg(5), wants_dx = c.has("dx"), wants_demb = c.has("demb");
     std::vector<float> x = c.floats("x"), w = c.floats("w"), b = c.floats("b"), emb = c.floats("emb"),
-                       residual = c.floats("residual"), dout = c.floats("dout"), dw = c.floats("dw0"),
-                       db = c.floats("db0"), out = in_place ? residual : blank((size_t)B * H * W * O),
+                       residual = c.floats("residual"), dout = c.floats("dout"), dw = blank(w.size()),
+                       db = blank(b.size()), out = in_place ? residual : blank((size_t)B * H * W * O),
                        dx = blank((size_t)B * H * W * C), demb = blank((size_t)B * O);
     Conv layer = {w.data(), b.data(), dw.data(), db.data()};
     Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O),
@@ -3456,7 +3456,7 @@ static void norm_case(const Case& c, Verdict* v) {
     v->compare("scale", column(affine, &float2::x), c.at("scale"));
     v->compare("shift", column(affine, &float2::y), c.at("shift"));
     for (bool over_dy : {false, true}) {  // where what was normed is written again
-        std::vector<float> dw = c.floats("dw0"), db = c.floats("db0"), dy = blank(out.size()), apart = dy,
+        std::vector<float> dw = blank(w.size()), db = blank(b.size()), dy = blank(out.size()), apart = dy,
                            dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
                            dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2),
                            &normed = over_dy ? dy : apart;

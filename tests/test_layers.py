@@ -102,10 +102,10 @@ def add_linear(layers, M, C, C2, O, accumulate=False, residual=False, wants_dx=T
     w, b, dout = layers.random(O, C + C2, scale=(C + C2)**-0.5), layers.random(O), layers.random(M, O)
     added = layers.random(M, O) if residual else None
     start = {name: layers.random(*shape) for name, shape in
-             dict(dx0=(M, C), dx20=(M, C2), dw0=(O, C + C2), db0=(O,)).items() if min(shape) > 0}
+             dict(dx0=(M, C), dx20=(M, C2)).items() if min(shape) > 0}
     out = F.linear(torch.cat([x, x2], 1) if C2 else x, w, b) + (added if residual else 0)
     out.backward(dout)
-    outputs = dict(out=out, dw=w.grad + start["dw0"], db=b.grad + start["db0"])
+    outputs = dict(out=out, dw=w.grad, db=b.grad)
     if wants_dx:
         outputs["dx"] = x.grad + (start["dx0"] if accumulate else 0)
         outputs["dx2"] = x2.grad + (start["dx20"] if accumulate else 0) if C2 else None
@@ -119,16 +119,15 @@ def add_conv(layers, B, H, W, C, O, emb=False, residual="", wants_dx=True):
     x, w, b = layers.random(B, C, H, W), layers.random(O, C, 3, 3, scale=(9 * C)**-0.5), layers.random(O)
     embedding = layers.random(B, O) if emb else None
     added, dout = layers.random(B, O, H, W) if residual else None, layers.random(B, O, H, W)
-    dw0, db0 = layers.random(O, C, 3, 3), layers.random(O)
     out = F.conv2d(x, w, b, padding=1) + (embedding[:, :, None, None] if emb else 0)
     out = out + (added if residual else 0)
     out.backward(dout)
     name = f"conv3x3 {B}x{H}x{W}x{C} to {O}{' emb' * emb}{' residual ' * bool(residual)}{residual}"
     layers.add(name, [B, H, W, C, O, residual == "in place"],
                dict(x=nhwc(x), w=nhwc(w), b=b, emb=embedding, residual=nhwc(added) if residual else None,
-                    dout=nhwc(dout), dw0=nhwc(dw0), db0=db0),
-               dict(out=nhwc(out), dx=nhwc(x.grad) if wants_dx else None, dw=nhwc(w.grad + dw0),
-                    db=b.grad + db0, demb=embedding.grad if emb else None))
+                    dout=nhwc(dout)),
+               dict(out=nhwc(out), dx=nhwc(x.grad) if wants_dx else None, dw=nhwc(w.grad),
+                    db=b.grad, demb=embedding.grad if emb else None))
 
 
 def add_norm(layers, B, T, C, C2, G, silu=True, accumulate=False, dresidual=False, offset=0.0):
@@ -138,7 +137,6 @@ def add_norm(layers, B, T, C, C2, G, silu=True, accumulate=False, dresidual=Fals
     w, b, dout = layers.random(K, offset=1.0, scale=0.3), layers.random(K), layers.random(B, K, T)
     branch = layers.random(B, C, T) if dresidual else None
     dx0, dx20 = layers.random(B, C, T), layers.random(B, C2, T) if C2 else None
-    dw0, db0 = layers.random(K), layers.random(K)
     both = torch.cat([x, x2], 1) if C2 else x
     out = F.group_norm(both, G, w, b, eps=1e-5)
     out = F.silu(out) if silu else out
@@ -153,12 +151,12 @@ def add_norm(layers, B, T, C, C2, G, silu=True, accumulate=False, dresidual=Fals
             f"{' branch' * dresidual}{f' mean {offset:g}' if offset else ''}")
     last = channels_last
     layers.add(name, [B, T, C, C2, G, silu, accumulate],
-               dict(x=last(x), x2=last(x2) if C2 else None, w=w, b=b, dout=last(dout), dw0=dw0, db0=db0,
+               dict(x=last(x), x2=last(x2) if C2 else None, w=w, b=b, dout=last(dout),
                     dresidual=last(branch) if dresidual else None, dx0=last(dx0),
                     dx20=last(dx20) if C2 else None),
                dict(out=last(out), mean=mean, rstd=rstd, scale=scale, shift=shift, dx=last(dx),
                     dx2=last(x2.grad + (dx20 if accumulate else 0)) if C2 else None,
-                    dw=w.grad + dw0, db=b.grad + db0))
+                    dw=w.grad, db=b.grad))
 
 
 def add_attention(layers, B, T, C, heads, scale=1.0):
