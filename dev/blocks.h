@@ -376,8 +376,8 @@ static Layer forward_layer(Problem& p, const std::string& name) {
 template <typename Layer>
 static Layer backward_layer(Problem& p, const std::string& name) {
     return {.w = p.in<floatX>(name + ".weight"),
-            .dw = p.sum<float>("d" + name + ".weight"),
-            .dbias = p.sum<float>("d" + name + ".bias")};
+            .dw = p.out<float>("d" + name + ".weight"),
+            .dbias = p.out<float>("d" + name + ".bias")};
 }
 
 // Norm `name` of x as a pass takes it, without the SiLU. What it leaves is called statistics and affine, with a
@@ -400,7 +400,7 @@ static Norm backward_norm(Problem& p, const std::string& name, const std::string
     Norm norm = norm_of(p, name, x);
     norm.statistics = (float2*)p.in<float>("statistics" + number);
     norm.affine = (float2*)p.in<float>("affine" + number);
-    norm.dw = p.sum<float>("d" + name + ".weight"), norm.dbias = p.sum<float>("d" + name + ".bias");
+    norm.dw = p.out<float>("d" + name + ".weight"), norm.dbias = p.out<float>("d" + name + ".bias");
     norm.sums = p.scratch_sums("sums" + number, x);
     return norm;
 }
@@ -454,7 +454,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     }
     m.weights = (floatX*)p.in<floatX>("weights", parameters);
     m.fp32_params = p.in<float>("exact weights", parameters);
-    if (backward) m.gradients = p.sum<float>("gradients", gradients);
+    if (backward) m.gradients = p.out<float>("gradients", gradients);
 
     auto at = [](Buffer* buffer, const void* address) { buffer->offset = (size_t)address; };
     at(&x.out, p.in<floatX>("x"));

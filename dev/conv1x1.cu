@@ -268,7 +268,7 @@ static void conv1x1_input_gradient5(Problem& p) {
     input_gradient<1>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
 static void conv1x1_weight_gradient5(Problem& p) {
-    launch_weight_gradient<1>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"),
+    launch_weight_gradient<1>({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"),
                               p.tensor_in<floatX>("x"), Rows());
 }
 #endif  // __CUDACC__

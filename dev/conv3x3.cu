@@ -1056,7 +1056,7 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 
 // 9: production.
 static void conv3x3_weight_gradient9(Problem& p) {
-    launch_weight_gradient<9>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"),
+    launch_weight_gradient<9>({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"),
                               p.tensor_in<floatX>("x"), Rows());
 }
 
@@ -1195,7 +1195,7 @@ static void conv3x3_backward8(Problem& p) {
 #endif
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
-    weight_gradient<9>({.dw = p.sum<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
+    weight_gradient<9>({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
     conv3x3_input_gradient9(p);
 }
 #endif  // __CUDACC__

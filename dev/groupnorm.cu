@@ -56,7 +56,7 @@ template <typename Real>
 static NormOf<Real> groupnorm_trained(Problem& p) {
     NormOf<Real> norm =
         groupnorm_of<Real>(p, (float*)p.in<float>("statistics"), (float*)p.in<float>("half affine"));
-    norm.dw = p.sum<float>("dw"), norm.dbias = p.sum<float>("dbias");
+    norm.dw = p.out<float>("dw"), norm.dbias = p.out<float>("dbias");
     return norm;
 }
 

@@ -30,7 +30,7 @@ static void linear_forward0(Problem& p) {
 }
 static void linear_backward0(Problem& p) {
     cpu::Tensor dout = p.tensor_in<float>("dout");
-    cpu::launch_weight_gradient<1>({.dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, dout,
+    cpu::launch_weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
                                    p.tensor_in<float>("x"), cpu::Rows());
     cpu::input_gradient<1>(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::Backward());
 }
@@ -157,7 +157,7 @@ static void linear_forward3(Problem& p) {
 }
 static void linear_backward3(Problem& p) {
     Tensor dout = p.tensor_in<floatX>("dout");
-    weight_gradient<1>({.dw = p.sum<float>("dw"), .dbias = p.sum<float>("dbias")}, dout,
+    weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
                        p.tensor_in<floatX>("x"));
     input_gradient<1>(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
 }
