@@ -2422,12 +2422,15 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
         if (!has_memory(m))
             why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
                        human_bytes(available).c_str());
-        while (fits > 0 && !has_memory(plan_model(m.config, fits, m.plan.training))) fits /= 2;
+        Config smaller = m.config;
+        auto fit = [&] { return has_memory(plan_model(smaller, fits, m.plan.training)); };
+        while (fits > 0 && (smaller.batch_size = fits, !fit())) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+        smaller.batch_size = m.config.batch_size;  // of whose parts the gradients need memory
+        bool in_parts = m.plan.training && fit();
         if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
-             m.plan.training ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
-             fits);
+             in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "", fits);
     }
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);

@@ -3,6 +3,7 @@ official state dicts. Against the published definitions, written another way tha
 """
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -157,7 +158,8 @@ def test_official_sizes(preset, more, count):
     assert [sum(p.numel() for p in model.parameters()) for model in models] == [count] * 3
     assert models[0].config == models[1].config == models[2].config
     refusal = run(TRAIN, *unet_io.flags_of(models[0].config), "--batch_size", 65536, "--dry_run", status=1)
-    assert f"{count} parameters in" in refusal.stdout and "--microbatch" in refusal.stderr
+    assert f"{count} parameters in" in refusal.stdout
+    assert re.search(r"--batch_size [1-9]\d* would fit", refusal.stderr), refusal.stderr
 
 
 # ----------------------------------------------------------------------------------------------------
