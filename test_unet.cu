@@ -170,6 +170,9 @@ static const double LIMIT = sizeof(floatX) == 2 ? 4e-3 : 1e-5, FLOAT_LIMIT = 1e-
                     EXACT = 0;
 // Sums over up to a million pixels, whose order differs between the two.
 static const double WEIGHT_LIMIT = sizeof(floatX) == 2 ? 2e-5 : 1e-5;
+// Twice PyTorch's own error in bf16: 2.6e-3 is the median of 200 draws, 3.9e-3 the most (T = 64, two heads of
+// 64 channels, an H200). Probabilities are rounded too, and their sums are small beside them.
+static const double ATTENTION_LIMIT = sizeof(floatX) == 2 ? 5.2e-3 : 1e-5;
 // dq and dk come from probabilities and their gradients rounded to bf16: measured rounding, not a margin.
 static const double ATTENTION_BACKWARD_LIMIT = sizeof(floatX) == 2 ? 8e-3 : 1e-5;
 
@@ -739,8 +742,8 @@ static void test_attention(int B, int T, int heads, int d) {
     size_t N = (size_t)B * T * C;
     Layer qkv(3 * N), out(N), dout(N), dqkv(3 * N);
     Floats lse((size_t)B * heads * T);
-    check("attention forward", shape, {{&out, WRITTEN, "out", LIMIT}, {&lse, WRITTEN, "lse", FLOAT_LIMIT}},
-          [&](auto on) {
+    check("attention forward", shape,
+          {{&out, WRITTEN, "out", ATTENTION_LIMIT}, {&lse, WRITTEN, "lse", FLOAT_LIMIT}}, [&](auto on) {
               on.attention_forward({on(out), B, 1, T, C}, on(lse), {on(qkv), B, 1, T, 3 * C}, heads);
           });
     for (float& value : out.host) value = rounded(value);
