@@ -142,7 +142,8 @@ def test_benchmark_tables(tools):
     tables = {"gpu": texts["gpu"], "adm64": official["adm64"], "cpu": ""}
     page = "".join(f"<!-- bench:{name} -->\n{text}<!-- /bench:{name} -->\n" for name, text in tables.items())
     assert benchmark.speed_table(page).splitlines()[2:] == [
-        f"| X | {model}, bf16 | 32 | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |" for model in ("unet64", "adm64")]
+        f"| X | {model}, bf16 | {batch} | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |"
+        for model, batch in (("unet64", 32), ("unet64", 256), ("adm64", 32))]
 
 
 def copied_pages(benchmark, tmp_path, monkeypatch):
