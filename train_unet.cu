@@ -1002,7 +1002,9 @@ struct Resample {
     size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
         const bool repeats = out.H > x.H;
-        const unsigned vectors = x.C / N, pixel = (unsigned)item / vectors, c = (unsigned)item % vectors * N;
+        const unsigned vectors = x.C / N,
+                       pixel = (unsigned)(item / vectors);  // of which there are less than 2^31
+        const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
         const unsigned line = pixel / out.W, column = pixel % out.W;  // a line of all images'
         const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);
         int sources = repeats || first_only ? 1 : 4;
