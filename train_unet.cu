@@ -529,10 +529,21 @@ static void reorder(float* to, const float* from, const Parameter& t, bool to_me
 // ---- randomness -------------------------------------------------------------------------------------------
 
 // Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
-// counter = (e/4, sample, step, 0), and element e takes word e mod 4. unet_io.py mirrors the streams.
-enum Stream { STREAM_INIT, STREAM_SHUFFLE, STREAM_TIMESTEP, STREAM_NOISE, STREAM_FLIP, STREAM_DROPOUT };
-enum { STREAM_SAMPLER = 6, STREAM_VAL_TIMESTEP, STREAM_VAL_NOISE };
-enum { STREAM_PERTURB = 9, STREAM_LABEL, STREAM_OFFSET };
+// counter = (e/4, sample, step, 0), and element e takes word e mod 4.
+enum Stream {  // mirrored in unet_io.py
+    STREAM_INIT,
+    STREAM_SHUFFLE,
+    STREAM_TIMESTEP,
+    STREAM_NOISE,
+    STREAM_FLIP,
+    STREAM_DROPOUT,
+    STREAM_SAMPLER,
+    STREAM_VAL_TIMESTEP,
+    STREAM_VAL_NOISE,
+    STREAM_PERTURB,
+    STREAM_LABEL,
+    STREAM_OFFSET
+};
 
 struct Philox {
     uint32_t word[4];
@@ -645,9 +656,9 @@ struct ProductOf {
 };
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
-// x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who read
-// x again: statistics, its group's mean and rstd; affine: before SiLU the norm is 2 (x .x + .y), and where no
-// SiLU follows x .x + .y.
+// x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who
+// read x again: statistics, its group's mean and rstd; affine: before SiLU the norm is 2 (x .x + .y), and
+// where no SiLU follows x .x + .y.
 template <typename Real>
 struct NormOf {
     JoinedOf<Real> x = {};
@@ -1799,8 +1810,7 @@ struct AddNoise {
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b, stream = STREAM_NOISE;
-        if (!step) stream = STREAM_VAL_NOISE;
+        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
         int t = timesteps[four.b];
         float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
               shift[4] = {};
@@ -1809,7 +1819,8 @@ struct AddNoise {
         Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
             float normal[4];
-            random_normals_at(normal, by.seed, stream, four.element(c), sample, s);
+            random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
+                              sample, s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * by.channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
@@ -2351,6 +2362,8 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // In how many parts a batch goes through the network.
 static unsigned parts_of(const Model* m) { return ceil_div(m->config.batch_size, m->plan.batch); }
+// And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1); }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
@@ -2369,7 +2382,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
         place(P, m->adam_m, m->adam_v);
-        place(P * (1 + std::bit_width(parts_of(m) - 1)), m->gradients);
+        place(P * gradient_buffers(m), m->gradients);
         place(P / NORM_CHUNK + 1, m->norm_parts);
     }
     place(plan.arena_bytes, m->arena);
@@ -2424,12 +2437,14 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
         if (!has_memory(m))
             why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
                        human_bytes(available).c_str());
-        Config smaller = m.config;
-        auto fit = [&] { return has_memory(plan_model(smaller, fits, m.plan.training)); };
-        while (fits > 0 && (smaller.batch_size = fits, !fit())) fits /= 2;
+        auto would_fit = [&](int batch_size, int at_a_time) {  // the gradients of parts need memory, too
+            Config other = m.config;
+            other.batch_size = batch_size;
+            return has_memory(plan_model(other, at_a_time, m.plan.training));
+        };
+        while (fits > 0 && !would_fit(fits, fits)) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
-        smaller.batch_size = m.config.batch_size;  // of whose parts the gradients need memory
-        bool in_parts = m.plan.training && fit();
+        bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
         if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
              in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "", fits);
@@ -3998,7 +4013,7 @@ static void print_run(const Model& m) {
     print_plan(plan);
     std::string copies;
     if (plan.training)
-        copies = text(" (%d times: gradients, AdamW%s)", 4 + ema_count(c) + std::bit_width(parts_of(&m) - 1),
+        copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
                       ema_count(c) ? ", EMA" : "");
     printf("%zu parameters in %zu tensors; memory: %s weights%s, %s activations%s and scratch; %s in all\n\n",
            plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
@@ -5501,7 +5516,7 @@ enum {
     NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower on an H100
     NORM_DEPTH = 4,      // vectors that a thread of the forward pass awaits; 2: 1% slower
 };
-static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each group of a block needs a thread");
+static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each channel of a block needs a thread");
 
 // From shared memory, each time anew: not kept in registers.
 __device__ inline void norm_reload(float (&value)[VEC], const float* from) {
@@ -5515,10 +5530,9 @@ __device__ inline void norm_reload(float (&value)[VEC], const float* from) {
 __device__ inline void norm_channels(float (&mean)[VEC], float (&scale)[VEC], float (&shift)[VEC],
                                      const Norm& norm, int b, int c) {
     const size_t at = (size_t)b * norm.x.C() + c;
-    auto statistics = load<2 * VEC>((const float*)(norm.statistics + at));
-    auto affine = load<2 * VEC>((const float*)(norm.affine + at));
+    auto statistics = load<VEC>(norm.statistics + at), affine = load<VEC>(norm.affine + at);
     for (int i = 0; i < VEC; i++)
-        mean[i] = statistics.of[2 * i], scale[i] = affine.of[2 * i], shift[i] = affine.of[2 * i + 1];
+        mean[i] = statistics.of[i].x, scale[i] = affine.of[i].x, shift[i] = affine.of[i].y;
 }
 
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
@@ -5695,21 +5709,23 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (p.rank == 0) norm.statistics[at] = make_float2(mean, rstd), norm.affine[at] = affine;
     }
     __syncthreads();
-    auto affine = load<2 * VEC>((const float*)(of_channels + p.c - p.slab));
+    auto affine = load<VEC>(of_channels + p.c - p.slab);
     for (int t = p.t; out && t < T; t += NORM_DEPTH * p.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * p.stride >= T) break;
             float y[VEC];
             unpack(y, in[i]);
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
-            for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[2 * e] + affine.of[2 * e + 1];
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[e].x + affine.of[e].y;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y), target += p.step_joined;
         }
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
-    PROFILE("group norm forward", {0, 2.0 * sizeof(floatX) * out.count()});
+    PROFILE("group norm forward",
+            {0, out ? 2.0 * sizeof(floatX) * out.count()
+                    : (double)sizeof(float2) * norm.x.first.B * norm_parts(norm.x.first.T()) * norm.x.C()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid s(norm.x, 0);
     if (!out) s.ranks = 1;
@@ -5818,7 +5834,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         float n = (float)p.group * T, r = group.y, slope = r * r * sum.y / n, whole = norm.silu ? 2 : 1;
         of_channels[ALPHA][threadIdx.x] = slope;
         of_channels[BETA][threadIdx.x] = r * sum.x / n - group.x * slope;
-        of_channels[SCALE][threadIdx.x] = whole * affine.x,
+        of_channels[SCALE][threadIdx.x] = whole * affine.x;
         of_channels[SHIFT][threadIdx.x] = whole * affine.y;
     }
     __syncthreads();
@@ -7012,6 +7028,7 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
 
 #ifdef HOPPER
 namespace gpu {
+static_assert(sizeof(floatX) == 2, "HOPPER is for bf16: build without it for fp32");
 
 // ---- tensor copies and warpgroup products
 
