@@ -3900,7 +3900,7 @@ static void test_microbatch(double limit) {
     std::vector<double> whole_gradient;
     StepState whole = StepState();
     size_t activations = 0;
-    bool less = true;
+    bool less = true, pairwise = true, orders_differ = false;
     for (int microbatch : {0, 2, 1}) {
         Trainer t;
         Model* m = &t.model;
@@ -3940,7 +3940,21 @@ static void test_microbatch(double limit) {
             for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
+        if (microbatch == 1) {         // halves before the whole, whatever the order of time
+            std::vector<float> of[6];  // each part's, then that of all five
+            for (int part = 0; part <= 5; part++) {
+                gradient_of_parts(&t, batch_loss(m, 5), part % 5, part < 5 ? 1 : 5);
+                of[part].resize(values.size());
+                backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
+            }
+            for (size_t i = 0; i < values.size(); i++) {
+                float halves = (of[0][i] + of[1][i]) + (of[2][i] + (of[3][i] + of[4][i]));
+                pairwise &= of[5][i] == halves;
+                orders_differ |= halves != (((of[0][i] + of[1][i]) + of[2][i]) + of[3][i]) + of[4][i];
+            }
+        }
     }
+    report(pairwise && orders_differ, "sum of five parts", "in pairs, bit for bit");
     report(less && losses < limit && gradients < limit && quartiles < limit && whole.step == 3,
            "micro-batches of a step", "losses %.2g apart, quartiles %.2g, gradients %.2g", losses, quartiles,
            gradients);
