@@ -392,8 +392,7 @@ enum { ALIGNMENT = 256 };
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-template <typename T>
-static T* take(Arena* arena, size_t count) {
+template <typename T> static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
     assert(arena->used + bytes <= arena->capacity);  // less was counted than is taken
     T* memory = (T*)(arena->base + arena->used);
@@ -445,8 +444,7 @@ static std::string backend_name();  // the device and its precision
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
 // Such a piece of memory, freed when its owner goes.
-template <typename T>
-static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
+template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
 }
@@ -614,8 +612,7 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 
 // A tensor (B, H, W, C), NHWC, in memory that somebody else owns; without data there is none. The rows of an
 // embedding are (B, 1, 1, C). Real: float on the CPU, floatX on the GPU.
-template <typename Real>
-struct TensorOf {
+template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
     // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm
@@ -629,8 +626,7 @@ struct TensorOf {
 };
 
 // torch.cat([first, second], dim=1), read and written where the two lie; second: there or not.
-template <typename Real>
-struct JoinedOf {
+template <typename Real> struct JoinedOf {
     TensorOf<Real> first, second;
     const float2* affine;  // of a norm, (B, C): meant is what it would write; null: what lies there
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
@@ -642,15 +638,13 @@ struct JoinedOf {
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
-template <typename Real>
-struct RowsOf {
+template <typename Real> struct RowsOf {
     Real* data = nullptr;
     int pitch = 0;
 };
 
 // The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O).
-template <typename Real, int TAPS>
-struct ProductOf {
+template <typename Real, int TAPS> struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
 };
@@ -659,8 +653,7 @@ struct ProductOf {
 // x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who
 // read x again: statistics, its group's mean and rstd; affine: before SiLU the norm is 2 (x .x + .y), and
 // where no SiLU follows x .x + .y.
-template <typename Real>
-struct NormOf {
+template <typename Real> struct NormOf {
     JoinedOf<Real> x = {};
     int groups = 1;
     bool silu = false;
@@ -681,38 +674,34 @@ struct NormOf {
 };
 
 // What a product may add to its output: a row for all pixels of an image, and a tensor, perhaps the output.
-template <typename Real>
-struct ForwardOptionsOf {
+template <typename Real> struct ForwardOptionsOf {
     RowsOf<Real> emb = {};
     TensorOf<Real> residual = {};
 };
 
 // What a product's input gradient may do besides: += dx; and where x is what a norm wrote, the first half of
 // that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
-template <typename Real>
-struct BackwardOptionsOf {
+template <typename Real> struct BackwardOptionsOf {
     bool accumulate = false;
     const NormOf<Real>* norm = nullptr;
 };
 
 // What a norm's backward may add to dx: the gradient of a branch around the norm, and the old dx.
-template <typename Real>
-struct NormOptionsOf {
+template <typename Real> struct NormOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
 };
 
-#define LAYER_TYPES(Real)                     \
-    typedef TensorOf<Real> Tensor;            \
-    typedef JoinedOf<Real> Joined;            \
-    typedef RowsOf<Real> Rows;                \
-    template <int TAPS>                       \
-    using Product = ProductOf<Real, TAPS>;    \
-    typedef Product<9> Conv;                  \
-    typedef Product<1> Linear;                \
-    typedef NormOf<Real> Norm;                \
-    typedef ForwardOptionsOf<Real> Forward;   \
-    typedef BackwardOptionsOf<Real> Backward; \
+#define LAYER_TYPES(Real)                                      \
+    typedef TensorOf<Real> Tensor;                             \
+    typedef JoinedOf<Real> Joined;                             \
+    typedef RowsOf<Real> Rows;                                 \
+    template <int TAPS> using Product = ProductOf<Real, TAPS>; \
+    typedef Product<9> Conv;                                   \
+    typedef Product<1> Linear;                                 \
+    typedef NormOf<Real> Norm;                                 \
+    typedef ForwardOptionsOf<Real> Forward;                    \
+    typedef BackwardOptionsOf<Real> Backward;                  \
     typedef NormOptionsOf<Real> NormOptions;
 
 // A norm's sums and moments go by parts of an image, of so many pixels; the last may have fewer.
@@ -739,10 +728,8 @@ template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). A
 // call of the side lane's: under way until backend_join.
-template <int TAPS>
-static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
-template <int TAPS>
-static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
+template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
+template <int TAPS> static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
     on_side_lane([=] { launch_weight_gradient(layer, dout, x, demb); }, true);
 }
 
@@ -785,8 +772,7 @@ static const float NORM_EPS = 1e-5f;
 // in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
 // where the tests of a CUDA build also run the layer on the CPU, it is float there.
 namespace DEVICE {
-template <typename Layer>
-static void run(Layer layer);
+template <typename Layer> static void run(Layer layer);
 }
 
 // A layer that adds up is a struct as well, whose operator() is done by a team of threads: one on the CPU, a
@@ -808,23 +794,19 @@ HOST_DEVICE static inline Sum team_sum(Sum value) {
     return value;
 }
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
-template <typename T, int N>
-struct alignas(N * sizeof(T)) Vector {
+template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
     T of[N];
 };
-template <int N, typename T>
-HOST_DEVICE static inline Vector<T, N> load(const T* from) {
+template <int N, typename T> HOST_DEVICE static inline Vector<T, N> load(const T* from) {
     return *(const Vector<T, N>*)from;
 }
-template <int N, typename T>
-HOST_DEVICE static inline void store(T* to, const Vector<T, N>& values) {
+template <int N, typename T> HOST_DEVICE static inline void store(T* to, const Vector<T, N>& values) {
     *(Vector<T, N>*)to = values;
 }
 
 // out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
 // item is an angle, formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
-template <typename T>
-struct TimestepEmbedding {
+template <typename T> struct TimestepEmbedding {
     TensorOf<T> out;
     const int* timesteps;
     int max_period;
@@ -907,15 +889,13 @@ HOST_DEVICE static inline float silu_gradient_of_half(float h) {
 HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
 // F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
-template <typename T>
-struct SiluForward {
+template <typename T> struct SiluForward {
     TensorOf<T> out, x;
 
     size_t items() const { return x.count(); }
     HOST_DEVICE void operator()(size_t i) const { out.data[i] = (T)silu_of_half(0.5f * (float)x.data[i]); }
 };
-template <typename T>
-struct SiluBackward {
+template <typename T> struct SiluBackward {
     TensorOf<T> dx, dout, x;
 
     size_t items() const { return x.count(); }
@@ -925,8 +905,7 @@ struct SiluBackward {
 };
 
 // out (B, E) = F.embedding(labels, table), the row of table (rows, E) that each of labels (B) names.
-template <typename T>
-struct LabelForward {
+template <typename T> struct LabelForward {
     TensorOf<T> out;
     const T* table;
     const int* labels;
@@ -937,8 +916,7 @@ struct LabelForward {
     }
 };
 // table.dw (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
-template <typename T>
-struct LabelBackward {
+template <typename T> struct LabelBackward {
     ProductOf<T, 1> table;  // without bias
     TensorOf<T> dout;
     const int* labels;
@@ -955,8 +933,7 @@ struct LabelBackward {
 };
 
 // norm.dmodulation from norm.sums, once these are there. An item is a channel of an image.
-template <typename T>
-struct ModulationBackward {
+template <typename T> struct ModulationBackward {
     NormOf<T> norm;
 
     size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
@@ -979,8 +956,7 @@ struct Dropping {
     int first;  // sample of the batch
     const int64_t* step;
 };
-template <typename T>
-struct Dropout {  // an item is four elements
+template <typename T> struct Dropout {  // an item is four elements
     TensorOf<T> x;
     Dropping by;
 
@@ -1002,10 +978,9 @@ struct Dropout {  // an item is four elements
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
 // other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if
 // they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the output's pixel.
-template <typename T>
-struct Resample {
-    TensorOf<T> out, x;  // one of them twice as high and wide as the other
-    float factor = 1;    // of each number
+template <typename T> struct Resample {
+    TensorOf<T> out, x;       // one of them twice as high and wide as the other
+    float factor = 1;         // of each number
     bool accumulate = false;  // to what `out` holds
     bool first_only = false;
 
@@ -1155,15 +1130,13 @@ struct Module {
         return {of(block.input), of(block.skip)};
     }
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
-    template <typename Layer>
-    Layer layer_at(size_t w, size_t bias) const {
+    template <typename Layer> Layer layer_at(size_t w, size_t bias) const {
         Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
         if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
         return layer;
     }
     // Layer `n` of the block: a weight, and behind it its bias.
-    template <typename Layer>
-    Layer layer(int n) const {
+    template <typename Layer> Layer layer(int n) const {
         const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
         return layer_at<Layer>(tensors[0].offset, tensors[1].offset);
     }
@@ -1797,8 +1770,7 @@ struct Noising {
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
 // eps has `offset` times one more normal, the same for a channel's pixels: a picture's mean is learnt too.
-template <typename T>
-struct AddNoise {
+template <typename T> struct AddNoise {
     TensorOf<T> x_t;
     float* target;        // (B, H, W, PIXEL)
     const float* images;  // (B, C, H, W): x0
@@ -1884,8 +1856,7 @@ HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_va
 // sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
 // behind the prediction say where the log of the variance lies between its bounds, -1 to 1, and the bound's
 // term is added; the mean has no gradient from it. A team does a chunk of a sample.
-template <typename T>
-struct PredictionLoss {
+template <typename T> struct PredictionLoss {
     BatchLoss batch;
     int first, B;
     const T* out;                   // (B, H, W, PIXEL)
@@ -2077,8 +2048,7 @@ struct SamplerState {
 // answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans,
 // "Classifier-Free Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a
 // Diffusion Model with a Bad Version of Itself" (2024).
-template <typename T>
-struct Drawing {
+template <typename T> struct Drawing {
     TensorOf<T> input;             // x for the network
     const T* out;                  // (B, H, W, PIXEL): what it answers to the pictures with their classes
     T* weak_input;                 // x for the weaker answer; null: there is none
@@ -2115,8 +2085,7 @@ struct Drawing {
 // al., "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is the value numbered rank in
 // rising order, the largest that no more than rank lie below. Floats above 0 are in the order of their bits,
 // so that it is found exactly, bit by bit. A team does a picture.
-template <typename T>
-struct ThresholdLimits {
+template <typename T> struct ThresholdLimits {
     Drawing<T> drawing;
 
     enum { THREADS = 1024 };
@@ -2146,8 +2115,7 @@ struct ThresholdLimits {
 
 // x and what is saved become what SamplerStep says. Then the step is done. A picture depends on its Beginning
 // alone, whatever the batch it is drawn in.
-template <typename T>
-struct UpdatePictures {
+template <typename T> struct UpdatePictures {
     Drawing<T> drawing;
 
     size_t items() const { return FourPixels::count(drawing.input); }
@@ -2256,11 +2224,10 @@ struct SquaredNorm {
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n), a multiple of 4,
 // aligned to 16 bytes. x_n: an item's part of x, four. Branches come first, so that the rest is one stretch.
-template <typename T>
-struct UpdateWeights {
+template <typename T> struct UpdateWeights {
     OptimiserMemory memory;
-    T* working;         // the weights as the layers read them; null where they read master
-    size_t n, decayed;  // of n the first
+    T* working;              // the weights as the layers read them; null where they read master
+    size_t n, decayed;       // of n the first
     const StepState* state;  // says how; a step that is not accepted changes nothing
 
     size_t items() const { return n / 4; }
@@ -2475,8 +2442,7 @@ static void build_model(Model* m, const Config& config, int batch, bool training
 }
 
 // to = from, (n), rounded to the layers' precision.
-template <typename T>
-struct RoundWeights {
+template <typename T> struct RoundWeights {
     T* to;
     const float* from;
     size_t n;
@@ -3305,8 +3271,7 @@ struct Reader {
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
-    template <typename Values>
-    Values take(size_t count) {  // the next so many
+    template <typename Values> Values take(size_t count) {  // the next so many
         Values values(count, 0);
         read(values.data(), count * sizeof values[0]);
         return values;
@@ -4733,8 +4698,7 @@ static void each_tile(int M, int rows, int N, int columns, auto work) {
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
 
-template <typename Layer>
-static void run(Layer layer) {
+template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
@@ -4767,8 +4731,7 @@ struct Matrix {
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
 
 // c (R, TILE_COLUMNS) = a (R, K) times panel (K, TILE_COLUMNS).
-template <int R>
-static void matmul_tile(float* c, Matrix a, const float* panel, int K) {
+template <int R> static void matmul_tile(float* c, Matrix a, const float* panel, int K) {
     Vector sum0[R] = {}, sum1[R] = {};
     for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
@@ -4834,8 +4797,7 @@ static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool
 // ---- bias gradient ----------------------------------------------------------------------------------------
 
 // total (N) += sums over pixels [begin, end), add(sum, t) adding pixel t's: short in float, long in double.
-template <size_t N, typename Add>
-static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
+template <size_t N, typename Add> static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
     for (int t0 = begin; t0 < end; t0 += 64) {
         float sum[N] = {};
         for (int t = t0; t < std::min(t0 + 64, end); t++) add(sum, t);
@@ -5058,8 +5020,7 @@ static Matrix pixels_of(int taps, Tensor x, int p0, int p1, int j0, int j1) {
 // So many pixels at a time that they fit there.
 static int band_of(int taps, int C) { return taps == 1 ? 252 : std::min(252, THREAD_FLOATS / (taps * C)); }
 
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
     bool in_place = options.residual.data == out.data;
@@ -5254,7 +5215,7 @@ static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one th
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
-static int side_joined;  // how many calls the main stream has waited for
+static int side_joined;                                   // how many calls the main stream has waited for
 static cudaDeviceProp gpu_properties;
 static int gpu_multiprocessors;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
@@ -5381,8 +5342,7 @@ namespace gpu {
 struct Gemm;
 struct WeightGradient;
 static bool hopper_norms(const Norm& norm, int O);
-template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(const Gemm& asked);
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
 static bool launch_hopper_weight_gradient(WeightGradient g);
 
 // ---- what the kernels share -------------------------------------------------------------------------------
@@ -5473,20 +5433,17 @@ static void launch(auto kernel, dim3 grid, dim3 threads, size_t shared, auto... 
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
 
-template <typename Layer>
-__global__ void layer_kernel(Layer layer, size_t count) {
+template <typename Layer> __global__ void layer_kernel(Layer layer, size_t count) {
     await_inputs();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) layer(i);
 }
-template <typename Layer>
-__global__ void teams_kernel(Layer layer) {
+template <typename Layer> __global__ void teams_kernel(Layer layer) {
     await_inputs();
     layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
 }
 // Few items go in small blocks, so that every multiprocessor gets some.
-template <typename Layer>
-static void run(Layer layer) {
+template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
@@ -5879,8 +5836,7 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
-template <int D>
-struct AttentionTile {
+template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
     enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
     enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 64 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
@@ -5890,16 +5846,14 @@ struct AttentionTile {
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
-template <typename X>
-struct AttentionHead {
+template <typename X> struct AttentionHead {
     X* data;
     int stride, T, d;
     __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 // Rows t0 and on of a head, zeros outside. The pad of 16 bytes a row keeps ldmatrix free of conflicts.
-template <int D>
-struct AttentionRow {
+template <int D> struct AttentionRow {
     floatX at[D + VEC];
 };
 template <int ROWS, int D>
@@ -5937,8 +5891,7 @@ __device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a
 #endif
 }
 // Scores of the tile's columns past the last: their probabilities are 0.
-template <int N>
-__device__ void attention_mask(float (&scores)[N][4], int columns) {
+template <int N> __device__ void attention_mask(float (&scores)[N][4], int columns) {
     if (columns >= 8 * N) return;
     UNROLLED_FOR (int n = 0; n < N; n++)
         for (int i = 0; i < 4; i++)
@@ -5993,8 +5946,7 @@ __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionR
     }
 }
 
-template <int D>
-struct AttentionForwardShared {
+template <int D> struct AttentionForwardShared {
     AttentionRow<D> q[AttentionTile<D>::ROWS], k[2][AttentionTile<D>::COLUMNS],
         v[2][AttentionTile<D>::COLUMNS];  // [stage]
 };
@@ -6057,8 +6009,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
                     {1 / total[0], 1 / total[1]});
 }
 
-template <int D>
-struct AttentionBackwardShared {
+template <int D> struct AttentionBackwardShared {
     static constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
     // q, dout of the queries or k, v of the keys; and [stage] of the other side
     AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
@@ -6096,8 +6047,7 @@ struct AttentionBackward {
 };
 
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
-template <int D, bool KEYS>
-__device__ void attention_backward_rows(AttentionBackward a, int t0) {
+template <int D, bool KEYS> __device__ void attention_backward_rows(AttentionBackward a, int t0) {
     extern __shared__ uint4 attention_shared[];
     AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
@@ -6167,8 +6117,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
 }
 
 // launch(D), D being the channels that heads of d are padded to, 32, 64, 128 or 256: a constant of kernels.
-template <int D = 32, typename Launch>
-static void with_padded_head(int d, Launch launch) {
+template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
     assert(d % 16 == 0 && d <= MAX_HEAD);
     if constexpr (D < MAX_HEAD)
         if (d > D) return with_padded_head<2 * D>(d, launch);
@@ -6235,8 +6184,7 @@ __device__ __forceinline__ void load_pixels(uint32_t to, int step, int n, const 
     UNROLLED_FOR (int i = 0; i < N; i++)
         if (i < n) copy_async(to + i * step, rows_from(from, m[i], channels), m[i] < pixels);
 }
-template <int N>
-__device__ inline Vector<float, N> load_shared(uint32_t address) {
+template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address) {
     return load<N>((const float*)__cvta_shared_to_generic(address));
 }
 
@@ -6340,8 +6288,7 @@ struct GemmTile {
 
 // A warp's WM x WN accumulators, in the fragments of mma.sync, in fp32 too; there TRANSPOSED swaps columns
 // among two fragments, so that a lane's four lie together.
-template <class Tile>
-struct WarpProduct {
+template <class Tile> struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -6417,8 +6364,7 @@ struct WarpProduct {
 // What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
-template <class Tile>
-struct GemmEpilogue {
+template <class Tile> struct GemmEpilogue {
     static constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW,
                          PASSES = 64 / STEP, PITCH = Tile::STAGING_PITCH;
     const Gemm& g;
@@ -6632,8 +6578,7 @@ static void launch_gemm_sums(const Gemm& g) {
     if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
 }
 
-template <class Tile>
-static void launch_gemm_tile(Gemm g) {
+template <class Tile> static void launch_gemm_tile(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
@@ -6653,8 +6598,7 @@ static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED>
-static void launch_gemm(Gemm g) {
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
     assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
@@ -6704,8 +6648,7 @@ struct WeightGradient {
 };
 
 // 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
-template <int TAPS_>
-struct WeightTile {
+template <int TAPS_> struct WeightTile {
     static constexpr int TAPS = TAPS_, PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
     static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
@@ -6715,8 +6658,7 @@ struct WeightTile {
     static constexpr int X_SWEEPS = ((TAPS == 1 ? PIXELS : PIXELS / 64 * 100) + SWEEP - 1) / SWEEP;
     static constexpr int X_ROWS = X_SWEEPS * SWEEP;
 };
-template <class Tile>
-struct WeightShared {
+template <class Tile> struct WeightShared {
     // 3x3: the pixel that lies in each row of this tile or of the next, -1: outside; a tile's pixels' rows.
     alignas(128) int pixel_of_row[2][Tile::TAPS > 1 ? Tile::X_ROWS : 1];
     int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
@@ -6728,8 +6670,7 @@ struct WeightShared {
 #ifndef PRECISION_FP32
 // The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
 // with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
-template <class Tile>
-struct WeightProduct {
+template <class Tile> struct WeightProduct {
     static constexpr int MI = 4 / Tile::WARPS_O, NI = Tile::TAPS * 8 / Tile::WARPS_N;
     static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
     static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
@@ -6785,8 +6726,7 @@ struct WeightProduct {
 };
 #else
 // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
-template <class Tile>
-struct WeightProduct {
+template <class Tile> struct WeightProduct {
     static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
     static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
     float c[8][Tile::TAPS][NC] = {};
@@ -6977,8 +6917,7 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 }
 
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
-template <int TAPS>
-static void launch_portable_weight_gradient(WeightGradient g) {
+template <int TAPS> static void launch_portable_weight_gradient(WeightGradient g) {
     using Tile = WeightTile<TAPS>;
     g.patch = make_patch(g.dout, TAPS, Tile::PIXELS);
     const int O = g.dout.C, pixel_tiles = g.patch.tiles;
@@ -6996,8 +6935,7 @@ static void launch_portable_weight_gradient(WeightGradient g) {
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
     launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
@@ -7048,8 +6986,7 @@ struct Barrier {
     }
 };
 // Of a ring of N buffers that one thread has filled; `readers` warpgroups read each filling.
-template <int N>
-struct RingBarriers {
+template <int N> struct RingBarriers {
     Barrier full[N], empty[N];
     __device__ void init(int readers) {
         for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
@@ -7057,8 +6994,7 @@ struct RingBarriers {
 };
 // Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. Who waits for buffers
 // to become empty begins with parity 1: the first time round at once.
-template <int N>
-struct Ring {
+template <int N> struct Ring {
     int slot = 0, parity = 0;
     __device__ int previous() const { return slot ? slot - 1 : N - 1; }
     __device__ void next() {
@@ -7104,8 +7040,7 @@ __device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint
 __device__ inline uint64_t further(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ inline void wgmma_wait() {
+template <int PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 #define REGISTERS_4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
@@ -7183,8 +7118,7 @@ struct HopperGemm : Gemm {
 enum TileShape { ONE_PART, TWO_IMAGES, TWO_PARTS };
 // 64 channels by such pixels. With two parts, two warpgroups take tiles in turn: one puts its outputs
 // together while the other multiplies.
-template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false>
-struct HopperTile {
+template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool NORMS = NORMS_;  // x on the way, by a fourth warpgroup
@@ -7236,8 +7170,7 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
 // tile, and a share of its chunks each. Where x is normed on the way, a warpgroup does so with each patch as
 // it comes. Per tile its patch and 64 channels' weights come once; weights that the ring holds all of, once
 // for all of a block's tiles.
-template <class Tile>
-struct HopperGemmBlock {
+template <class Tile> struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
                          PARTS = Tile::PARTS;
     const HopperGemm& g;
@@ -7390,8 +7323,7 @@ struct HopperGemmBlock {
 };
 
 // What becomes of a part's sums. A thread has channels row and row + 8, and of each 32 pixels.
-template <class Tile>
-struct HopperEpilogue {
+template <class Tile> struct HopperEpilogue {
     // Images whose pixels a part may hold.
     static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;
     const HopperGemm& g;
@@ -7434,8 +7366,7 @@ struct HopperEpilogue {
             finish_with<NOTHING>(c, outputs);
     }
     enum Extra { NOTHING, ADDED, NORM, NORM_SILU };
-    template <Extra EXTRA>
-    __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
+    template <Extra EXTRA> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
         uint32_t there[4][4];  // four loads before the first store: none waits for another
@@ -7565,8 +7496,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 #endif
 }
 
-template <class Tile>
-static void launch_hopper_tile(const Gemm& g) {
+template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
     auto shaped = [](const Tensor& x) { return TAPS == 1 ? one_line(x) : x; };
     auto joined = [&](const Joined& x, Box box) {
@@ -7609,8 +7539,7 @@ static bool hopper_norms(const Norm& norm, int O) {
            O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
 }
 // Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED>
-static bool launch_hopper(const Gemm& asked) {
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8;
@@ -7646,8 +7575,7 @@ struct HopperWeightGradient : WeightGradient {
 // What a block multiplies: each warpgroup has 64 output channels by 64 input channels at a line's three taps.
 // Three of them have the three lines of taps; or a block has one and its line, where reading the pixels three
 // times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int WARPGROUPS_>
-struct HopperWeightTile {
+template <int WARPGROUPS_> struct HopperWeightTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, RESIDENT = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
@@ -7672,8 +7600,7 @@ struct HopperWeightTile {
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
 // once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
 // also sums dout over each image: a product with a column of ones, one of eight columns an image.
-template <class Tile>
-struct HopperWeightBlock {
+template <class Tile> struct HopperWeightBlock {
     static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = Tile::STAGES, PITCH = Tile::X.width;
     const HopperWeightGradient& g;
     typename Tile::Shared& shared;
@@ -7702,8 +7629,7 @@ struct HopperWeightBlock {
     }
 
     // c += a warpgroup's sums over this block's pixels, and with BIAS parts of the bias gradient.
-    template <bool BIAS>
-    __device__ __forceinline__ void multiply(float (&c)[96]) {
+    template <bool BIAS> __device__ __forceinline__ void multiply(float (&c)[96]) {
         Ring<STAGES> stage;
         auto release = [&] {  // the stage before
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
@@ -7791,8 +7717,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 #endif
 }
 
-template <class Tile>
-static void launch_hopper_weight_tile(const WeightGradient& g) {
+template <class Tile> static void launch_hopper_weight_tile(const WeightGradient& g) {
     const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / Tile::WARPGROUPS);
     HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
     launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
@@ -7825,7 +7750,6 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 }  // namespace gpu
 #elif defined(__CUDACC__)
 static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED>
-static bool gpu::launch_hopper(const Gemm&) { return false; }
+template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER
