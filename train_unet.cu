@@ -43,7 +43,7 @@
 // Contents
 //
 //   1  CONFIGURATION AND ERRORS: errors; configuration
-//   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; tensors; randomness
+//   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; ranks; tensors; randomness
 //   3  THE LAYERS, DECLARED: what layers take; the layers; layers written once for both builds
 //   4  BLOCKS: what a block reads and writes; embedding; first convolution; residual block; attention block;
 //        up- and down-sampling; last block
@@ -52,8 +52,8 @@
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
 //   9  FILES: flags; checksums; files; images; weights and checkpoints; pictures; logs
-//  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; from flags
-//        to a run; the loop; main
+//  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; ranks; from
+//        flags to a run; the loop; main
 //  11  LAYERS ON THE CPU: CPU workspace; layers written once; matrix product; bias gradient; group norm +
 //        SiLU; linear layers, 1x1 and 3x3 convolutions; attention; the machine
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -75,6 +75,7 @@
 #include <cstring>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <charconv>
 #include <chrono>
@@ -88,13 +89,17 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #if defined(_OPENMP)
@@ -115,6 +120,14 @@ static int omp_get_thread_num() { return 0; }
 // ==== 1  CONFIGURATION AND ERRORS ==========================================================================
 
 // ---- errors -----------------------------------------------------------------------------------------------
+
+// The processes that train together, one a GPU, and which of them this is: `local` among those of its machine.
+// They run the same program on the same files. Only rank 0 writes any.
+struct World {
+    int rank = 0, size = 1, local = 0;
+    bool forked = false;  // by rank 0, and not started by a launcher
+};
+static World world;
 
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     char buffer[4096];
@@ -156,6 +169,8 @@ static std::string failure_of(auto work) {
     return "";
 }
 
+static bool first_to_tell();  // among the ranks of this machine: what fails on all is told once
+
 // What main returns: the status of `program`, or of what it fails with, once that is told.
 static int guarded(auto program) {
     Failure failure = {
@@ -168,14 +183,17 @@ static int guarded(auto program) {
     } catch (const std::length_error&) {
     }
     fflush(stdout);
-    fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+    if (first_to_tell()) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+    if (world.size > 1) _exit(failure.status);  // what is on the device may wait for other ranks
     return failure.status;
 }
 
 // A line for the reader that may hold names.
 #define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
 // What went wrong without ending the program.
-static void note(const std::string& sentence) { fprintf(stderr, "note: %s\n", printable(sentence).c_str()); }
+static void note(const std::string& sentence) {
+    if (!world.rank) fprintf(stderr, "note: %s\n", printable(sentence).c_str());
+}
 
 // "1 picture", "2 pictures"
 static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
@@ -232,6 +250,7 @@ static double seconds_now() {
 // ---- configuration ----------------------------------------------------------------------------------------
 
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
+enum { MAX_RANKS = 1024, MAX_PROCESSES = 16 };
 static std::pair<int, int> head_channels();  // those of attention's heads: a multiple of this, up to that
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
@@ -271,7 +290,7 @@ struct Config {
     int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip, jump_length, jump_n_sample;
     float eta, guidance_scale, strength;
     // what to do
-    int resume_given, print_config, dry_run, help;
+    int gpus, processes, resume_given, print_config, dry_run, help;
 };
 
 // Images that go through the network at a time while it is trained.
@@ -486,10 +505,75 @@ inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
+// Meets the other ranks of the network of messages, before the first of them; its name for the log.
+static std::string backend_meet();
+// Why messages no longer come through, "" while they do; asked from another thread.
+static std::string backend_broken();
+
 // PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/profile.cu.
 #ifndef PROFILE
 #define PROFILE(...)
 #endif
+
+// ---- ranks ------------------------------------------------------------------------------------------------
+
+// Of n things, in groups of `unit` that stay together, those that a rank has.
+struct Share {
+    size_t first, count;
+};
+static Share share_of(size_t n, int rank, size_t unit = 1) {
+    size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
+    return {first, std::min(n, first + each) - first};
+}
+
+// What the ranks of a machine share: each holds a lock on its byte of this file, which the kernel opens when it
+// dies, however it does. On the CPU a mailbox from each rank to each other follows, (size, size).
+struct Board {
+    std::atomic<int> told;              // one has said why it ends, and the others need not
+    std::atomic<int> there[MAX_RANKS];  // by World.local: the rank + 1, from its start to its orderly end
+    std::atomic<int> greeting_written;  // by rank 0, for where no other machine takes part:
+    char greeting[128];                 // what the others need to meet it
+};
+struct Mailbox {
+    std::atomic<uint32_t> bytes;  // that wait in it
+    char data[65536];
+};
+static Board* board;
+static bool first_to_tell() { return !board || !board->told.exchange(1); }
+
+// What this rank sends to another and receives from it, which has the same message the other way round.
+struct Message {
+    int peer;
+    const void* sent;
+    size_t sent_bytes;
+    void* received = nullptr;
+    size_t received_bytes = 0;
+};
+// In the order of the calls, like everything on the device, where these are. Each pair of ranks has the
+// messages between them in the same order.
+static void backend_exchange(const std::vector<Message>& messages);
+
+// Adds what gives every rank all of `whole` (n), of which each has its share, from element `first` on.
+template <typename T>
+static void add_gather(std::vector<Message>* messages, T* whole, size_t n, size_t unit = 1,
+                       size_t first = 0) {
+    auto part_of = [&](int rank) {
+        auto [begin, count] = share_of(n, rank, unit);
+        size_t end = begin + count, from = std::clamp(first, begin, end);
+        return std::pair{whole + from, (end - from) * sizeof(T)};
+    };
+    for (int peer = 0; peer < world.size; peer++) {
+        if (peer == world.rank) continue;
+        auto [sent, sent_bytes] = part_of(world.rank);
+        auto [received, received_bytes] = part_of(peer);
+        messages->push_back({peer, sent, sent_bytes, received, received_bytes});
+    }
+}
+template <typename T> static void gather(T* whole, size_t n, size_t unit = 1) {
+    std::vector<Message> messages;
+    add_gather(&messages, whole, n, unit);
+    backend_exchange(messages);
+}
 
 // ---- tensors ----------------------------------------------------------------------------------------------
 
@@ -1054,7 +1138,8 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes, all (num_floats); a checkpoint holds all but the gradients.
+// What an update of the weights reads and writes, all (num_floats), or of several ranks each its share; a
+// checkpoint holds all but the gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1066,8 +1151,9 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    floatX* weights;  // what the layers read: master, or an EMA while drawing; a rounded copy in bf16
-    const float* fp32_params;  // what `weights` were rounded from: master, or an EMA
+    Share mine;                // of the num_floats: this rank's, while it trains
+    floatX* weights;           // what the layers read: master, or an EMA while drawing; a copy in bf16
+    const float* fp32_params;  // what `weights` were rounded from, for norms: master, or an EMA
     char* arena;               // activations, their gradients, scratch: where the plan says
     Arena scratch, late;       // the parts of it that the block under way may take from
     floatX* input;             // (B, H, W, PIXEL): the noised images
@@ -1082,6 +1168,8 @@ struct Model : OptimiserMemory {
     float* losses;             // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
     float* norm_parts;                   // one a NORM_CHUNK of the parameters
+    int* stops;                          // (ranks): whether each was asked to stop
+    float *received, *vectors;           // ranks: the others' gradients; all norms and biases, in fp32
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
@@ -2192,6 +2280,7 @@ struct StepState {
     AdamW update;      // of the step under way
     int finite;        // its loss and gradient norm are
     int accepted;      // and no outliers: the weights may be updated
+    int stop;          // a rank was asked to
     float loss, norm;  // these are they, the norm before clipping
     // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
     float quartile_sums[4] = {};
@@ -2332,23 +2421,33 @@ static unsigned parts_of(const Model* m) { return ceil_div(m->config.batch_size,
 // And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1); }
 
+// Whether each rank has only its share of the weights as they are trained, and whether what the layers read is
+// a copy of them.
+static bool is_shared(const Model* m) { return m->plan.training && world.size > 1; }
+static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
+
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
+    m->mine = plan.training ? share_of(P, world.rank, NORM_CHUNK) : Share{0, P};
     size_t whole = std::max(plan.batch, c.batch_size);  // of which the plan's may be a part
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(P, m->master);
+    place(m->mine.count, m->master);
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
-    if (sizeof(floatX) != sizeof(float)) place(P, m->weights);
+    if (is_copied(m)) place(P, m->weights);
+    if (is_shared(m)) {
+        place(world.size * share_of(P, 0, NORM_CHUNK).count, m->received);
+        place(P - plan.num_decayed, m->vectors);
+    }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(P, m->ema[k]);
-        place(P, m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(m->mine.count, m->ema[k]);
+        place(m->mine.count, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
         place(P / NORM_CHUNK + 1, m->norm_parts);
     }
@@ -2357,6 +2456,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole, m->timesteps, m->sources);
     if (label_rows(c)) place(whole, m->labels);
     place(1, m->state, m->sampler_state);
+    place(world.size, m->stops);
     place(c.diffusion_steps, m->chain);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
@@ -2451,20 +2551,41 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
+// All of the parameters of which each rank has a share; where it has, until the next gradients.
+static const float* whole_of(Model* m, const float* parameters) {
+    if (!is_shared(m)) return parameters;
+    backend_copy(m->gradients + m->mine.first, parameters, m->mine.count * sizeof(float));
+    gather(m->gradients, m->plan.num_floats, NORM_CHUNK);
+    return m->gradients;
+}
+
 // Makes the layers read these parameters: master, or an EMA.
 static void use_weights(Model* m, const float* parameters) {
-    m->fp32_params = parameters;
-    if (sizeof(floatX) == sizeof(float))
-        m->weights = (floatX*)parameters;
+    size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
+    m->fp32_params = parameters = whole_of(m, parameters);
+    if (is_copied(m))
+        run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else
-        run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = m->plan.num_floats});
+        m->weights = (floatX*)parameters;
+    if (!is_shared(m)) return;
+    backend_copy(m->vectors, parameters + matrices, (P - matrices) * sizeof(float));
+    m->fp32_params = m->vectors - matrices;  // norms read what lies behind the matrices
 }
 
 // What every run starts from once `master` is filled.
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->plan.num_floats * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->mine.count * sizeof(float));
+}
+
+// A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
+static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
+    size_t first = std::max(t.offset, m.mine.first),
+           end = std::min(t.offset + t.size, m.mine.first + m.mine.count);
+    if (first < end)
+        backend_upload(parameters + (first - m.mine.first), values + (first - t.offset),
+                       (end - first) * sizeof(float));
 }
 
 // Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
@@ -2482,7 +2603,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
         for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
             random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
         reorder(reordered.data(), values.data(), t, true);
-        backend_upload(m->master + t.offset, reordered.data(), t.size * sizeof(float));
+        upload_tensor(*m, m->master, t, reordered.data());
     }
     start_from_master(m);
 }
@@ -2562,6 +2683,8 @@ struct FinishStep {
     const float* norm_parts;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
+    const int* stops = nullptr;  // (ranks)
+    int ranks = 0;
 
     enum { THREADS = 256 };
     size_t items() const { return 1; }
@@ -2587,6 +2710,8 @@ struct FinishStep {
         UNROLLED_FOR (int q = 0; q < 4; q++)
             state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
             state->quartile_counts[q] = (int)sums[COUNT + q];
+        state->stop = 0;
+        for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
@@ -2613,7 +2738,8 @@ struct Metrics {
     ~Metrics();  // after a last attempt at what the file lacks
 };
 
-static volatile sig_atomic_t stop_requested = 0;
+// A run is to stop; this rank of several was asked to, which they have to agree on first: see agree_to_stop.
+static volatile sig_atomic_t stop_requested = 0, stop_asked = 0;
 
 struct Trainer {
     Model model = Model();
@@ -2623,6 +2749,7 @@ struct Trainer {
     std::shared_ptr<int[]> labels;         // (N): the images', where the network is told
     std::shared_ptr<int[]> order;          // (slots, count), the host's, which the device reads
     std::shared_ptr<StepState[]> results;  // (RESULT_SLOTS), the host's
+    std::shared_ptr<int[]> stop;           // (1), the host's: stop_asked, for the step's recording
     long epochs;                           // whose orders were sent
     Recording recording;
     int folder = -1;                // the run's, locked against other processes as long as it is open
@@ -2658,7 +2785,8 @@ static void prepare_steps(Trainer* t) {
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(RESULT_SLOTS, true);
-    if (!t->order || !t->results) fail("could not allocate memory for the order of the images");
+    t->stop = allocate<int>(1, true);
+    if (!t->order || !t->results || !t->stop) fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
@@ -2713,18 +2841,67 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
     m->dropping = nullptr;
 }
 
+// The gradient's share of this rank, of which every rank has a summand: added as gradient_of_parts would go
+// on, in pairs of neighbours, pairs of these, and so on. The losses of the others come along.
+static float* gradient_of_ranks(Model* m) {
+    const Config& c = m->config;
+    size_t P = m->plan.num_floats, n = m->mine.count, parts = loss_parts(c.image_size * c.image_size);
+    auto from = [&](int rank) {
+        return rank == world.rank ? m->gradients + m->mine.first : m->received + rank * n;
+    };
+    std::vector<Message> messages;
+    for (int peer = 0; peer < world.size; peer++) {
+        if (peer == world.rank) continue;
+        auto [first, count] = share_of(P, peer, NORM_CHUNK);
+        messages.push_back(
+            {peer, m->gradients + first, count * sizeof(float), from(peer), n * sizeof(float)});
+    }
+    for (float* losses : {m->losses, m->variance_losses})
+        if (losses) add_gather(&messages, losses, c.batch_size * parts, m->plan.batch * parts);
+    backend_exchange(messages);
+    for (int stride = 1; stride < world.size; stride *= 2)
+        for (int rank = 0; rank < world.size; rank += 2 * stride)
+            run(AddGradient{.sum = from(rank), .x = from(rank + stride), .n = n});
+    return from(0);
+}
+
+// Every rank's share of the updated weights becomes all ranks'.
+static void gather_weights(Model* m) {
+    size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
+    auto [first, count] = m->mine;
+    std::vector<Message> messages;
+    add_gather(&messages, m->weights, P, NORM_CHUNK);
+    add_gather(&messages, m->vectors - matrices, P, NORM_CHUNK, matrices);
+    if (size_t begin = std::max(first, matrices); begin < first + count)
+        backend_copy(m->vectors + (begin - matrices), m->master + (begin - first),
+                     (first + count - begin) * sizeof(float));
+    backend_exchange(messages);
+}
+
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t P = m->plan.num_floats;
+    size_t P = m->plan.num_floats, decayed = m->plan.num_decayed;
+    auto [first, n] = m->mine;
+    int parts = (int)parts_of(m) / world.size;  // check_ranks: without a rest
     BatchLoss loss = batch_loss(m, c.batch_size);
+    OptimiserMemory memory = *m;
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, 0, parts_of(m));
-    run(SquaredNorm{.parts = m->norm_parts, .x = m->gradients, .n = P});
-    run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser});
-    floatX* working = sizeof(floatX) == sizeof(float) ? nullptr : m->weights;
-    run(UpdateWeights<floatX>{*m, working, P, m->plan.num_decayed, m->state});
+    gradient_of_parts(t, loss, world.rank * parts, parts);
+    if (is_shared(m)) memory.gradients = gradient_of_ranks(m);
+    run(SquaredNorm{.parts = m->norm_parts + first / NORM_CHUNK, .x = memory.gradients, .n = n});
+    if (is_shared(m)) {
+        std::vector<Message> messages;
+        backend_copy(m->stops + world.rank, t->stop.get(), sizeof(int));
+        add_gather(&messages, m->stops, world.size);
+        add_gather(&messages, m->norm_parts, ceil_div(P, NORM_CHUNK));
+        backend_exchange(messages);
+    }
+    run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser, m->stops, is_shared(m) ? world.size : 0});
+    run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, n,
+                              decayed - std::min(decayed, first), m->state});
+    if (is_shared(m)) gather_weights(m);
 }
 
 static void send_orders(Trainer* t, long last_epoch) {
@@ -2739,6 +2916,7 @@ static void send_orders(Trainer* t, long last_epoch) {
 static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % RESULT_SLOTS);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
+    t->stop[0] = stop_asked;
     backend_replay(&t->recording, [&] { enqueue_step(t); });
     backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
     backend_mark(slot);
@@ -2753,6 +2931,7 @@ static StepState await_step(Trainer* t) {
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
+    if (result.stop) stop_requested = 1;
     for (int q = 0; result.finite && q < 4; q++) {
         t->quartile_sums[q] += result.quartile_sums[q];
         t->quartile_counts[q] += result.quartile_counts[q];
@@ -2770,18 +2949,51 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// Loss over the validation images, with noise and timesteps that never change. After a stop it means nothing.
+// Whether it is so on any rank: all of them ask.
+static bool on_any_rank(Model* m, bool here) {
+    if (world.size == 1) return here;
+    std::vector<int> answers(world.size, here);
+    backend_upload(m->stops, answers.data(), world.size * sizeof(int));
+    gather(m->stops, world.size);
+    backend_download(answers.data(), m->stops, world.size * sizeof(int));
+    return std::ranges::count(answers, 1);
+}
+static bool agree_to_stop(Model* m) {
+    if (on_any_rank(m, stop_asked)) stop_requested = 1;
+    return stop_requested;
+}
+
+// Gives rank 0 what the others have of the host's values: `items` things of `size`, of which each rank has made
+// its share. They go by way of memory that is free while nothing is trained.
+template <typename T> static void collect(T* values, size_t items, Model* m, size_t size = 1) {
+    size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
+    for (int rank = 1; rank < world.size; rank++) {
+        auto [first, count] = share_of(items, rank);
+        char *next = (char*)(values + first * size), *end = next + count * size * sizeof(T);
+        for (size_t bytes; next < end && (!world.rank || world.rank == rank); next += bytes) {
+            bytes = std::min((size_t)(end - next), most * sizeof(float));
+            Message message = {rank, nullptr, 0, m->target, bytes};
+            if (world.rank) message = {0, m->target, bytes}, backend_upload(m->target, next, bytes);
+            backend_exchange({message});
+            if (!world.rank) backend_download(next, m->target, bytes);
+        }
+    }
+}
+
+// Loss over the validation images, with noise and timesteps that never change: rank 0's. After a stop it means
+// nothing. Each rank has some of the batches, whose losses are added up as one rank adds them.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
-    int most = m->plan.batch;
+    int most = m->plan.batch, batches = ceil_div(t->validation.count, most);
     std::vector<float> images(most * elements);
     std::vector<int> timesteps(most);
-    double sum = 0;
+    std::vector<double> sums(batches);
+    auto [begin, own] = share_of(batches, world.rank);
     use_weights(m, chosen_weights(m));
-    for (int first = 0; first < t->validation.count && !stop_requested; first += most) {
-        int B = std::min(most, t->validation.count - first);
+    for (size_t batch = begin; batch < begin + own && !stop_asked; batch++) {
+        int first = (int)batch * most, B = std::min(most, t->validation.count - first);
         for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
         for (int b = 0; b < B; b++)
             timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
@@ -2791,10 +3003,11 @@ static double validation_loss(Trainer* t) {
         add_noise(m, B, first, m->timesteps, nullptr);
         unet_forward(m, B);
         run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
-        sum += loss_of(m, B) * B;
+        sums[batch] = loss_of(m, B) * B;
     }
+    if (!agree_to_stop(m)) collect(sums.data(), batches, m);
     use_weights(m, m->master);
-    return sum / t->validation.count;
+    return std::accumulate(sums.begin(), sums.end(), 0.0) / t->validation.count;
 }
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
@@ -2849,6 +3062,7 @@ struct Progress {
 
 // pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
 // picture was predicted to be after steps evenly spread from the first to the last. Returns false on Ctrl-C.
+// Each rank draws some of the batches, and rank 0 has them all in the end.
 // A step reads nothing from the host, and is recorded for each size of batch and number of answers. While
 // nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
@@ -2862,11 +3076,12 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
-    int most = pictures_at_a_time(c, m->plan.batch);
-    Progress progress = {show_progress, network_calls(steps) * ceil_div(count, most)};
+    int most = pictures_at_a_time(c, m->plan.batch), batches = ceil_div(count, most);
+    auto [begin, own] = share_of(batches, world.rank);
+    Progress progress = {show_progress, network_calls(steps) * (long)own};
     std::map<std::pair<int, int>, Recording> recordings;
-    for (int first = 0; first < count && !stop_requested; first += most) {
-        int B = std::min(most, count - first), begun = 0, step = 0;
+    for (size_t batch = begin; batch < begin + own && !stop_asked; batch++) {
+        int first = (int)batch * most, B = std::min(most, count - first), begun = 0, step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
@@ -2881,7 +3096,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
             backend_await(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
-            if (stop_requested) break;
+            if (stop_asked) break;
             int answers = (s.timestep >= 0) + (s.guidance != 1);  // guided two
             backend_replay(&recordings[{B, answers}], [&] {
                 auto call = [&](Model* model, int rows) {
@@ -2907,7 +3122,15 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         backend_download(pictures->data() + (size_t)first * elements, x, bytes);
     }
     use_weights(m, m->master);
-    return !stop_requested;
+    if (agree_to_stop(m)) return false;
+    pictures->resize((size_t)batches * most * elements);  // as if the last batch were whole
+    collect(pictures->data(), batches, m, (size_t)most * elements);
+    pictures->resize((size_t)count * elements);
+    if (!columns) return true;
+    strip->resize((size_t)batches * most * columns * elements);
+    collect(strip->data(), batches, m, (size_t)most * columns * elements);
+    strip->resize((size_t)count * columns * elements);
+    return true;
 }
 
 // ==== 9  FILES =============================================================================================
@@ -3052,6 +3275,9 @@ static const Flag FLAGS[] = {
     {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
+    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, MAX_RANKS, "GPUs of this machine to train or draw with"},
+    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, MAX_PROCESSES,
+     "where there is no GPU, as if it had so many"},
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
@@ -3613,17 +3839,17 @@ static WeightsFile open_weights(const std::string& path) {
     return file;
 }
 
-// One section of parameters, from a file's order to memory's. `to` (num_floats) is on the device.
-static void read_parameters(float* to, const WeightsFile& file, const char* section, const Plan& plan) {
+// One section of parameters, from a file's order to memory's: `to`, this rank's share of them, on the device.
+static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section) {
     Reader in(file.path);
     in.seek(file.sections.at(section).offset);
-    for (const Parameter& t : plan.tensors) {
+    for (const Parameter& t : m.plan.tensors) {
         std::vector<float> stored = in.take<std::vector<float>>(t.count), reordered(t.size);
         if (!all_finite(stored.data(), t.count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
                  file.path.c_str(), t.name, section);
         reorder(reordered.data(), stored.data(), t, true);
-        backend_upload(to + t.offset, reordered.data(), t.size * sizeof(float));
+        upload_tensor(m, to, t, reordered.data());
     }
 }
 
@@ -3640,9 +3866,13 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     }
 }
 
-// Everything that sampling or resuming needs, under `path`, whole or not at all.
-static void write_checkpoint(const std::string& path, const Model& m, long step, float smoothed,
+// Everything that sampling or resuming needs, under `path`, whole or not at all. Rank 0 writes what all have.
+static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
                              const History& history) {
+    if (world.rank) {
+        for (auto [section, parameters] : arrays_of(m)) whole_of(&m, parameters);
+        return;
+    }
     int32_t header[HEADER_INTS] = {UNET_MAGIC, UNET_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
@@ -3658,7 +3888,7 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
     for (auto [section, parameters] : arrays_of(m)) {
         declare(section, m.plan.num_parameters * sizeof(float));
-        write_parameters(&out, parameters, m.plan);
+        write_parameters(&out, whole_of(&m, parameters), m.plan);
     }
     if (m.adam_m) declare("state", sizeof history), out.write(&history, sizeof history);
     for (const char* name : TEXT_SECTIONS)
@@ -3783,6 +4013,7 @@ static void open_metrics(Metrics* m) {
 }
 
 static void add_metrics(Metrics* m, const std::string& lines) {
+    if (world.rank) return;
     std::string& waiting = m->waiting;
     size_t written = 0;
     ssize_t n = 0;
@@ -3984,6 +4215,14 @@ static void print_run(const Model& m) {
            plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
            copies.c_str(), human_bytes(plan.arena_bytes).c_str(), plan.training ? ", their gradients" : "",
            human_bytes(memory_of(m)).c_str());
+    if (!is_shared(&m)) return;
+    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
+    printf(
+        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients and %s "
+        "of "
+        "weights; --microbatch %d makes the same on any number of ranks\n\n",
+        world.size, c.batch_size / world.size, human_bytes(sent * sizeof(float)).c_str(),
+        human_bytes(sent * sizeof(floatX)).c_str(), microbatch_of(c));
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
@@ -4042,6 +4281,121 @@ static void print_time(const Config& config, long steps_done) {
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
+}
+
+// ---- ranks: start, watch, end -----------------------------------------------------------------------------
+
+// How a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
+static const char* const LAUNCHERS[][3] = {
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},                       // srun
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"}};
+enum { MEETING_SECONDS = 120 };
+static std::string board_path;
+static std::vector<pid_t> forked_ranks;
+static std::atomic<bool> ranks_met = false;
+
+static bool is_held(int file, int local) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = local, .l_len = 1, .l_pid = 0};
+    return !fcntl(file, F_GETLK, &lock) && lock.l_type != F_UNLCK;
+}
+
+// Opens the board of this machine's ranks, which its first rank makes anew, whatever a killed run left: the
+// others know it by the lock on it.
+static int open_board() {
+    size_t bytes = sizeof(Board) + (ON_GPU ? 0 : world.size * world.size * sizeof(Mailbox));
+    const char* path = board_path.c_str();
+    int file = -1, creates = world.local ? 0 : O_CREAT | O_EXCL;
+    if (creates) unlink(path);
+    for (double start = seconds_now(); file < 0; usleep(1000)) {
+        file = open(path, O_RDWR | O_CLOEXEC | creates, 0600);
+        if (creates && (file < 0 || (errno = posix_fallocate(file, 0, (off_t)bytes))))
+            fail("several processes need %s, which they share: %s", path, strerror(errno));
+        if (file >= 0 && !creates && !is_held(file, 0)) close(std::exchange(file, -1));
+        if (seconds_now() - start > MEETING_SECONDS)
+            fail("rank %d waited %d s for the first rank of its machine", world.rank, MEETING_SECONDS);
+    }
+    struct flock lock = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = world.local, .l_len = 1, .l_pid = 0};
+    board = (Board*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (board == MAP_FAILED || fcntl(file, F_SETLK, &lock))
+        fail("can't use %s, which several processes share: %s", path, strerror(errno));
+    board->there[world.local] = world.rank + 1;
+    return file;
+}
+
+// Ends this process where another rank can't go on: it may be waiting for that one, on the host or the device.
+static void watch_ranks(int file) {
+    for (double start = seconds_now();; usleep(20000)) {
+        std::string why = backend_broken();
+        for (int local = 0; local < MAX_RANKS; local++)
+            if (int rank = board->there[local]; rank && local != world.local && !is_held(file, local))
+                if (board->there[local])  // otherwise it has ended in order just now
+                    why = text("rank %d failed or was killed", rank - 1);
+        if (!ranks_met && seconds_now() - start > MEETING_SECONDS)
+            why = text("%d ranks did not meet within %d s", world.size, MEETING_SECONDS);
+        if (why.empty()) continue;
+        if (first_to_tell())
+            fprintf(stderr, "error: %s, and the others end with it; the last checkpoint stands\n",
+                    why.c_str());
+        _exit(EXIT_FAILURE);
+    }
+}
+
+// Becomes one of the ranks that --gpus or --processes asks for, or that a launcher started. Before the first
+// call of CUDA, which no forked process could use.
+static void start_ranks(const Config& c) {
+    int asked = ON_GPU ? c.gpus : c.processes;
+    if ((ON_GPU ? c.processes : c.gpus) > 1)
+        fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
+    for (auto [rank, size, local] : LAUNCHERS) {
+        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
+        auto number = [](const char* name, int least, int most) {
+            int value, read = 0;
+            if (sscanf(getenv(name), "%d%n", &value, &read) < 1 || getenv(name)[read] || value < least ||
+                value > most)
+                fail("the launcher's %s is '%s' and not a number from %d to %d", name, getenv(name), least,
+                     most);
+            return value;
+        };
+        world.size = number(size, 1, ON_GPU ? MAX_RANKS : MAX_PROCESSES);
+        world.rank = number(rank, 0, world.size - 1);
+        world.local = getenv(local) ? number(local, 0, world.size - 1) : world.rank;
+    }
+    if (asked > 1 && world.size > 1)
+        fail_usage("--%s %d: a launcher has started %d ranks; leave it out", ON_GPU ? "gpus" : "processes",
+                   asked, world.size);
+    const char* port = getenv("MASTER_PORT");
+    std::string key = port ? port : text("%d", getppid());  // the launcher's
+    if (asked > 1) world.size = asked, world.forked = true, key = text("%d", getpid());
+    if (world.size == 1 || c.dry_run) return;
+    if (!ON_GPU && world.local != world.rank) fail("the build for the CPU has all its ranks on one machine");
+    fflush(nullptr);
+    for (int rank = 1; world.forked && rank < asked && !world.rank; rank++) {
+        forked_ranks.push_back(fork());
+        if (forked_ranks.back() < 0) fail("could not start rank %d: %s", rank, strerror(errno));
+        if (!forked_ranks.back()) world.rank = world.local = rank;
+    }
+    if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
+    if (world.rank) forked_ranks.clear();
+    board_path = text("/dev/shm/train_unet_%u_%s", getuid(), key.c_str());
+    std::thread(watch_ranks, open_board()).detach();
+}
+
+// What the log says of them, once they have met.
+static std::string meet_ranks() {
+    if (world.size == 1) return "";
+    std::string through = backend_meet();
+    if (!world.local) unlink(board_path.c_str());
+    ranks_met = true;
+    return text(", %d ranks through %s", world.size, through.c_str());
+}
+
+// An orderly end, also of those that this rank has started.
+static void leave_ranks() {
+    if (board) board->there[world.local] = 0;
+    for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
@@ -4255,7 +4609,7 @@ static void load_guide(Model* guide, const Config& c) {
     }
     *guide = plan_model(g, c.batch_size, false);
     allocate_model(guide);
-    read_parameters(guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")], guide->plan);
+    read_parameters(*guide, guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")]);
     use_weights(guide, guide->master);
 }
 
@@ -4273,10 +4627,10 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
     if (*config.mask) std::ranges::copy(first_picture(config.mask, config, 1), std::back_inserter(known));
     // what can't be written is better said before the pictures are drawn
-    { Writer trial(config.output_name); }
+    if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
-    read_parameters(m.master, file, ARRAY_SECTIONS[config.use_ema], m.plan);
+    read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
@@ -4287,9 +4641,11 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     std::vector<float> pictures, strip;
     double start = seconds_now();
     if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
-        fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
+        if (!world.rank) fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
+        leave_ranks();
         exit(130);
     }
+    if (world.rank) return;
     write_pictures(config, begins, columns, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
@@ -4323,6 +4679,20 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     return file;
 }
 
+// Each rank has as many of the parts that a batch goes through the network in: see gradient_of_ranks.
+static void share_batch(Config* c) {
+    int ranks = world.size, batch = c->batch_size;
+    if (!std::has_single_bit(ranks + 0u)) fail("--gpus %d: so many can't share; use 2, 4, 8 or 16", ranks);
+    if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
+    int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1;
+    if (parts % ranks == 0) return;
+    while (parts % (2 * fit) == 0) fit *= 2;
+    fail(
+        "--batch_size %d in parts of --microbatch %d are %d, and %d ranks can't have equally many; %d would "
+        "do, or --batch_size %d",
+        batch, part, parts, ranks, fit, ceil_div(parts, ranks) * ranks * part);
+}
+
 // A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
 static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
@@ -4338,6 +4708,7 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     check_config(config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
+    share_batch(&config);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
 }
@@ -4363,14 +4734,14 @@ static void load_start(Trainer* t, const WeightsFile& file) {
     Model* m = &t->model;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
     if (!m->config.resume_given) {
-        read_parameters(m->master, file, "weights", m->plan);
+        read_parameters(*m, m->master, file, "weights");
         return start_from_master(m);
     }
     for (auto [section, parameters] : arrays_of(*m)) {
         if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
                  file.path.c_str(), section);
-        read_parameters(parameters, file, section, m->plan);
+        read_parameters(*m, parameters, file, section);
     }
     use_weights(m, m->master);
 }
@@ -4382,12 +4753,14 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     wanted_classes(c);
     t->images = read_images(c.data_file, c);
     if (*c.val_file) t->validation = read_images(c.val_file, c);
-    lock_folder(t);
+    if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
     load_start(t, file);
     prepare_steps(t);
     // both of the old files are read before either is replaced
     read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->validated);
+    on_any_rank(&t->model, false);  // have all read them
+    if (world.rank) return;
     write_config(c, t->step, t->changes);
     open_metrics(&t->metrics);
 }
@@ -4403,6 +4776,7 @@ static void save(Trainer* t) {
     const Config& c = t->model.config;
     write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
     t->saved = t->step;
+    if (world.rank) return;
     std::string why = failure_of([&] {
         // up to this step: later ones are damaged, or --resume would not have passed over them
         int newest = 0;
@@ -4422,7 +4796,7 @@ static void save_samples(Trainer* t) {
     double start = seconds_now();
     auto begins = begin_with(consecutive(c.seed, c.num_samples));
     int columns = set_classes(&begins, wanted_classes(c));
-    if (!draw_pictures(&t->model, &pictures, begins, false)) return;
+    if (!draw_pictures(&t->model, &pictures, begins, false) || world.rank) return;
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
     if (!failure.empty()) return note(failure);
@@ -4533,17 +4907,22 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
            tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak();
-    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "";
+    static const double peak = backend_peak() * world.size;
+    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "", each,
+                each_json;
+    if (world.size > 1)
+        each = text(" (%.1f each of %d)", images_per_s / world.size, world.size),
+        each_json = text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size);
     pace->logged = t->step, pace->log_start = now;
-    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s | ETA %s%s\n",
-           (double)t->smoothed, result.norm, lr, ms, images_per_s, to_go.c_str(), skipped.c_str());
+    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s%s | ETA %s%s\n",
+           (double)t->smoothed, result.norm, lr, ms, images_per_s, each.c_str(), to_go.c_str(),
+           skipped.c_str());
     add_metrics(&t->metrics,
                 text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
                      "\"skipped\": %d, \"loss_quartiles\": %s}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s, tflops,
-                     peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
+                     each_json.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
                      1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
 }
 
@@ -4551,9 +4930,10 @@ static void train(Trainer* t) {
     const Config& c = t->model.config;
     t->saved = t->step;
     auto due = [&](int every) { return every && t->step % every == 0; };
+    auto finds = [&](bool here) { return on_any_rank(&t->model, here && !world.rank); };  // rank 0
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->had_ended, lacks = !file_exists(samples_path(c.out_dir, t->step));
-        if (t->validation.count && (ended || due(c.val_every)) && !t->validated.contains(t->step))
+        bool ended = t->had_ended, lacks = finds(!file_exists(samples_path(c.out_dir, t->step)));
+        if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
             validate(t);
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
         fflush(stdout);
@@ -4575,8 +4955,8 @@ static void train(Trainer* t) {
     while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
     double seconds = seconds_now() - pace.start;
     if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || !file_exists(checkpoint_path(c.out_dir, t->step))) save(t);
-    if (t->sampled != t->step && !stop_requested) save_samples(t);
+    if (t->saved != t->step || finds(!file_exists(checkpoint_path(c.out_dir, t->step)))) save(t);
+    if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
     print_summary(*t, pace.first, seconds);
 }
 
@@ -4586,7 +4966,8 @@ static void train(Trainer* t) {
 // the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
 // and the kernel do, or timeout: only a second later another Ctrl-C or SIGTERM ends at once.
 static void request_stop(int signal_number) {
-    stop_requested = 1;
+    stop_asked = 1;
+    if (world.size == 1) stop_requested = 1;
     if (signal_number == SIGINT || signal_number == SIGTERM) alarm(1);
 }
 
@@ -4643,10 +5024,13 @@ static void run_program(int argc, char** argv) {
         printf("%s", config_text(trainer.model.config).c_str());
         return;
     }
+    start_ranks(config);
     backend_init();
     handle_signals();
-    printf("train_unet on %s\n", backend_name().c_str());
+    std::string ranks = config.dry_run ? "" : meet_ranks();
+    printf("train_unet on %s%s\n", backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
+    leave_ranks();
 }
 #endif
 
@@ -5164,6 +5548,41 @@ static size_t host_memory_available() {
 }
 
 #ifndef __CUDACC__
+static void backend_exchange(const std::vector<Message>& messages) {
+    Mailbox* boxes = (Mailbox*)(board + 1);
+    std::vector<std::pair<size_t, size_t>> done(messages.size());  // bytes sent and received
+    for (bool all = false; !all; sched_yield()) {
+        std::vector<bool> sends(world.size), receives(world.size);  // an earlier message that is under way
+        all = true;
+        for (size_t i = 0; i < messages.size(); i++) {
+            const Message& a = messages[i];
+            auto& [sent, received] = done[i];
+            Mailbox &out = boxes[world.rank * world.size + a.peer],
+                    &in = boxes[a.peer * world.size + world.rank];
+            if (sent < a.sent_bytes && !sends[a.peer] && !out.bytes) {
+                size_t bytes = std::min(a.sent_bytes - sent, sizeof out.data);
+                memcpy(out.data, (const char*)a.sent + sent, bytes);
+                sent += bytes, out.bytes = (uint32_t)bytes;
+            }
+            if (received < a.received_bytes && !receives[a.peer] && in.bytes) {
+                memcpy((char*)a.received + received, in.data, in.bytes);
+                received += in.bytes, in.bytes = 0;
+            }
+            sends[a.peer] = sends[a.peer] || sent < a.sent_bytes;
+            receives[a.peer] = receives[a.peer] || received < a.received_bytes;
+            all = all && sent == a.sent_bytes && received == a.received_bytes;
+        }
+    }
+}
+static std::string backend_meet() {
+#ifdef _OPENMP
+    if (world.forked) omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
+#endif
+    for (int rank = 0; rank < world.size; rank++)
+        while (!board->there[rank]) usleep(1000);
+    return "memory";
+}
+static std::string backend_broken() { return ""; }
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
@@ -5227,7 +5646,9 @@ static void backend_init() {
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || !count)
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
-    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, 0));
+    if (world.forked && world.size > count) fail("--gpus %d: this machine has %d", world.size, count);
+    CUDA_CHECK(cudaSetDevice(world.local % count));
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, world.local % count));
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
@@ -5249,8 +5670,10 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     cudaGetLastError();  // not to be found by the next check
     return nullptr;
 }
-// The next check reports an error.
-static void backend_free(void* memory, bool on_host) { on_host ? cudaFreeHost(memory) : cudaFree(memory); }
+// The next check reports an error. It waits for the device, which may wait for other ranks: not after a failure.
+static void backend_free(void* memory, bool on_host) {
+    if (world.size == 1 || !std::uncaught_exceptions()) on_host ? cudaFreeHost(memory) : cudaFree(memory);
+}
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
 }
@@ -5281,6 +5704,57 @@ static void backend_join(int call) {
     if (call <= side_joined) return;
     CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
     side_joined = call;
+}
+
+// NCCL is found when it is needed, so that the program is built and runs without it.
+static void *nccl_library, *nccl_ranks;
+struct NcclId {
+    char bytes[128];
+};
+static_assert(sizeof(NcclId) == sizeof(Board::greeting));
+template <typename... Arguments> static int nccl_status(const char* name, Arguments... arguments) {
+    auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
+    if (!function) fail("NCCL lacks %s: version 2.10 or later is needed", name);
+    return function(arguments...);
+}
+static void nccl(const char* name, auto... arguments) {
+    int status = nccl_status(name, arguments...);
+    if (status)
+        fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
+}
+
+static std::string backend_meet() {
+    const char *file = getenv("NCCL_LIBRARY"), *address = getenv("MASTER_ADDR"),
+               *port = getenv("MASTER_PORT");
+    nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
+    if (!nccl_library)
+        fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
+    bool asks_host = address && port && !world.forked;  // by TCP, also from other machines
+    if (asks_host) setenv("NCCL_COMM_ID", text("%s:%d", address, atoi(port) + 1).c_str(), 0);
+    NcclId id;
+    if (asks_host || !world.rank) nccl("ncclGetUniqueId", &id);
+    if (!asks_host && !world.rank) memcpy(board->greeting, &id, sizeof id), board->greeting_written = 1;
+    while (!asks_host && !board->greeting_written) usleep(1000);
+    if (!asks_host) memcpy(&id, board->greeting, sizeof id);
+    nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
+    int version = 0;
+    nccl("ncclGetVersion", &version);
+    return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
+}
+static std::string backend_broken() {
+    int status = 0;
+    bool broken = ranks_met && (nccl_status("ncclCommGetAsyncError", nccl_ranks, &status) || status);
+    return broken ? text("NCCL reported error %d: a rank of another machine is gone", status) : "";
+}
+static void backend_exchange(const std::vector<Message>& messages) {
+    const int BYTES = 0;  // ncclInt8
+    nccl("ncclGroupStart");
+    for (const Message& a : messages) {
+        if (a.sent_bytes) nccl("ncclSend", a.sent, a.sent_bytes, BYTES, a.peer, nccl_ranks, lane->stream);
+        if (a.received_bytes)
+            nccl("ncclRecv", a.received, a.received_bytes, BYTES, a.peer, nccl_ranks, lane->stream);
+    }
+    nccl("ncclGroupEnd");
 }
 
 static void backend_replay(Recording* recording, auto launches) {
@@ -5446,6 +5920,7 @@ template <typename Layer> __global__ void teams_kernel(Layer layer) {
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
+    if (!items) return;  // of few weights the last of several ranks has none
     if constexpr (requires { Layer::THREADS; }) {
         launch(teams_kernel<Layer>, (int)items, Layer::THREADS, 0, layer);
     } else {
