@@ -2416,8 +2416,10 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ---- memory of a run --------------------------------------------------------------------------------------
 
-// In how many parts a batch goes through the network.
-static unsigned parts_of(const Model* m) { return ceil_div(m->config.batch_size, m->plan.batch); }
+// In how many parts a batch goes through the network, on this rank: see share_batch.
+static unsigned parts_of(const Model* m) {
+    return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
+}
 // And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1); }
 
@@ -2509,12 +2511,14 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
             other.batch_size = batch_size;
             return has_memory(plan_model(other, at_a_time, m.plan.training));
         };
-        while (fits > 0 && !would_fit(fits, fits)) fits /= 2;
+        int ranks = m.plan.training ? world.size : 1;
+        while (fits > 0 && !would_fit(fits * ranks, fits)) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
         bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
         if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
-             in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "", fits);
+             in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
+             fits * ranks);
     }
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
@@ -2884,7 +2888,7 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     size_t P = m->plan.num_floats, decayed = m->plan.num_decayed;
     auto [first, n] = m->mine;
-    int parts = (int)parts_of(m) / world.size;  // check_ranks: without a rest
+    int parts = (int)parts_of(m);
     BatchLoss loss = batch_loss(m, c.batch_size);
     OptimiserMemory memory = *m;
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
@@ -4208,7 +4212,7 @@ static void print_run(const Model& m) {
     printf("%s\n", column % 3 ? "\n" : "");
     print_plan(plan);
     std::string copies;
-    if (plan.training)
+    if (plan.training && !is_shared(&m))
         copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
                       ema_count(c) ? ", EMA" : "");
     printf("%zu parameters in %zu tensors; memory: %s weights%s, %s activations%s and scratch; %s in all\n\n",
@@ -4270,9 +4274,9 @@ static double time_step(Config config, int batch, double seconds, int least) {
 
 // How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
-    int batch = config.batch_size;
-    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, batch);
-    double ms = time_step(config, batch, 2, ON_GPU ? 3 : 1) * config.batch_size / batch;
+    int own = config.batch_size / std::exchange(world, World()).size, batch = own;  // a rank's, timed alone
+    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, own);
+    double ms = time_step(config, batch, 2, ON_GPU ? 3 : 1) * own / batch;
     std::string how = batch == config.batch_size
                           ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);

@@ -1,0 +1,261 @@
+"""Several ranks: the same bits as one, and an end in order whatever becomes of one of them.
+
+On the CPU --processes makes the ranks; everything but what carries their messages is as with --gpus.
+"""
+import dataclasses
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from harness import (
+    RESUMED, SMALL, TOY, TRAIN, checkpoint_in, metrics_in, perturbed_file, picture, refused, run,
+    start_flags)
+from unet_io import Config
+
+EVERYTHING = dataclasses.replace(
+    RESUMED, batch_size=16, grad_clip=0.5, skip_outliers=1.0, ema_rate=(0.9, 0.99), min_snr_gamma=5.0)
+# ragged: the last part of 14 images has two
+SHAPES = {"even": (16, 2), "ragged": (14, 4)}
+
+
+def files_of(folder):
+    """What a run leaves that must not depend on the number of ranks."""
+    return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()
+            if path.suffix in (".bin", ".png", ".txt")}
+
+
+def nothing_is_left():
+    """No process of ours holds a board, and no file of one lies about."""
+    return not list(pathlib.Path("/dev/shm").glob(f"train_unet_{os.getuid()}_*"))
+
+
+@pytest.mark.parametrize("batch, microbatch", SHAPES.values(), ids=SHAPES)
+def test_same_bits(tmp_path, images8, batch, microbatch):
+    """20 steps with everything on 1, 2 and 4 ranks: checkpoints, grids, configuration; and the log's losses."""
+    config = dataclasses.replace(EVERYTHING, batch_size=batch)
+    flags = start_flags(config, images8, "run", 20, microbatch=microbatch, save_every=8, sample_every=10,
+                        keep=9, log_every=1, val_file=images8, val_every=5, num_samples=7)
+    found = {}
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        result = run(TRAIN, *flags, "--processes", ranks, cwd=folder)
+        assert f"{ranks} ranks through memory" in result.stdout or ranks == 1
+        found[ranks] = files_of(folder / "run")
+        assert len(found[ranks]) == 6 and found[ranks] == found[1]
+        lines = metrics_in(folder / "run")
+        assert [line["loss"] for line in lines] == [line["loss"] for line in metrics_in(tmp_path / "1/run")]
+        assert all(("images_per_s_per_rank" in line) == (ranks > 1) for line in lines)
+        validated = re.findall(r"validation loss (\S+)", result.stdout)
+        assert len(validated) == 4 and (ranks == 1 or validated == first)
+        first = validated
+    assert nothing_is_left()
+
+
+def test_more_ranks_than_weights(tmp_path, images4):
+    """The smallest model has fewer chunks of weights than there are ranks: some have none."""
+    flags = start_flags(Config(**SMALL | dict(batch_size=16)), images4, "run", 3, microbatch=1)
+    for ranks in (1, 16):
+        (tmp_path / str(ranks)).mkdir()
+        run(TRAIN, *flags, "--processes", ranks, cwd=tmp_path / str(ranks))
+    assert files_of(tmp_path / "16/run") == files_of(tmp_path / "1/run")
+
+
+def test_own_share_is_a_part(tmp_path, images8):
+    """Without --microbatch a rank's share is one part, and the log says what repeats the run on one rank."""
+    config = Config(**TOY | dict(batch_size=8))
+    for name, more in (("four", ["--processes", 4]), ("one", ["--microbatch", 2])):
+        (tmp_path / name).mkdir()
+        result = run(TRAIN, *start_flags(config, images8, "run", 4), *more, cwd=tmp_path / name)
+        assert "--microbatch 2 makes the same on any number" in result.stdout or name == "one"
+    assert files_of(tmp_path / "four/run") == files_of(tmp_path / "one/run")
+
+
+def test_resume_on_other_numbers(tmp_path, images8):
+    """Stopped on 4 ranks, resumed on 1, stopped, resumed on 2: the bits of the run that was never stopped."""
+    config = dataclasses.replace(EVERYTHING, batch_size=8)
+    flags = start_flags(config, images8, tmp_path / "whole", 18, microbatch=2, save_every=6, sample_every=0, keep=9)
+    run(TRAIN, *flags)
+    folder = tmp_path / "parts"
+    flags[flags.index(tmp_path / "whole")] = folder
+    run(TRAIN, *flags, "--processes", 4)
+    for step, ranks in ((6, 1), (12, 2)):
+        for later in (12, 18):
+            if later > step:
+                checkpoint_in(folder, later).unlink(missing_ok=True)
+        run(TRAIN, "--resume", folder, "--processes", ranks)
+        expected = checkpoint_in(tmp_path / "whole", 18).read_bytes()
+        assert checkpoint_in(folder, 18).read_bytes() == expected
+
+
+def test_pictures(tmp_path, images8):
+    """--generate on 1, 2 and 4 ranks: grid, strip and single pictures, guided, batches of three."""
+    config = dataclasses.replace(EVERYTHING)
+    perturbed_file(tmp_path / "model.bin", config)
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run(TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", 10, "--sample_steps", 4, "--strip", 3,
+            "--batch_size", 3, "--guidance_scale", 2, "--output_dir", "each", "--processes", ranks, cwd=folder)
+        files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.png")}
+        assert len(files) == 12 and (ranks == 1 or files == one)
+        one = files
+    assert len({picture(tmp_path / f"4/each/{seed:06d}.png").tobytes() for seed in range(10)}) == 10
+
+
+def start(folder, images, *more, ranks=4, wait_for=1, steps=40, **options):
+    """A run of several ranks that has done some steps, and the ranks' process ids."""
+    flags = start_flags(Config(**TOY | dict(batch_size=8)), images, folder, steps, microbatch=2, log_every=1,
+                        save_every=2, sample_every=0)
+    process = subprocess.Popen([str(word) for word in (TRAIN, *flags, "--processes", ranks, *more)], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    for line in process.stdout:
+        if line.startswith(f"step {wait_for}/"):
+            break
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == ranks - 1
+    return process, [process.pid, *map(int, children)]
+
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pids, seconds=30):
+    limit = time.time() + seconds
+    while any(map(is_alive, pids)):
+        assert time.time() < limit, "a rank did not end"
+        time.sleep(0.01)
+
+
+def test_kills(tmp_path, images8):
+    """Each rank is killed at random moments, thirty times in all: the others end with a sentence that names it;
+    resumed with another number of ranks, the run ends with the bits of one that nobody killed."""
+    process, _ = start(tmp_path / "whole", images8, ranks=2)
+    process.communicate(timeout=100)
+    whole = checkpoint_in(tmp_path / "whole", 40).read_bytes()
+    chance = random.Random(15)
+    for kill in range(30):
+        folder = tmp_path / str(kill)
+        process, pids = start(folder, images8, wait_for=chance.randint(3, 30))
+        time.sleep(chance.random() * 0.05)
+        os.kill(pids[kill % 4], signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+        wait_for_end(pids)
+        assert errors.count("error:") == 1 and f"rank {kill % 4} failed or was killed" in errors, errors
+        assert process.returncode == (1 if kill % 4 else -signal.SIGKILL)
+        run(TRAIN, "--resume", folder, "--processes", (1, 2, 4)[kill % 3])
+        assert checkpoint_in(folder, 40).read_bytes() == whole
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stops(tmp_path, images8, number, rank):
+    """Ctrl-C or SIGTERM at any rank: all end at the same step with a whole checkpoint, and the run goes on."""
+    process, pids = start(tmp_path / "run", images8, wait_for=5, steps=100000)
+    os.kill(pids[rank], number)
+    output, errors = process.communicate(timeout=30)
+    wait_for_end(pids)
+    assert process.returncode == 0 and not errors
+    step = int(re.search(r"stopped at step (\d+)", output)[1])
+    assert checkpoint_in(tmp_path / "run", step).is_file()
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", step + 2)
+
+
+def test_stop_while_drawing(tmp_path, images8):
+    """A stop of one rank while pictures are drawn: nothing is written, as with one process."""
+    perturbed_file(tmp_path / "model.bin", EVERYTHING)
+    process = subprocess.Popen([TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", "2000", "--processes",
+                                "2", "--batch_size", "20"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    process.stdout.readline(), process.stdout.readline()
+    child = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    os.kill(int(child), signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "nothing was written" in errors and not list(tmp_path.glob("*.png"))
+
+
+def test_failures_are_told_once(tmp_path, images8):
+    """What fails on every rank, or on one, ends all of them with one sentence."""
+    data = start_flags(Config(**TOY | dict(batch_size=8)), tmp_path / "none.bin", tmp_path / "run", 5)
+    refused(TRAIN, *data, "--processes", 4, says="there is no")
+    process, pids = start(tmp_path / "full", images8, preexec_fn=lambda: os.sched_setaffinity(0, {0}), steps=10**6)
+    shutil.rmtree(tmp_path / "full")  # as an unplugged disk: the next checkpoint can't be written
+    _, errors = process.communicate(timeout=30)
+    wait_for_end(pids)
+    assert process.returncode == 1 and errors.count("error:") == 1 and "can't write" in errors, errors
+    assert nothing_is_left()
+
+
+LAUNCHERS = {
+    "torchrun": lambda rank, size, port: {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank,
+                                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    "srun": lambda rank, size, port: {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": size, "SLURM_LOCALID": rank},
+    "mpirun": lambda rank, size, port: {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size,
+                                        "OMPI_COMM_WORLD_LOCAL_RANK": rank},
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launchers(tmp_path, images8, name):
+    """Started as launchers do, in any order: the bits of --processes. A killed rank ends the others here too."""
+    flags = start_flags(Config(**TOY | dict(batch_size=8)), images8, "run", 10, microbatch=2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for kills in (False, True):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        words = [str(word) for word in flags[:-2] + (["--steps", 10**6] if kills else []) + flags[-2:]]
+        ranks = {rank: subprocess.Popen(
+            [TRAIN, *words], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {key: str(value) for key, value in LAUNCHERS[name](rank, 4, port).items()})
+            for rank in (2, 0, 3, 1)}
+        if kills:
+            time.sleep(0.5)
+            ranks[1].kill()
+        output = {rank: process.communicate(timeout=60) for rank, process in ranks.items()}
+        assert [ranks[rank].returncode for rank in range(4)] == ([1, -9, 1, 1] if kills else [0] * 4), output
+        errors = "".join(error for _, error in output.values())
+        assert errors.count("rank 1 failed or was killed") == kills
+        assert kills or not any(output[rank][0] for rank in (1, 2, 3))
+    (tmp_path / "forked").mkdir()
+    run(TRAIN, *flags, "--processes", 4, cwd=tmp_path / "forked")
+    assert files_of(tmp_path / "False/run") == files_of(tmp_path / "forked/run")
+    assert nothing_is_left()
+
+
+def test_refusals(tmp_path, images8):
+    toy = start_flags(Config(**TOY | dict(batch_size=12)), images8, tmp_path / "run", 2)
+    refused(TRAIN, *toy, "--processes", 3, says=["3", "2, 4"])
+    refused(TRAIN, *toy, "--processes", 8, says=["--batch_size 12", "--batch_size 16", "8"])
+    refused(TRAIN, *toy, "--processes", 4, "--microbatch", 2, says=["are 6", "2 would do"])
+    refused(TRAIN, *toy, "--processes", 17, status=2, says="between 1 and 16")
+    refused(TRAIN, *toy, "--gpus", 2, status=2, says="--processes")
+    launched = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    refused(TRAIN, *toy, "--processes", 2, status=2, says="a launcher has started 2", env=launched)
+    for name, value in (("RANK", "2"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "")):
+        refused(TRAIN, *toy, says=[name, f"'{value}'"], env=launched | {name: value})
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run(images8):
+    """Memory of a rank, which shrinks with their number, and what travels."""
+    toy = ("--preset", "unet64", "--dry_run", "--microbatch", 4, "--batch_size", 16)
+    sizes = []
+    for ranks in (1, 4):
+        output = run(TRAIN, *toy, "--processes", ranks, timeout=600).stdout
+        sizes.append(float(re.search(r"scratch; ([\d.]+) MB in all", output)[1]))
+        assert ("each of 4 ranks has this memory and 4 images of a step, for which it sends 61." in output) == (ranks > 1)
+    assert sizes[1] < sizes[0]
