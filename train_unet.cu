@@ -1974,17 +1974,17 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
     std::vector<SamplerStep> calls;
     auto guided = guidance_interval(c);
-    uint32_t number = 0;
     auto call_at = [&](int timestep) {
-        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
-        if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
-        if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
-        SamplerStep s = {++number, timestep, c.threshold, (float)from_x, (float)from_out};
+        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
         double part = (double)timestep / c.diffusion_steps;
+        SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
+        if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
+        if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
         if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
         return s;
     };
     auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
+        s.number = (uint32_t)calls.size();
         s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
         calls.push_back(s);
     };
@@ -1999,8 +1999,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         int i = places[k], to = places[k + 1];
         double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
         if (to > i) {  // back into the noise, as the chain itself goes
-            add({.number = ++number, .to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)},
-                next);
+            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
             continue;
         }
         double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
