@@ -1946,9 +1946,8 @@ static std::vector<int> places_of(const Config& c, int n) {
     for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
     for (int i = n - 1; i >= 0; i--) {
         places.push_back(i);
-        if (!jumps[i]) continue;
-        jumps[i]--;
-        for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
+        if (jumps[i]-- > 0)
+            for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
     }
     places.push_back(-1);
     return places;
