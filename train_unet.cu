@@ -1592,21 +1592,20 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto add_attention = [&] {
         if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
     };
-    auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
-    for (int level = 0; level < levels; level++) {
-        begin_group(text("input_blocks.%d", count++));
-        level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
-        encoder_output();
-        width = level_width(c, level);
-        for (int i = 0; i < c.num_res_blocks; i++) {
+    for (int level = 0; level < levels; level++)
+        for (int i = 0; i <= c.num_res_blocks; i++) {
             begin_group(text("input_blocks.%d", count++));
-            add(BLOCK_RES);
-            add_attention();
-            encoder_output();
+            if (i > 0) {
+                add(BLOCK_RES);
+                add_attention();
+            } else {
+                level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
+                width = level_width(c, level);
+            }
+            skips.push_back((int)plan.blocks.size() - 1);
         }
-    }
     begin_group("middle_block");
     for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
     count = 0;
