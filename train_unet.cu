@@ -1409,8 +1409,9 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
     plan->tensors.push_back(t);
 }
 
-// Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
-// The block comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
+// Adds a block behind the last one, declares its tensors in the order of PyTorch's named_parameters() and
+// counts the memory it works in; take() stops the program where that is too little for its scratch. The block
+// comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
     if (block.kind == BLOCK_EMBED) {
@@ -1433,13 +1434,22 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         add_parameter(plan, layer + "weight", shape, init);
         add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
     };
-    int K = block.C + block.C2, O = block.O;
+    int C = block.C, K = C + block.C2, O = block.O;
+    size_t B = plan->batch, T = (size_t)block.H * block.H, out_T = (size_t)block.out_H * block.out_H;
+    size_t larger = std::max(T, out_T), float2s = B * norm_parts((int)larger) * sizeof(float2);
+    size_t norm = 2 * B * sizeof(float2);  // what it leaves of a channel
+    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    size_t &hidden = block.hidden.bytes, &inner = block.inner.bytes, &stats = block.stats.bytes;
+    size_t &forward = block.scratch_forward.bytes, &backward = block.scratch_backward.bytes;
+    size_t& late = block.late.bytes;
+    size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
     block.param = (int)plan->tensors.size();
     switch (block.kind) {
         case BLOCK_EMBED:
-            add_layer("0.", {O, block.C});
+            add_layer("0.", {O, C});
             add_layer("2.", {O, O});
             if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
+            hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
             break;
         case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
@@ -1449,23 +1459,33 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("out_layers.0.", {O}, INIT_ONES);
             add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
             if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
+            hidden = bytes_of(B * out_T * O), late = bytes_of(B * out_T * K), stats = aligned(norm * (K + O));
+            forward = bytes_of(B * out_T * std::max(K, O)) + resized + aligned(float2s * O);
+            backward = hidden + resized + aligned(float2s * std::max(K, O));
             break;
         case BLOCK_ATTENTION:
             add_layer("norm.", {K}, INIT_ONES);
             add_layer("qkv.", {3 * K, K, 1});
             add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
             block.heads = heads_of(c, K, decoder);
+            hidden = bytes_of(3 * B * T * C), inner = forward = bytes_of(B * T * C), late = hidden + inner;
+            backward = inner + aligned(float2s * C);
+            stats = aligned(norm * C + B * block.heads * T * sizeof(float));
             break;
         case BLOCK_DOWN:
         case BLOCK_UP:
-            if (c.conv_resample) add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
+            if (!c.conv_resample) break;
+            add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
+            forward = bytes_of(B * larger * C), backward = 2 * forward;
             break;
         case BLOCK_OUT:
             add_layer("0.", {K}, INIT_ONES);
             add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
+            forward = late = bytes_of(B * T * C), backward = aligned(float2s * C), stats = aligned(norm * C);
             break;
     }
     block.num_params = (int)plan->tensors.size() - block.param;
+    if (!plan->training) backward = late = 0;
     plan->blocks.push_back(block);
 }
 
@@ -1497,56 +1517,26 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for what resampling without weights reads and the embedding's output that is only added.
-// The network's own output stays for the caller. take() stops the program where scratch is counted too small.
-static void size_buffers(Plan* plan, const Config& c) {
+// The size of what blocks write, and every buffer's moments, from its first writer to its last reader.
+// Backward reads again what forward read, but for what resampling without weights reads and the embedding's
+// output that is only added. The network's own output stays for the caller.
+static void time_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
-    size_t B = plan->batch;
-    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    auto during = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
-        size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
-        size_t stats = 0, forward = 0, backward = 0, late = 0;
         int back = 2 * n - 1 - i;                                       // the block's moment in backward
         int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
-        size_t norm = 4 * B, float2s = B * norm_parts((int)larger) * sizeof(float2);
-        size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
-        size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
-        switch (b.kind) {
-            case BLOCK_EMBED:
-                b.hidden = {0, bytes_of(3 * B * E), i, kept}, b.inner = {0, bytes_of(B * C), i, kept};
-                backward = 3 * bytes_of(B * E);
-                break;
-            case BLOCK_RES:
-                b.hidden = {0, bytes_of(B * out_T * O), i, kept + plan->training};  // dh, read as `late` is
-                stats = norm * (C + b.C2 + O), forward = bytes_of(B * out_T * wide) + resized + moments;
-                backward = bytes_of(B * out_T * O) + resized + sums, late = bytes_of(B * out_T * (C + b.C2));
-                break;
-            case BLOCK_ATTENTION:
-                b.hidden = {0, bytes_of(3 * B * T * C), i, kept}, b.inner = {0, bytes_of(B * T * C), i, kept};
-                stats = norm * C + B * b.heads * T;
-                forward = bytes_of(B * T * C), backward = forward + sums;
-                late = bytes_of(3 * B * T * C) + forward;
-                break;
-            case BLOCK_DOWN:
-            case BLOCK_UP:
-                if (b.num_params) forward = bytes_of(B * larger * C), backward = 2 * forward;
-                break;
-            case BLOCK_OUT: stats = norm * C, forward = late = bytes_of(B * T * C), backward = sums; break;
-            case BLOCK_CONV_IN: break;
-        }
-        size_t out = bytes_of(B * out_T * padded(b.O));
-        b.out = {0, out, i, i < n - 1 ? i : 2 * n};
-        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
+        size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
+        b.out = {0, aligned(B * pixels * padded(b.O) * sizeof(floatX)), i, i < n - 1 ? i : 2 * n};
         if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
-            b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
-        b.scratch_forward = {0, forward, i, i};
-        if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
-            b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
-            b.scratch_backward = {0, backward, back, back}, b.late = {0, late, back, back + 1};
-        }
+            b.moments = {0, aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2)), i, i};
+        if (plan->training)  // before the walk back the network's gradient is given; the ends' stay on
+            b.gradient = {0, b.out.bytes, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
+        during(&b.hidden, i, kept + (plan->training && b.kind == BLOCK_RES));  // dh, read as `late` is
+        during(&b.inner, i, kept), during(&b.stats, i, kept);
+        during(&b.scratch_forward, i, i), during(&b.scratch_backward, back, back);
+        during(&b.late, back, back + 1);
         for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
@@ -1622,7 +1612,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     assert(skips.empty());
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     join_projections(&plan);
-    size_buffers(&plan, c);
+    time_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
 }

@@ -429,7 +429,7 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     plan.tensors.clear();  // theirs
     add_block(&plan, c, "block", {.kind = kind, .O = p.dim(residual ? "O" : "C"), .skip = C2 ? 1 : -1});
     join_projections(&plan);
-    size_buffers(&plan, c);
+    time_buffers(&plan, c);
     return plan;
 }
 
