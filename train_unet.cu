@@ -1248,21 +1248,18 @@ struct ResBlock : Module {
         if (modulates) norm2.modulation = std::exchange(emb, {});
         const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
         if (widens) on_side_lane([&] { product_forward(residual, x, skip); });
-        Joined input1 = normed1, input2 = normed2;  // of the convolutions
         if (resizes) {
             groupnorm_forward(before, norm1);
             resize(normed1, before), resize(residual, x.first);
-        } else {
-            input1 = groupnorm_for_product(normed1, norm1, block.O);
         }
+        Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
         backend_join(embedding);
         product_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
             run(Dropout<floatX>{normed2, dropping});
-        } else {
-            input2 = groupnorm_for_product(normed2, norm2, block.O);
         }
+        Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
         backend_join();
         product_forward(out, input2, conv2, {.residual = residual});
     }
