@@ -1102,9 +1102,8 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, in
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
-    if (!block.moments.bytes) return out;
-    out.moments = (float2*)(m->arena + block.moments.offset);
-    assert((size_t)B * norm_parts(out.H * out.W) * out.C * sizeof(float2) <= block.moments.bytes);
+    if (block.moments.bytes) out.moments = (float2*)(m->arena + block.moments.offset);
+    assert(!out.moments || (size_t)B * norm_parts(out.T()) * out.C * sizeof(float2) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
