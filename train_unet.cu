@@ -1402,6 +1402,7 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
                            : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
     plan->num_parameters += t.count, plan->num_floats += t.size;
+    if (t.ndim > 1) plan->num_decayed += t.size;
     plan->tensors.push_back(t);
 }
 
@@ -1498,13 +1499,11 @@ static void join_projections(Plan* plan) {
         b.emb = embedding.O, embedding.O += weight->shape[0];
     }
     size_t offset = 0;
-    for (bool matrices : {true, false}) {
+    for (bool matrices : {true, false})
         for (bool projections : {true, false})
             for (Parameter& t : plan->tensors)
                 if ((t.ndim > 1) == matrices && joined.contains(&t) == projections)
                     t.offset = offset, offset += t.size;
-        if (matrices) plan->num_decayed = offset;
-    }
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
