@@ -1547,9 +1547,7 @@ static void time_buffers(Plan* plan, const Config& c) {
 // Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
-    for (Block& block : plan->blocks)
-        for (Buffer* buffer : buffers_of(&block))
-            if (buffer->bytes) buffers.push_back(buffer);
+    for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
     std::ranges::sort(buffers, {}, [](Buffer* b) { return std::pair(~b->bytes, b); });  // never alike
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
