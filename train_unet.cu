@@ -1129,23 +1129,21 @@ struct Module {
         return {of(block.input), of(block.skip)};
     }
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
-    template <typename Layer> Layer layer_at(size_t w, size_t bias) const {
-        Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
+    template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
+        Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
         return layer;
     }
     // Layer `n` of the block: a weight, and behind it its bias.
-    template <typename Layer> Layer layer(int n) const {
+    template <typename Layer> Layer layer(int n, const auto* weights) const {
         const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-        return layer_at<Layer>(tensors[0].offset, tensors[1].offset);
+        return layer_at<Layer>(weights, tensors[0].offset, tensors[1].offset);
     }
+    template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
     // Layer `n`, a norm of `input`; the block's norms before it are of so many channels.
     Norm norm_of(int n, Joined input, int before = 0) const {
-        Linear alike = layer<Linear>(n);  // its parameters lie as the norm's
-        Norm norm = {.x = input, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
-        norm.w = m->fp32_params + (alike.w - m->weights);
-        norm.bias = m->fp32_params + (alike.bias - m->weights);
-        norm.dw = alike.dw, norm.dbias = alike.dbias;
+        Norm norm = layer<Norm>(n, m->fp32_params);
+        norm.x = input, norm.groups = m->config.norm_groups, norm.silu = block.kind != BLOCK_ATTENTION;
         norm.statistics = (float2*)(m->arena + block.stats.offset) + (size_t)2 * B * before;
         norm.affine = norm.statistics + (size_t)B * input.C();
         return norm;
@@ -1176,7 +1174,7 @@ struct EmbedBlock : Module {
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at<Linear>(0, m->plan.num_decayed);
+    Linear projections = layer_at<Linear>(m->weights, 0, m->plan.num_decayed);
 
     void forward() {
         Tensor active = embedding;  // one after the other
