@@ -2038,10 +2038,6 @@ template <typename T> struct Drawing {
     SamplerState* state;           // how far they are
     const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
 
-    HOST_DEVICE void set(size_t at, float value) const {
-        x[at] = value, input.data[at] = (T)value;
-        if (weak_input) weak_input[at] = (T)value;
-    }
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
         if (s.guidance != 1) {
@@ -2122,7 +2118,8 @@ template <typename T> struct UpdatePictures {
                 if (known) next += step.to_known * known[e + i];
                 if (known && known[mask + i] > 0)
                     next = step.known_signal * known[e + i] + step.known_noise * masked[i];
-                drawing.set(at, next);
+                drawing.x[at] = next, drawing.input.data[at] = (T)next;
+                if (drawing.weak_input) drawing.weak_input[at] = (T)next;
                 drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
         }
