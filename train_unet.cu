@@ -1190,9 +1190,8 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, in
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
-    if (!block.moments.bytes) return out;
-    out.moments = (float2*)(m->arena + block.moments.offset);
-    assert((size_t)B * norm_parts(out.H * out.W) * out.C * sizeof(float2) <= block.moments.bytes);
+    if (block.moments.bytes) out.moments = (float2*)(m->arena + block.moments.offset);
+    assert(!out.moments || (size_t)B * norm_parts(out.T()) * out.C * sizeof(float2) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
@@ -1218,23 +1217,21 @@ struct Module {
         return {of(block.input), of(block.skip)};
     }
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
-    template <typename Layer> Layer layer_at(size_t w, size_t bias) const {
-        Layer layer = {.w = m->weights + w, .bias = m->weights + bias};
+    template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
+        Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
         return layer;
     }
     // Layer `n` of the block: a weight, and behind it its bias.
-    template <typename Layer> Layer layer(int n) const {
+    template <typename Layer> Layer layer(int n, const auto* weights) const {
         const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-        return layer_at<Layer>(tensors[0].offset, tensors[1].offset);
+        return layer_at<Layer>(weights, tensors[0].offset, tensors[1].offset);
     }
+    template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
     // Layer `n`, a norm of `input`; the block's norms before it are of so many channels.
     Norm norm_of(int n, Joined input, int before = 0) const {
-        Linear alike = layer<Linear>(n);  // its parameters lie as the norm's
-        Norm norm = {.x = input, .groups = m->config.norm_groups, .silu = block.kind != BLOCK_ATTENTION};
-        norm.w = m->fp32_params + (alike.w - m->weights);
-        norm.bias = m->fp32_params + (alike.bias - m->weights);
-        norm.dw = alike.dw, norm.dbias = alike.dbias;
+        Norm norm = layer<Norm>(n, m->fp32_params);
+        norm.x = input, norm.groups = m->config.norm_groups, norm.silu = block.kind != BLOCK_ATTENTION;
         norm.statistics = (float2*)(m->arena + block.stats.offset) + (size_t)2 * B * before;
         norm.affine = norm.statistics + (size_t)B * input.C();
         return norm;
@@ -1265,7 +1262,7 @@ struct EmbedBlock : Module {
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
     // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at<Linear>(0, m->plan.num_decayed);
+    Linear projections = layer_at<Linear>(m->weights, 0, m->plan.num_decayed);
 
     void forward() {
         Tensor active = embedding;  // one after the other
@@ -1336,21 +1333,18 @@ struct ResBlock : Module {
         if (modulates) norm2.modulation = std::exchange(emb, {});
         const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
         if (widens) on_side_lane([&] { product_forward(residual, x, skip); });
-        Joined input1 = normed1, input2 = normed2;  // of the convolutions
         if (resizes) {
             groupnorm_forward(before, norm1);
             resize(normed1, before), resize(residual, x.first);
-        } else {
-            input1 = groupnorm_for_product(normed1, norm1, block.O);
         }
+        Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
         backend_join(embedding);
         product_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
             run(Dropout<floatX>{normed2, dropping});
-        } else {
-            input2 = groupnorm_for_product(normed2, norm2, block.O);
         }
+        Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
         backend_join();
         product_forward(out, input2, conv2, {.residual = residual});
     }
@@ -1494,11 +1488,13 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
     t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
                            : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
     plan->num_parameters += t.count, plan->num_floats += t.size;
+    if (t.ndim > 1) plan->num_decayed += t.size;
     plan->tensors.push_back(t);
 }
 
-// Adds a block behind the last one and declares its tensors in the order of PyTorch's named_parameters().
-// The block comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
+// Adds a block behind the last one, declares its tensors in the order of PyTorch's named_parameters() and
+// counts the memory it works in; take() stops the program where that is too little for its scratch. The block
+// comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
     if (block.kind == BLOCK_EMBED) {
@@ -1521,13 +1517,22 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         add_parameter(plan, layer + "weight", shape, init);
         add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
     };
-    int K = block.C + block.C2, O = block.O;
+    int C = block.C, K = C + block.C2, O = block.O;
+    size_t B = plan->batch, T = (size_t)block.H * block.H, out_T = (size_t)block.out_H * block.out_H;
+    size_t larger = std::max(T, out_T), float2s = B * norm_parts((int)larger) * sizeof(float2);
+    size_t norm = 2 * B * sizeof(float2);  // what it leaves of a channel
+    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    size_t &hidden = block.hidden.bytes, &inner = block.inner.bytes, &stats = block.stats.bytes;
+    size_t &forward = block.scratch_forward.bytes, &backward = block.scratch_backward.bytes;
+    size_t& late = block.late.bytes;
+    size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
     block.param = (int)plan->tensors.size();
     switch (block.kind) {
         case BLOCK_EMBED:
-            add_layer("0.", {O, block.C});
+            add_layer("0.", {O, C});
             add_layer("2.", {O, O});
             if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
+            hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
             break;
         case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
         case BLOCK_RES:
@@ -1537,23 +1542,33 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
             add_layer("out_layers.0.", {O}, INIT_ONES);
             add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
             if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
+            hidden = bytes_of(B * out_T * O), late = bytes_of(B * out_T * K), stats = aligned(norm * (K + O));
+            forward = bytes_of(B * out_T * std::max(K, O)) + resized + aligned(float2s * O);
+            backward = hidden + resized + aligned(float2s * std::max(K, O));
             break;
         case BLOCK_ATTENTION:
             add_layer("norm.", {K}, INIT_ONES);
             add_layer("qkv.", {3 * K, K, 1});
             add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
             block.heads = heads_of(c, K, decoder);
+            hidden = bytes_of(3 * B * T * C), inner = forward = bytes_of(B * T * C), late = hidden + inner;
+            backward = inner + aligned(float2s * C);
+            stats = aligned(norm * C + B * block.heads * T * sizeof(float));
             break;
         case BLOCK_DOWN:
         case BLOCK_UP:
-            if (c.conv_resample) add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
+            if (!c.conv_resample) break;
+            add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
+            forward = bytes_of(B * larger * C), backward = 2 * forward;
             break;
         case BLOCK_OUT:
             add_layer("0.", {K}, INIT_ONES);
             add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
+            forward = late = bytes_of(B * T * C), backward = aligned(float2s * C), stats = aligned(norm * C);
             break;
     }
     block.num_params = (int)plan->tensors.size() - block.param;
+    if (!plan->training) backward = late = 0;
     plan->blocks.push_back(block);
 }
 
@@ -1570,13 +1585,11 @@ static void join_projections(Plan* plan) {
         b.emb = embedding.O, embedding.O += weight->shape[0];
     }
     size_t offset = 0;
-    for (bool matrices : {true, false}) {
+    for (bool matrices : {true, false})
         for (bool projections : {true, false})
             for (Parameter& t : plan->tensors)
                 if ((t.ndim > 1) == matrices && joined.contains(&t) == projections)
                     t.offset = offset, offset += t.size;
-        if (matrices) plan->num_decayed = offset;
-    }
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -1585,56 +1598,26 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// Every buffer's size, and the moments from its first writer to its last reader. Backward reads again what
-// forward read, but for what resampling without weights reads and the embedding's output that is only added.
-// The network's own output stays for the caller. take() stops the program where scratch is counted too small.
-static void size_buffers(Plan* plan, const Config& c) {
+// The size of what blocks write, and every buffer's moments, from its first writer to its last reader.
+// Backward reads again what forward read, but for what resampling without weights reads and the embedding's
+// output that is only added. The network's own output stays for the caller.
+static void time_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
-    size_t B = plan->batch;
-    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    auto during = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        size_t C = b.C, O = b.O, E = embedding_width(c), wide = std::max(C + b.C2, O);
-        size_t T = (size_t)b.H * b.H, out_T = (size_t)b.out_H * b.out_H, larger = std::max(T, out_T);
-        size_t stats = 0, forward = 0, backward = 0, late = 0;
         int back = 2 * n - 1 - i;                                       // the block's moment in backward
         int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
-        size_t norm = 4 * B, float2s = B * norm_parts((int)larger) * sizeof(float2);
-        size_t sums = aligned(float2s * wide), moments = aligned(float2s * O);
-        size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
-        switch (b.kind) {
-            case BLOCK_EMBED:
-                b.hidden = {0, bytes_of(3 * B * E), i, kept}, b.inner = {0, bytes_of(B * C), i, kept};
-                backward = 3 * bytes_of(B * E);
-                break;
-            case BLOCK_RES:
-                b.hidden = {0, bytes_of(B * out_T * O), i, kept + plan->training};  // dh, read as `late` is
-                stats = norm * (C + b.C2 + O), forward = bytes_of(B * out_T * wide) + resized + moments;
-                backward = bytes_of(B * out_T * O) + resized + sums, late = bytes_of(B * out_T * (C + b.C2));
-                break;
-            case BLOCK_ATTENTION:
-                b.hidden = {0, bytes_of(3 * B * T * C), i, kept}, b.inner = {0, bytes_of(B * T * C), i, kept};
-                stats = norm * C + B * b.heads * T;
-                forward = bytes_of(B * T * C), backward = forward + sums;
-                late = bytes_of(3 * B * T * C) + forward;
-                break;
-            case BLOCK_DOWN:
-            case BLOCK_UP:
-                if (b.num_params) forward = bytes_of(B * larger * C), backward = 2 * forward;
-                break;
-            case BLOCK_OUT: stats = norm * C, forward = late = bytes_of(B * T * C), backward = sums; break;
-            case BLOCK_CONV_IN: break;
-        }
-        size_t out = bytes_of(B * out_T * padded(b.O));
-        b.out = {0, out, i, i < n - 1 ? i : 2 * n};
-        b.stats = {0, aligned(stats * sizeof(float)), i, kept};
+        size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
+        b.out = {0, aligned(B * pixels * padded(b.O) * sizeof(floatX)), i, i < n - 1 ? i : 2 * n};
         if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
-            b.moments = {0, aligned(B * norm_parts(b.out_H * b.out_H) * O * sizeof(float2)), i, i};
-        b.scratch_forward = {0, forward, i, i};
-        if (plan->training) {  // before the walk back the network's gradient is given; the ends' stay on
-            b.gradient = {0, out, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
-            b.scratch_backward = {0, backward, back, back}, b.late = {0, late, back, back + 1};
-        }
+            b.moments = {0, aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2)), i, i};
+        if (plan->training)  // before the walk back the network's gradient is given; the ends' stay on
+            b.gradient = {0, b.out.bytes, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
+        during(&b.hidden, i, kept + (plan->training && b.kind == BLOCK_RES));  // dh, read as `late` is
+        during(&b.inner, i, kept), during(&b.stats, i, kept);
+        during(&b.scratch_forward, i, i), during(&b.scratch_backward, back, back);
+        during(&b.late, back, back + 1);
         for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
@@ -1650,9 +1633,7 @@ static void size_buffers(Plan* plan, const Config& c) {
 // Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
-    for (Block& block : plan->blocks)
-        for (Buffer* buffer : buffers_of(&block))
-            if (buffer->bytes) buffers.push_back(buffer);
+    for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
     std::ranges::sort(buffers, {}, [](Buffer* b) { return std::pair(~b->bytes, b); });  // never alike
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
@@ -1680,21 +1661,20 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto add_attention = [&] {
         if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
     };
-    auto encoder_output = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
-    for (int level = 0; level < levels; level++) {
-        begin_group(text("input_blocks.%d", count++));
-        level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
-        encoder_output();
-        width = level_width(c, level);
-        for (int i = 0; i < c.num_res_blocks; i++) {
+    for (int level = 0; level < levels; level++)
+        for (int i = 0; i <= c.num_res_blocks; i++) {
             begin_group(text("input_blocks.%d", count++));
-            add(BLOCK_RES);
-            add_attention();
-            encoder_output();
+            if (i > 0) {
+                add(BLOCK_RES);
+                add_attention();
+            } else {
+                level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
+                width = level_width(c, level);
+            }
+            skips.push_back((int)plan.blocks.size() - 1);
         }
-    }
     begin_group("middle_block");
     for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
     count = 0;
@@ -1711,7 +1691,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     assert(skips.empty());
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     join_projections(&plan);
-    size_buffers(&plan, c);
+    time_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
 }
@@ -2034,9 +2014,8 @@ static std::vector<int> places_of(const Config& c, int n) {
     for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
     for (int i = n - 1; i >= 0; i--) {
         places.push_back(i);
-        if (!jumps[i]) continue;
-        jumps[i]--;
-        for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
+        if (jumps[i]-- > 0)
+            for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
     }
     places.push_back(-1);
     return places;
@@ -2062,17 +2041,17 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
     std::vector<SamplerStep> calls;
     auto guided = guidance_interval(c);
-    uint32_t number = 0;
     auto call_at = [&](int timestep) {
-        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]), from_x = 0, from_out = 1;
-        if (c.predict == PREDICT_EPS) from_x = 1 / alpha, from_out = -noise / alpha;
-        if (c.predict == PREDICT_V) from_x = alpha, from_out = -noise;
-        SamplerStep s = {++number, timestep, c.threshold, (float)from_x, (float)from_out};
+        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
         double part = (double)timestep / c.diffusion_steps;
+        SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
+        if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
+        if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
         if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
         return s;
     };
     auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
+        s.number = (uint32_t)calls.size();
         s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
         calls.push_back(s);
     };
@@ -2087,8 +2066,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         int i = places[k], to = places[k + 1];
         double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
         if (to > i) {  // back into the noise, as the chain itself goes
-            add({.number = ++number, .to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)},
-                next);
+            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
             continue;
         }
         double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
@@ -2148,10 +2126,6 @@ template <typename T> struct Drawing {
     SamplerState* state;           // how far they are
     const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
 
-    HOST_DEVICE void set(size_t at, float value) const {
-        x[at] = value, input.data[at] = (T)value;
-        if (weak_input) weak_input[at] = (T)value;
-    }
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
         if (s.guidance != 1) {
@@ -2232,7 +2206,8 @@ template <typename T> struct UpdatePictures {
                 if (known) next += step.to_known * known[e + i];
                 if (known && known[mask + i] > 0)
                     next = step.known_signal * known[e + i] + step.known_noise * masked[i];
-                drawing.set(at, next);
+                drawing.x[at] = next, drawing.input.data[at] = (T)next;
+                if (drawing.weak_input) drawing.weak_input[at] = (T)next;
                 drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
             }
         }

@@ -426,10 +426,10 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     add_block(&plan, c, "emb", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
     if (C2) add_block(&plan, c, "x2", {.kind = BLOCK_CONV_IN, .O = C2});
     add_block(&plan, c, "x", {.kind = BLOCK_CONV_IN, .O = p.dim("C")});
-    plan.tensors.clear();  // theirs
+    plan.tensors.clear(), plan.num_decayed = 0;  // theirs
     add_block(&plan, c, "block", {.kind = kind, .O = p.dim(residual ? "O" : "C"), .skip = C2 ? 1 : -1});
     join_projections(&plan);
-    size_buffers(&plan, c);
+    time_buffers(&plan, c);
     return plan;
 }
 
