@@ -125,6 +125,7 @@ static int omp_get_thread_num() { return 0; }
 // They run the same program on the same files. Only rank 0 writes any.
 struct World {
     int rank = 0, size = 1, local = 0;
+    int port = 0;         // that they know each other by
     bool forked = false;  // by rank 0, and not started by a launcher
 };
 static World world;
@@ -531,8 +532,6 @@ static Share share_of(size_t n, int rank, size_t unit = 1) {
 struct Board {
     std::atomic<int> told;              // one has said why it ends, and the others need not
     std::atomic<int> there[MAX_RANKS];  // by World.local: the rank + 1, from its start to its orderly end
-    std::atomic<int> greeting_written;  // by rank 0, for where no other machine takes part:
-    char greeting[128];                 // what the others need to meet it
 };
 struct Mailbox {
     std::atomic<uint32_t> bytes;  // that wait in it
@@ -4269,7 +4268,7 @@ static const char* const LAUNCHERS[][3] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},                       // srun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
-    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"}};
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"}};                                    // other mpiruns
 enum { MEETING_SECONDS = 120 };
 static std::string board_path;
 static std::vector<pid_t> forked_ranks;
@@ -4329,25 +4328,20 @@ static void start_ranks(const Config& c) {
     if ((ON_GPU ? c.processes : c.gpus) > 1)
         fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
     for (auto [rank, size, local] : LAUNCHERS) {
-        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
-        auto number = [](const char* name, int least, int most) {
-            int value, read = 0;
-            if (sscanf(getenv(name), "%d%n", &value, &read) < 1 || getenv(name)[read] || value < least ||
-                value > most)
-                fail("the launcher's %s is '%s' and not a number from %d to %d", name, getenv(name), least,
-                     most);
-            return value;
-        };
-        world.size = number(size, 1, ON_GPU ? MAX_RANKS : MAX_PROCESSES);
-        world.rank = number(rank, 0, world.size - 1);
-        world.local = getenv(local) ? number(local, 0, world.size - 1) : world.rank;
+        auto number = [](const char* name) { return name && getenv(name) ? atoi(getenv(name)) : -1; };
+        if (world.size > 1 || number(rank) < 0 || number(size) < 1) continue;
+        world = {number(rank), number(size), getenv(local) ? number(local) : number(rank)};
+        if (world.rank >= world.size || world.local < 0 || world.local >= world.size ||
+            world.size > (ON_GPU ? MAX_RANKS : MAX_PROCESSES))
+            fail("rank %d of %d, as the launcher's %s and %s say, can't be", world.rank, world.size, rank,
+                 size);
     }
     if (asked > 1 && world.size > 1)
         fail_usage("--%s %d: a launcher has started %d ranks; leave it out", ON_GPU ? "gpus" : "processes",
                    asked, world.size);
-    const char* port = getenv("MASTER_PORT");
-    std::string key = port ? port : text("%d", getppid());  // the launcher's
-    if (asked > 1) world.size = asked, world.forked = true, key = text("%d", getpid());
+    if (asked > 1) world.size = asked, world.forked = true;
+    const char* port = world.forked ? nullptr : getenv("MASTER_PORT");  // itself the launcher's own
+    world.port = port ? atoi(port) + 1 : 20000 + (world.forked ? getpid() : getppid()) % 40000;
     if (world.size == 1 || c.dry_run) return;
     if (!ON_GPU && world.local != world.rank) fail("the build for the CPU has all its ranks on one machine");
     fflush(nullptr);
@@ -4358,7 +4352,7 @@ static void start_ranks(const Config& c) {
     }
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
     if (world.rank) forked_ranks.clear();
-    board_path = text("/dev/shm/train_unet_%u_%s", getuid(), key.c_str());
+    board_path = text("/dev/shm/train_unet_%u_%d", getuid(), world.port);
     std::thread(watch_ranks, open_board()).detach();
 }
 
@@ -5527,29 +5521,22 @@ static size_t host_memory_available() {
 }
 
 #ifndef __CUDACC__
+// One message after the other: of those that are left, the one between the lowest ranks can always be delivered.
 static void backend_exchange(const std::vector<Message>& messages) {
     Mailbox* boxes = (Mailbox*)(board + 1);
-    std::vector<std::pair<size_t, size_t>> done(messages.size());  // bytes sent and received
-    for (bool all = false; !all; sched_yield()) {
-        std::vector<bool> sends(world.size), receives(world.size);  // an earlier message that is under way
-        all = true;
-        for (size_t i = 0; i < messages.size(); i++) {
-            const Message& a = messages[i];
-            auto& [sent, received] = done[i];
-            Mailbox &out = boxes[world.rank * world.size + a.peer],
-                    &in = boxes[a.peer * world.size + world.rank];
-            if (sent < a.sent_bytes && !sends[a.peer] && !out.bytes) {
+    for (const Message& a : messages) {
+        Mailbox &out = boxes[world.rank * world.size + a.peer], &in = boxes[a.peer * world.size + world.rank];
+        for (size_t sent = 0, received = 0; sent < a.sent_bytes || received < a.received_bytes;
+             sched_yield()) {
+            if (sent < a.sent_bytes && !out.bytes) {
                 size_t bytes = std::min(a.sent_bytes - sent, sizeof out.data);
                 memcpy(out.data, (const char*)a.sent + sent, bytes);
                 sent += bytes, out.bytes = (uint32_t)bytes;
             }
-            if (received < a.received_bytes && !receives[a.peer] && in.bytes) {
+            if (received < a.received_bytes && in.bytes) {
                 memcpy((char*)a.received + received, in.data, in.bytes);
                 received += in.bytes, in.bytes = 0;
             }
-            sends[a.peer] = sends[a.peer] || sent < a.sent_bytes;
-            receives[a.peer] = receives[a.peer] || received < a.received_bytes;
-            all = all && sent == a.sent_bytes && received == a.received_bytes;
         }
     }
 }
@@ -5690,7 +5677,6 @@ static void *nccl_library, *nccl_ranks;
 struct NcclId {
     char bytes[128];
 };
-static_assert(sizeof(NcclId) == sizeof(Board::greeting));
 template <typename... Arguments> static int nccl_status(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: version 2.10 or later is needed", name);
@@ -5703,18 +5689,14 @@ static void nccl(const char* name, auto... arguments) {
 }
 
 static std::string backend_meet() {
-    const char *file = getenv("NCCL_LIBRARY"), *address = getenv("MASTER_ADDR"),
-               *port = getenv("MASTER_PORT");
+    const char *file = getenv("NCCL_LIBRARY"), *host = world.forked ? nullptr : getenv("MASTER_ADDR");
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-    bool asks_host = address && port && !world.forked;  // by TCP, also from other machines
-    if (asks_host) setenv("NCCL_COMM_ID", text("%s:%d", address, atoi(port) + 1).c_str(), 0);
+    setenv("NCCL_COMM_ID", text("%s:%d", host ? host : "127.0.0.1", world.port).c_str(),
+           0);  // where they meet
     NcclId id;
-    if (asks_host || !world.rank) nccl("ncclGetUniqueId", &id);
-    if (!asks_host && !world.rank) memcpy(board->greeting, &id, sizeof id), board->greeting_written = 1;
-    while (!asks_host && !board->greeting_written) usleep(1000);
-    if (!asks_host) memcpy(&id, board->greeting, sizeof id);
+    nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
     int version = 0;
     nccl("ncclGetVersion", &version);
