@@ -4049,16 +4049,13 @@ static void print_time(const Config& config, long steps_done) {
 // What comes with the weights.
 static bool is_model(const Flag& flag) { return flag.group == MODEL || flag.group == DIFFUSION; }
 
-// Refuses a given flag of this kind that contradicts what a file stores, with both values.
-static void refuse_contradictions(const std::vector<GivenFlag>& given, const WeightsFile& file,
-                                  bool model_only) {
+// Refuses a given flag that contradicts what a file stores, with both values; config is what was given.
+static void refuse_contradictions(const Config& config, const std::vector<GivenFlag>& given,
+                                  const WeightsFile& file, bool model_only) {
     for (const Flag& flag : FLAGS) {
         const GivenFlag* g = was_given(given, flag.name);
-        if (!g || flag.on_resume != FIXED || (model_only && !is_model(flag))) continue;
-        Config wanted = file.config;
-        set_flag(&wanted, flag, g->value);
-        std::string asked = flag_text(wanted, flag), stored = flag_text(file.config, flag);
-        if (asked != stored)
+        std::string asked = flag_text(config, flag), stored = flag_text(file.config, flag);
+        if (g && asked != stored && flag.on_resume == FIXED && (is_model(flag) || !model_only))
             fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
                  flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
                  file.path.c_str(), stored.empty() ? "none" : stored.c_str());
@@ -4067,7 +4064,7 @@ static void refuse_contradictions(const std::vector<GivenFlag>& given, const Wei
 
 // The model of a file, which the given flags must not contradict.
 static void take_model(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file) {
-    refuse_contradictions(given, file, true);
+    refuse_contradictions(*config, given, file, true);
     for (const Flag& flag : FLAGS)
         if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
 }
@@ -4306,7 +4303,7 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     t->checkpoints = list_checkpoints(folder);
     WeightsFile file =
         newest_checkpoint(folder, "start without --resume, or name the run's folder with --resume FOLDER");
-    refuse_contradictions(given, file, false);
+    refuse_contradictions(*config, given, file, false);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
