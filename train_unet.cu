@@ -3853,6 +3853,7 @@ static std::vector<GivenFlag> preset_flags(const std::string& name) {
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
+    if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
 // What a configuration file holds: everything but what is to be done this time.
@@ -4168,9 +4169,6 @@ static std::string sampler_text(const Config& c) {
     return line + THRESHOLDS[c.threshold];
 }
 
-// The folder of a run that is there.
-static std::string run_folder(const Config& c) { return *c.resume ? c.resume : c.out_dir; }
-
 // What pictures are drawn by: the flags, and the model that the weights are of.
 static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
     Config config = given_config(given);
@@ -4179,7 +4177,7 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     *file = *config.model_weights ? open_weights(config.model_weights)
-                                  : newest_checkpoint(run_folder(config), otherwise);
+                                  : newest_checkpoint(config.out_dir, otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     using Needs = std::pair<const char*, const char*>;
@@ -4295,20 +4293,18 @@ static void run_generate(const std::vector<GivenFlag>& given) {
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
 static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
-    std::string folder = run_folder(*config);
     const GivenFlag* out_dir = was_given(given, "out_dir");
-    if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
+    if (out_dir && out_dir->origin.empty() && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-             out_dir->value.c_str(), folder.c_str());
-    t->checkpoints = list_checkpoints(folder);
+             out_dir->value.c_str(), config->resume);
+    t->checkpoints = list_checkpoints(config->out_dir);
     WeightsFile file =
-        newest_checkpoint(folder, "start without --resume, or name the run's folder with --resume FOLDER");
+        newest_checkpoint(config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
     refuse_contradictions(*config, given, file, false);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
-    strcpy(config->out_dir, folder.c_str());
     for (const Flag& flag : FLAGS) {
         std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
         bool stored = flag.field || std::ranges::count(TEXT_SECTIONS, std::string(flag.name));
