@@ -364,7 +364,6 @@ static void check_config(const Config& c) {
              sampler_steps(c));
     if (*c.init_image && c.strip)
         fail("--strip shows the way from noise alone: leave out it or --init_image");
-    if (*c.mask && c.interpolate) fail("--interpolate and --mask, which adds noise, don't go together");
     guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
@@ -4153,8 +4152,8 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
     if (!c.interpolate) return begin_with(seeds);
     if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
         fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
-    if (c.sampler == SAMPLER_DDPM || c.eta > 0)
-        fail("--interpolate needs a sampler that adds no noise: another than ddpm, and no --eta");
+    if (c.sampler == SAMPLER_DDPM || c.eta > 0 || *c.mask)
+        fail("--interpolate needs a sampler that adds no noise: another than ddpm, no --eta and no --mask");
     return noise_between(seeds[0], seeds[1], count, c.in_channels * c.image_size * c.image_size);
 }
 
