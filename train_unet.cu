@@ -3392,15 +3392,13 @@ static std::string prepare_command(const std::string& path, int image_size) {
 static void shrink(Dataset* data, int factor) {
     bool bytes = data->floats.empty();
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    int width = data->size;
-    size_t rows = (size_t)data->count * data->channels * width;  // of all images
+    size_t values = bytes ? data->bytes.size() : data->floats.size(), width = data->size;
     data->size /= factor;
-    std::vector<float> smaller(rows / factor * data->size);
-    for (size_t row = 0; row < rows; row++)
-        for (int x = 0; x < width; x++) {
-            float pixel = bytes ? (float)data->bytes[row * width + x] : data->floats[row * width + x];
-            smaller[row / factor * data->size + x / factor] += pixel;
-        }
+    std::vector<float> smaller(values / factor / factor);
+    for (size_t i = 0; i < values; i++) {
+        size_t row = i / width / factor, x = i % width / factor;
+        smaller[row * data->size + x] += bytes ? (float)data->bytes[i] : data->floats[i];
+    }
     for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
     data->bytes = std::vector<uint8_t>();
     data->floats.swap(smaller);
