@@ -3422,14 +3422,13 @@ static Dataset read_images(const std::string& path, const Config& c) {
     bool bytes = type == IMAGES_UINT8;
     if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
         fail("%s has version %d and elements of type %d, unknown here", name, version, type);
-    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
-        fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
-             classes, names);
-    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
-    // 65536^2 pixels * 3 * 2^31 images fit 128 bits; a double is exact enough to refuse what no disk holds
+    // what 64 bits could not hold, a double tells well enough to refuse it
     double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
-    if (claimed != (double)in.size)
-        fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
+    if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
+        claimed != (double)in.size)
+        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
+             N, C, H, W, claimed, in.size);
+    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
     if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
