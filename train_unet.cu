@@ -3532,22 +3532,20 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
 
 // Where each section lies: they follow the header and each other up to the file's end.
 static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
-    const char* path = file->path.c_str();
     int count = header[FIELD_SECTIONS];
-    if (count < 1 || count > MAX_SECTIONS) fail("%s is damaged: its header says %d sections", path, count);
+    bool fits = count >= 1 && count <= MAX_SECTIONS;
     size_t offset = HEADER_BYTES;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; fits && i < count; i++) {
         const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
-        if (bytes > size - offset) fail("%s is damaged: it ends inside its section %d", path, i + 1);
-        if (!file->sections.insert({name, {offset, (size_t)bytes}}).second)
-            fail("%s is damaged: two sections have the same name", path);
+        fits = bytes <= size - offset && file->sections.insert({name, {offset, (size_t)bytes}}).second;
         offset += bytes;
     }
-    if (offset != size)
-        fail("%s is damaged: its sections end at byte %zu and it has %zu", path, offset, size);
+    if (!fits || offset != size)
+        fail("%s is damaged or was cut short: the sections that its header names do not make up its %zu bytes",
+             file->path.c_str(), size);
 }
 
 static void read_history(WeightsFile* file, Reader* in) {
