@@ -2400,7 +2400,7 @@ static void test_refusals() {
     for (int i = 0; i < 20000; i++) {
         std::vector<std::string> words = {"train_unet"};
         for (int k = 1 + dice.below(3); k > 0; k--) {
-            std::string flag = FLAGS[dice.below(NUM_FLAGS)].name;
+            std::string flag = FLAGS[dice.below((uint32_t)std::size(FLAGS))].name;
             if (dice.one_in(20) && !flag.empty()) flag[dice.below((uint32_t)flag.size())] = (char)dice.next();
             std::string value = values[dice.below(sizeof values / sizeof *values)];
             if (dice.one_in(2))

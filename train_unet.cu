@@ -3058,7 +3058,6 @@ static const Flag FLAGS[] = {
     {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
 };
 enum {
-    NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
     FIELD_MULTS = 24,        // channel_mult: see as_stored
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
     FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
