@@ -2336,7 +2336,7 @@ static void test_refusals() {
         {{{"final_lr_fraction", "1.5"}}, "between"},
         {{{"skip_outliers", "-1"}}, "between"},
         {{{"out_dir", std::string(5000, 'a')}}, "longer"},
-        {{{"preset", std::string(40, 'a')}}, "longer"},
+        {{{"preset", std::string(5000, 'a')}}, "longer"},
         {{{"data_file", " a.bin"}}, "blank"},
         {{{"data_file", "a.bin\t"}}, "blank"},
         {{{"data_file", "\"a.bin\""}}, "quote"},

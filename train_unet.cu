@@ -250,8 +250,7 @@ struct Hyper {
 typedef char Path[MAX_PATH_LENGTH];
 struct Config {
     // files
-    char preset[32];
-    Path data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
+    Path preset, data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
     // architecture
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
