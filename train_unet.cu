@@ -3169,20 +3169,16 @@ static double parse_choice(const Flag& flag, const std::string& value) {
                yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
 }
 
-// Refuses what can't be a line of a configuration file or has no room here.
-static void check_path(const Flag& flag, const std::string& value) {
-    if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
-    if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-    if (value != trimmed(value) || value.starts_with('"') ||
-        value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
-        fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
-                   flag.name);
-}
-
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
     char* target = (char*)config + flag.offset;
-    if (flag.kind == PATH) {
-        check_path(flag, value);
+    if (flag.kind == PATH) {  // which must have room here, and in a line of a configuration file
+        if (value.size() >= flag.size)
+            fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+        if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+        if (value != trimmed(value) || value.starts_with('"') ||
+            value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
+            fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                       flag.name);
         strcpy(target, value.c_str());
         return;
     }
@@ -3196,8 +3192,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        uint32_t bits = flag.kind == FLOAT ? std::bit_cast<uint32_t>((float)number) : (uint32_t)number;
-        memcpy(target + i * sizeof bits, &bits, sizeof bits);
+        *number_at(*config, flag, (int)i) =
+            flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
     }
 }
 
