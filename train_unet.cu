@@ -2926,7 +2926,7 @@ struct Flag {
     FlagKind kind;
     FlagGroup group;
     FlagResume on_resume;
-    int field;             // first int32 field of the .bin header that stores it, 0: not stored
+    int field;             // of the .bin header: the first int32 that stores it; 0: not stored, -1: a section
     const char* standard;  // the default, as it would be typed
     double least, most;    // range of a number or of a list's elements
     const char* help;
@@ -2937,9 +2937,9 @@ struct Flag {
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static const Flag FLAGS[] = {
     {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
-    {FIELD(data_file), PATH, FILES, FREE, 0, "data/emoji.bin", 0, 0, "training images, from prepare_data.py"},
-    {FIELD(val_file), PATH, FILES, FREE, 0, "", 0, 0, "validation images, for a loss every --val_every"},
-    {FIELD(model_weights), PATH, FILES, FIXED, 0, "", 0, 0, "start from or draw with this .bin's weights"},
+    {FIELD(data_file), PATH, FILES, FREE, -1, "data/emoji.bin", 0, 0, "training images of prepare_data.py"},
+    {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
+    {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
     {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
@@ -3023,7 +3023,7 @@ static const Flag FLAGS[] = {
     {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0, "a text, a line a class: names for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, -1, "", 0, 0,
      "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
@@ -3487,8 +3487,6 @@ static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
-static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights",  // flags' names
-                                            "guidance_interval"};
 
 // The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
@@ -3506,14 +3504,14 @@ static int32_t as_stored(const Flag& flag, int32_t bits) {
 }
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
-        for (int i = 0; flag.field && i < most_numbers(flag); i++)
+        for (int i = 0; flag.field > 0 && i < most_numbers(flag); i++)
             header[field_of(flag, i)] = as_stored(flag, *number_at(config, flag, i));
     header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        for (int i = 0; flag.field && i < most_numbers(flag); i++) {
+        for (int i = 0; flag.field > 0 && i < most_numbers(flag); i++) {
             int32_t* number = number_at(*config, flag, i);
             *number = as_stored(flag, header[field_of(flag, i)]);
             if (!(i && *number == 0) && !in_range(flag, number_of(*config, flag, i)))  // a 0 ends a list
@@ -3538,7 +3536,7 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
         offset += bytes;
     }
     if (!fits || offset != size)
-        fail("%s is damaged or was cut short: the sections that its header names do not make up its %zu bytes",
+        fail("%s is damaged or was cut short: the sections that its header names don't fit its %zu bytes",
              file->path.c_str(), size);
 }
 
@@ -3554,15 +3552,15 @@ static void read_history(WeightsFile* file, Reader* in) {
 }
 
 static void read_text_flags(WeightsFile* file, Reader* in) {
-    for (const char* name : TEXT_SECTIONS) {
-        if (!file->sections.contains(name)) continue;
-        auto [offset, bytes] = file->sections[name];
+    for (const Flag& flag : FLAGS) {
+        if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
+        auto [offset, bytes] = file->sections[flag.name];
         in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
         std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
         if (value.empty()) continue;
-        std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
+        std::string why = failure_of([&] { set_flag(&file->config, flag, value); });
         if (!why.empty())
-            fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
+            fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
     }
 }
 
@@ -3649,9 +3647,9 @@ static void write_checkpoint(const std::string& path, const Model& m, long step,
         write_parameters(&out, parameters, m.plan);
     }
     if (m.adam_m) declare("state", sizeof history), out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS)
-        if (std::string value = flag_text(m.config, flag_named(name)); !value.empty())
-            declare(name, value.size()), out.write(value);
+    for (const Flag& flag : FLAGS)
+        if (std::string value = flag_text(m.config, flag); flag.field < 0 && !value.empty())
+            declare(flag.name, value.size()), out.write(value);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4295,8 +4293,7 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     apply_flags(config, given);
     for (const Flag& flag : FLAGS) {
         std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
-        bool stored = flag.field || std::ranges::count(TEXT_SECTIONS, std::string(flag.name));
-        if (stored && was != now)
+        if (flag.field && was != now)
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }
     t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
