@@ -2914,6 +2914,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 
 // What a flag's value is; of a number, also a list of them where Config has an array.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
+// All but OTHER, what is to be done this time, stand in a --config file.
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
@@ -2941,7 +2942,6 @@ static const Flag FLAGS[] = {
     {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
     {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
-    {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
     {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
      "folder into which --generate also writes each picture, as SEED.png"},
@@ -3050,6 +3050,7 @@ static const Flag FLAGS[] = {
     {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
+    {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
@@ -3842,9 +3843,6 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
-// What a configuration file holds: everything but what is to be done this time.
-static bool is_setting(const Flag& flag) { return flag.group != OTHER && !is_named(flag, "resume"); }
-
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
@@ -3853,7 +3851,7 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
         value = value.substr(1, value.size() - 2);
     const Flag& flag = flag_named(name);
-    if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+    if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
 }
 
@@ -3886,7 +3884,7 @@ static std::string config_text(const Config& config) {
         "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (is_setting(flag) && !is_named(flag, "preset"))
+        if (flag.group != OTHER && !is_named(flag, "preset"))
             lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
@@ -3958,7 +3956,7 @@ static void print_run(const Model& m) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
-        if (!is_setting(flag) || value.empty()) continue;
+        if (flag.group == OTHER || value.empty()) continue;
         printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
     }
     printf("%s\n", column % 3 ? "\n" : "");
@@ -4284,8 +4282,8 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
              out_dir->value.c_str(), config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
-    WeightsFile file =
-        newest_checkpoint(config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
+    WeightsFile file = newest_checkpoint(
+        config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
     refuse_contradictions(*config, given, file, false);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
