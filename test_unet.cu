@@ -2364,7 +2364,7 @@ static void test_refusals() {
           Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
         good &= refusal([&] { check_config(config_of(flags)); }).empty();
     for (const Preset& preset : PRESETS) {
-        Config config = given_config(preset_flags(preset.name));
+        Config config = given_config(parse_flags({"--preset", preset.name}));
         good &= refusal([&] { check_config(config); }).empty();
     }
     report(good, "presets", "and other sound configurations are let through");
@@ -2398,7 +2398,7 @@ static void test_refusals() {
                                          "1,1,1,1,1,1,1,1",
                                          "4"};
     for (int i = 0; i < 20000; i++) {
-        std::vector<std::string> words = {"train_unet"};
+        std::vector<std::string> words;
         for (int k = 1 + dice.below(3); k > 0; k--) {
             std::string flag = FLAGS[dice.below((uint32_t)std::size(FLAGS))].name;
             if (dice.one_in(20) && !flag.empty()) flag[dice.below((uint32_t)flag.size())] = (char)dice.next();
@@ -2408,10 +2408,8 @@ static void test_refusals() {
             else
                 words.push_back("--" + flag), words.push_back(value);
         }
-        std::vector<char*> argv;
-        for (std::string& word : words) argv.push_back(&word[0]);
         std::string message = refusal([&] {
-            Config config = given_config(parse_command_line((int)argv.size(), argv.data()));
+            Config config = given_config(parse_flags(words));
             check_config(config);
             Plan plan = make_plan(config, config.batch_size, true);
             if (plan.blocks.empty() || !plan.num_parameters) fail("!! no plan");

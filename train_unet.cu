@@ -3123,6 +3123,9 @@ static const auto& named(const auto& table, const std::string& name, const std::
                std::ranges::min_element(table, {}, distance)->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
+static const char* preset_flags(const std::string& name) {
+    return named(PRESETS, name, "preset '" + name + "'", "").flags;
+}
 
 // How many numbers, each of 4 bytes, a flag that is no path holds at the most.
 static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
@@ -3829,14 +3832,6 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
 // Whether it was given by more than a file that lists its default.
 static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
 
-static std::vector<GivenFlag> preset_flags(const std::string& name) {
-    std::vector<GivenFlag> given;
-    std::vector<std::string> words = split(named(PRESETS, name, "preset '" + name + "'", "").flags, ' ');
-    for (size_t i = 0; i + 1 < words.size(); i += 2)
-        given.push_back({&flag_named(words[i].substr(2)), words[i + 1], "--preset " + name});
-    return given;
-}
-
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
@@ -3902,12 +3897,12 @@ static void write_config(const Config& config, long step, const std::vector<std:
     write_text(path, contents);
 }
 
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones.
-static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
+// Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
+static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
+                                          const std::string& origin = "") {
     std::vector<GivenFlag> given;
-    for (int i = 1; i < argc; i++) {
-        std::string argument = argv[i];
-        if (argument == "-h") argument = "--help";
+    for (size_t i = 0; i < words.size(); i++) {
+        std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
@@ -3915,19 +3910,20 @@ static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
         const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume",
-             next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
+             next = i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"));
         std::string value = flag.kind == BOOL ? "1" : "";
         if (equals != std::string::npos)
             value = argument.substr(equals + 1);
         else if (next)
-            value = argv[++i];
+            value = words[++i];
         else if (!optional)
             fail_usage("--%s needs a value", name.c_str());
-        given.push_back({&flag, value, ""});
+        given.push_back({&flag, value, origin});
     }
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
-    if (const GivenFlag* preset = was_given(given, "preset")) put_first(preset_flags(preset->value));
+    if (const GivenFlag* preset = was_given(given, "preset"))
+        put_first(parse_flags(split(preset_flags(preset->value), ' '), "--preset " + preset->value));
     return given;
 }
 
@@ -4601,7 +4597,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
 
 #ifndef PROFILING  // dev/profile.cu has its own
 static void run_program(int argc, char** argv) {
-    std::vector<GivenFlag> given = parse_command_line(argc, argv);
+    std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help) return print_help();
     bool draws = config.generate || *config.seeds || config.interpolate;
