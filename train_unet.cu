@@ -3381,11 +3381,6 @@ static void write_text(const std::string& path, const std::string& contents) {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-static std::string prepare_command(const std::string& path, int image_size) {
-    return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
-                shell_word(path).c_str());
-}
-
 // Averages the images over factor x factor pixels.
 static void shrink(Dataset* data, int factor) {
     bool bytes = data->floats.empty();
@@ -3408,8 +3403,8 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
     if (!file_exists(path))
-        fail("there is no %s; make one from a folder of images: %s", name,
-             prepare_command(path, c.image_size).c_str());
+        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s",
+             name, c.image_size, shell_word(path).c_str());
     Reader in(path);
     const int32_t* header = in.header;
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
@@ -3431,8 +3426,8 @@ static Dataset read_images(const std::string& path, const Config& c) {
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
-        fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
-             prepare_command("NEW.bin", wanted).c_str());
+        fail("%s holds %d x %d images; make a file that fits: prepare_data.py with --image_size %d", name, H,
+             W, wanted);
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
