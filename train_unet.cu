@@ -4052,16 +4052,21 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`; one of `names` stands for its place there.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most,
+                                        const std::vector<std::string>& names = {}) {
     std::vector<uint32_t> numbers;
-    for (const std::string& range : split(list, ',')) {
+    bool is_name = std::ranges::count(names, list);  // all of it, commas too
+    for (const std::string& range : is_name ? std::vector{list} : split(list, ',')) {
         char digits[2][11] = {};  // no number has more
         int read = 0,
             ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
         uint64_t first = strtoull(digits[0], nullptr, 10),
                  last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
-        if (ends < 1 || range[read] || first > last || last > most)
+        auto name = std::ranges::find(names, range);
+        if (name != names.end() && range.find_first_not_of("0123456789-") != range.npos)
+            first = last = name - names.begin();
+        else if (ends < 1 || range[read] || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
@@ -4084,16 +4089,9 @@ static std::vector<std::string> class_names(const Config& c) {
 static std::vector<uint32_t> wanted_classes(const Config& c) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
+    std::vector<std::string> names = class_names(c);
     if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    if (std::ranges::count(names, c.classes)) words = {c.classes};
-    std::string numbers;  // a class that is named is its line
-    for (const std::string& word : words) {
-        auto line = std::ranges::find(names, word);
-        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
-        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
-    }
-    return parse_list("class", numbers, c.num_classes - 1);
+    return parse_list("class", c.classes, c.num_classes - 1, names);
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
