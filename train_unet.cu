@@ -3152,25 +3152,23 @@ static bool in_range(const Flag& flag, double number) {
     return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
 }
 
-// The number in `value`, which must be all of it and within [least, most].
+// The number that `value` is, or of words which of them, counted from 0.
 static double parse_number(const Flag& flag, const std::string& value) {
+    bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
+    if (yes_or_no || flag.kind == CHOICE) {
+        std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
+        for (size_t i = 0; i < words.size(); i++)
+            if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
+        fail_usage("--%s is %s, not '%s'", flag.name,
+                   yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
+    }
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = flag.kind == FLOAT, whole = real || number == floor(number);
+    bool whole = real || number == floor(number);
     if (value.empty() || *end || !whole || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
                    real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
     return number;
-}
-
-// Which of the words `value` is, counted from 0.
-static double parse_choice(const Flag& flag, const std::string& value) {
-    bool yes_or_no = flag.kind == BOOL;
-    std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
-    for (size_t i = 0; i < words.size(); i++)
-        if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
-    fail_usage("--%s is %s, not '%s'", flag.name,
-               yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
@@ -3192,8 +3190,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
     memset(target, 0, flag.size);
     for (size_t i = 0; i < parts.size(); i++) {
-        bool is_word = flag.kind == BOOL || flag.kind == CHOICE;
-        double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
+        double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
         *number_at(*config, flag, (int)i) =
