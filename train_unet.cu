@@ -2914,8 +2914,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 
 // What a flag's value is; of a number, also a list of them where Config has an array.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
-// All but OTHER, what is to be done this time, stand in a --config file.
-enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };
+enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
 // Typed together with --resume, a FIXED flag must equal the checkpoint's value.
@@ -3730,8 +3729,7 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
         size_t n = i / H / H, row = n / columns * (H + gap) + gap + i / H % H,
                column = n % columns * (H + gap) + gap + i % H;
         for (int k = 0; k < C; k++) {
-            float value = pictures[i * PIXEL + k];
-            value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
+            float value = fminf(fmaxf(pictures[i * PIXEL + k], -1.0f), 1.0f);
             lines[row * pitch + 1 + column * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
         }
     }
