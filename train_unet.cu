@@ -86,6 +86,7 @@
 #include <new>
 #include <numeric>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -3126,16 +3127,12 @@ static const char* preset_flags(const std::string& name) {
     return named(PRESETS, name, "preset '" + name + "'", "").flags;
 }
 
-// How many numbers, each of 4 bytes, a flag that is no path holds at the most.
-static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
-
-// Where its i-th number is, and what. No flag takes one below 0.
-static int32_t* number_at(const Config& config, const Flag& flag, int i) {
-    return (int32_t*)((char*)&config + flag.offset) + i;
+// The numbers of a flag that is no path, as bits, and one of them. No flag takes one below 0.
+static std::span<int32_t> numbers_of(const Config& config, const Flag& flag) {
+    return {(int32_t*)((char*)&config + flag.offset), flag.size / sizeof(int32_t)};
 }
-static double number_of(const Config& config, const Flag& flag, int i) {
-    const int32_t* at = number_at(config, flag, i);
-    return flag.kind == FLOAT ? (double)*(const float*)at : (double)(uint32_t)*at;
+static double number_of(const Flag& flag, int32_t bits) {
+    return flag.kind == FLOAT ? std::bit_cast<float>(bits) : (double)(uint32_t)bits;
 }
 
 static std::string trimmed(const std::string& line) {
@@ -3171,7 +3168,6 @@ static double parse_number(const Flag& flag, const std::string& value) {
 }
 
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    char* target = (char*)config + flag.offset;
     if (flag.kind == PATH) {  // which must have room here, and in a line of a configuration file
         if (value.size() >= flag.size)
             fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
@@ -3180,20 +3176,19 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
             value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
             fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
                        flag.name);
-        strcpy(target, value.c_str());
+        strcpy((char*)config + flag.offset, value.c_str());
         return;
     }
-    size_t most = most_numbers(flag);
-    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
-    if (parts.size() > most)
-        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
-    memset(target, 0, flag.size);
+    std::span<int32_t> numbers = numbers_of(*config, flag);
+    std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
+    if (parts.size() > numbers.size())
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+    std::ranges::fill(numbers, 0);
     for (size_t i = 0; i < parts.size(); i++) {
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        *number_at(*config, flag, (int)i) =
-            flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
+        numbers[i] = flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
     }
 }
 
@@ -3201,10 +3196,10 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
 static std::string flag_text(const Config& config, const Flag& flag) {
     if (flag.kind == PATH) return (const char*)&config + flag.offset;
     std::string joined;
-    for (int i = 0; i < most_numbers(flag); i++) {
-        double number = number_of(config, flag, i);
-        if (i && number == 0) break;  // the list ends
-        joined += i ? "," : "";
+    for (int32_t bits : numbers_of(config, flag)) {
+        double number = number_of(flag, bits);
+        if (!joined.empty() && number == 0) break;  // the list ends
+        joined += joined.empty() ? "" : ",";
         joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
                   : flag.kind == FLOAT ? float_text((float)number)
                                        : text("%.0f", number);
@@ -3499,17 +3494,17 @@ static int32_t as_stored(const Flag& flag, int32_t bits) {
 }
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
-        for (int i = 0; flag.field > 0 && i < most_numbers(flag); i++)
-            header[field_of(flag, i)] = as_stored(flag, *number_at(config, flag, i));
+        for (int i = 0; flag.field > 0 && i < (int)numbers_of(config, flag).size(); i++)
+            header[field_of(flag, i)] = as_stored(flag, numbers_of(config, flag)[i]);
     header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        for (int i = 0; flag.field > 0 && i < most_numbers(flag); i++) {
-            int32_t* number = number_at(*config, flag, i);
-            *number = as_stored(flag, header[field_of(flag, i)]);
-            if (!(i && *number == 0) && !in_range(flag, number_of(*config, flag, i)))  // a 0 ends a list
+        std::span<int32_t> numbers = numbers_of(*config, flag);
+        for (int i = 0; flag.field > 0 && i < (int)numbers.size(); i++) {
+            numbers[i] = as_stored(flag, header[field_of(flag, i)]);
+            if (!(i && numbers[i] == 0) && !in_range(flag, number_of(flag, numbers[i])))  // a 0 ends a list
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
         }
     }
