@@ -4012,27 +4012,24 @@ static void print_time(const Config& config, long steps_done) {
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
 
-// What comes with the weights.
-static bool is_model(const Flag& flag) { return flag.group == MODEL || flag.group == DIFFUSION; }
-
 // Refuses a given flag that contradicts what a file stores, with both values; config is what was given.
-static void refuse_contradictions(const Config& config, const std::vector<GivenFlag>& given,
-                                  const WeightsFile& file, bool model_only) {
-    for (const Flag& flag : FLAGS) {
-        const GivenFlag* g = was_given(given, flag.name);
-        std::string asked = flag_text(config, flag), stored = flag_text(file.config, flag);
-        if (g && asked != stored && flag.on_resume == FIXED && (is_model(flag) || !model_only))
-            fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-                 flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
-                 file.path.c_str(), stored.empty() ? "none" : stored.c_str());
-    }
+static void refuse_contradiction(const Flag& flag, const Config& config, const std::vector<GivenFlag>& given,
+                                 const WeightsFile& file) {
+    const GivenFlag* g = was_given(given, flag.name);
+    std::string asked = flag_text(config, flag), stored = flag_text(file.config, flag);
+    if (g && asked != stored)
+        fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
+             flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
+             file.path.c_str(), stored.empty() ? "none" : stored.c_str());
 }
 
 // The model of a file, which the given flags must not contradict.
 static void take_model(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file) {
-    refuse_contradictions(*config, given, file, true);
-    for (const Flag& flag : FLAGS)
-        if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
+    for (const Flag& flag : FLAGS) {
+        if (flag.group != MODEL && flag.group != DIFFUSION) continue;
+        refuse_contradiction(flag, *config, given, file);
+        set_flag(config, flag, flag_text(file.config, flag));
+    }
 }
 
 static Config given_config(const std::vector<GivenFlag>& given) {
@@ -4263,7 +4260,8 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
     t->checkpoints = list_checkpoints(config->out_dir);
     WeightsFile file = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
-    refuse_contradictions(*config, given, file, false);
+    for (const Flag& flag : FLAGS)
+        if (flag.on_resume == FIXED) refuse_contradiction(flag, *config, given, file);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
