@@ -3478,7 +3478,6 @@ static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
     return arrays;
 }
 
-// The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
     return flag.kind == FLOAT && i && flag.field != FIELD_MULTS ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
@@ -3894,12 +3893,11 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
         const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
-        bool optional = flag.kind == BOOL || name == "resume",
-             next = i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"));
+        bool optional = flag.kind == BOOL || name == "resume";
         std::string value = flag.kind == BOOL ? "1" : "";
         if (equals != std::string::npos)
             value = argument.substr(equals + 1);
-        else if (next)
+        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--")))
             value = words[++i];
         else if (!optional)
             fail_usage("--%s needs a value", name.c_str());
@@ -4062,7 +4060,6 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The lines of --class_names, one a class.
 static std::vector<std::string> class_names(const Config& c) {
     if (!*c.class_names) return {};
     std::vector<std::string> names = split(read_text(c.class_names), '\n');
