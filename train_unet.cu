@@ -87,6 +87,7 @@
 #include <new>
 #include <numeric>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -270,8 +271,7 @@ struct Hyper {
 typedef char Path[MAX_PATH_LENGTH];
 struct Config {
     // files
-    char preset[32];
-    Path data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
+    Path preset, data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
     // architecture
     int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
     int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
@@ -384,7 +384,6 @@ static void check_config(const Config& c) {
              sampler_steps(c));
     if (*c.init_image && c.strip)
         fail("--strip shows the way from noise alone: leave out it or --init_image");
-    if (*c.mask && c.interpolate) fail("--interpolate and --mask, which adds noise, don't go together");
     guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
@@ -3117,7 +3116,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 
 // What a flag's value is; of a number, also a list of them where Config has an array.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
-enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };
+enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
 
 // Typed together with --resume, a FIXED flag must equal the checkpoint's value.
@@ -3129,7 +3128,7 @@ struct Flag {
     FlagKind kind;
     FlagGroup group;
     FlagResume on_resume;
-    int field;             // first int32 field of the .bin header that stores it, 0: not stored
+    int field;             // of the .bin header: the first int32 that stores it; 0: not stored, -1: a section
     const char* standard;  // the default, as it would be typed
     double least, most;    // range of a number or of a list's elements
     const char* help;
@@ -3140,11 +3139,10 @@ struct Flag {
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static const Flag FLAGS[] = {
     {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
-    {FIELD(data_file), PATH, FILES, FREE, 0, "data/emoji.bin", 0, 0, "training images, from prepare_data.py"},
-    {FIELD(val_file), PATH, FILES, FREE, 0, "", 0, 0, "validation images, for a loss every --val_every"},
-    {FIELD(model_weights), PATH, FILES, FIXED, 0, "", 0, 0, "start from or draw with this .bin's weights"},
+    {FIELD(data_file), PATH, FILES, FREE, -1, "data/emoji.bin", 0, 0, "training images of prepare_data.py"},
+    {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
+    {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
-    {FIELD(resume), PATH, FILES, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
     {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
      "folder into which --generate also writes each picture, as SEED.png"},
@@ -3226,7 +3224,7 @@ static const Flag FLAGS[] = {
     {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0, "a text, a line a class: names for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, -1, "", 0, 0,
      "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
     {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
@@ -3253,9 +3251,9 @@ static const Flag FLAGS[] = {
     {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
-    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, MAX_RANKS, "GPUs of this machine to train or draw with"},
-    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, MAX_PROCESSES,
-     "where there is no GPU, as if it had so many"},
+    {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
+    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, MAX_RANKS, "of this machine, to train or draw with"},
+    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, MAX_PROCESSES, "likewise, where there is no GPU"},
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
@@ -3263,7 +3261,6 @@ static const Flag FLAGS[] = {
     {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
 };
 enum {
-    NUM_FLAGS = sizeof FLAGS / sizeof FLAGS[0],
     FIELD_MULTS = 24,        // channel_mult: see as_stored
     FIELD_LR_STEPS = 54,     // the schedule's length has no flag
     FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
@@ -3329,17 +3326,16 @@ static const auto& named(const auto& table, const std::string& name, const std::
                std::ranges::min_element(table, {}, distance)->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
-
-// How many numbers, each of 4 bytes, a flag that is no path holds at the most.
-static int most_numbers(const Flag& flag) { return (int)(flag.size / sizeof(int32_t)); }
-
-// Where its i-th number is, and what. No flag takes one below 0.
-static int32_t* number_at(const Config& config, const Flag& flag, int i) {
-    return (int32_t*)((char*)&config + flag.offset) + i;
+static const char* preset_flags(const std::string& name) {
+    return named(PRESETS, name, "preset '" + name + "'", "").flags;
 }
-static double number_of(const Config& config, const Flag& flag, int i) {
-    const int32_t* at = number_at(config, flag, i);
-    return flag.kind == FLOAT ? (double)*(const float*)at : (double)(uint32_t)*at;
+
+// The numbers of a flag that is no path, as bits, and one of them. No flag takes one below 0.
+static std::span<int32_t> numbers_of(const Config& config, const Flag& flag) {
+    return {(int32_t*)((char*)&config + flag.offset), flag.size / sizeof(int32_t)};
+}
+static double number_of(const Flag& flag, int32_t bits) {
+    return flag.kind == FLOAT ? std::bit_cast<float>(bits) : (double)(uint32_t)bits;
 }
 
 static std::string trimmed(const std::string& line) {
@@ -3355,56 +3351,47 @@ static bool in_range(const Flag& flag, double number) {
     return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
 }
 
-// The number in `value`, which must be all of it and within [least, most].
+// The number that `value` is, or of words which of them, counted from 0.
 static double parse_number(const Flag& flag, const std::string& value) {
+    bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
+    if (yes_or_no || flag.kind == CHOICE) {
+        std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
+        for (size_t i = 0; i < words.size(); i++)
+            if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
+        fail_usage("--%s is %s, not '%s'", flag.name,
+                   yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
+    }
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = flag.kind == FLOAT, whole = real || number == floor(number);
+    bool whole = real || number == floor(number);
     if (value.empty() || *end || !whole || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
                    real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
     return number;
 }
 
-// Which of the words `value` is, counted from 0.
-static double parse_choice(const Flag& flag, const std::string& value) {
-    bool yes_or_no = flag.kind == BOOL;
-    std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
-    for (size_t i = 0; i < words.size(); i++)
-        if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
-    fail_usage("--%s is %s, not '%s'", flag.name,
-               yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
-}
-
-// Refuses what can't be a line of a configuration file or has no room here.
-static void check_path(const Flag& flag, const std::string& value) {
-    if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
-    if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-    if (value != trimmed(value) || value.starts_with('"') ||
-        value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
-        fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
-                   flag.name);
-}
-
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    char* target = (char*)config + flag.offset;
-    if (flag.kind == PATH) {
-        check_path(flag, value);
-        strcpy(target, value.c_str());
+    if (flag.kind == PATH) {  // which must have room here, and in a line of a configuration file
+        if (value.size() >= flag.size)
+            fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+        if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+        if (value != trimmed(value) || value.starts_with('"') ||
+            value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
+            fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                       flag.name);
+        strcpy((char*)config + flag.offset, value.c_str());
         return;
     }
-    size_t most = most_numbers(flag);
-    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
-    if (parts.size() > most)
-        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
-    memset(target, 0, flag.size);
+    std::span<int32_t> numbers = numbers_of(*config, flag);
+    std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
+    if (parts.size() > numbers.size())
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+    std::ranges::fill(numbers, 0);
     for (size_t i = 0; i < parts.size(); i++) {
-        bool is_word = flag.kind == BOOL || flag.kind == CHOICE;
-        double number = is_word ? parse_choice(flag, parts[i]) : parse_number(flag, parts[i]);
+        double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        uint32_t bits = flag.kind == FLOAT ? std::bit_cast<uint32_t>((float)number) : (uint32_t)number;
-        memcpy(target + i * sizeof bits, &bits, sizeof bits);
+        numbers[i] = flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
     }
 }
 
@@ -3412,10 +3399,10 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
 static std::string flag_text(const Config& config, const Flag& flag) {
     if (flag.kind == PATH) return (const char*)&config + flag.offset;
     std::string joined;
-    for (int i = 0; i < most_numbers(flag); i++) {
-        double number = number_of(config, flag, i);
-        if (i && number == 0) break;  // the list ends
-        joined += i ? "," : "";
+    for (int32_t bits : numbers_of(config, flag)) {
+        double number = number_of(flag, bits);
+        if (!joined.empty() && number == 0) break;  // the list ends
+        joined += joined.empty() ? "" : ",";
         joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
                   : flag.kind == FLOAT ? float_text((float)number)
                                        : text("%.0f", number);
@@ -3588,24 +3575,17 @@ static void write_text(const std::string& path, const std::string& contents) {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-static std::string prepare_command(const std::string& path, int image_size) {
-    return text("python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", image_size,
-                shell_word(path).c_str());
-}
-
 // Averages the images over factor x factor pixels.
 static void shrink(Dataset* data, int factor) {
     bool bytes = data->floats.empty();
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    int width = data->size;
-    size_t rows = (size_t)data->count * data->channels * width;  // of all images
+    size_t values = bytes ? data->bytes.size() : data->floats.size(), width = data->size;
     data->size /= factor;
-    std::vector<float> smaller(rows / factor * data->size);
-    for (size_t row = 0; row < rows; row++)
-        for (int x = 0; x < width; x++) {
-            float pixel = bytes ? (float)data->bytes[row * width + x] : data->floats[row * width + x];
-            smaller[row / factor * data->size + x / factor] += pixel;
-        }
+    std::vector<float> smaller(values / factor / factor);
+    for (size_t i = 0; i < values; i++) {
+        size_t row = i / width / factor, x = i % width / factor;
+        smaller[row * data->size + x] += bytes ? (float)data->bytes[i] : data->floats[i];
+    }
     for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
     data->bytes = std::vector<uint8_t>();
     data->floats.swap(smaller);
@@ -3617,8 +3597,8 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
     if (!file_exists(path))
-        fail("there is no %s; make one from a folder of images: %s", name,
-             prepare_command(path, c.image_size).c_str());
+        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s",
+             name, c.image_size, shell_word(path).c_str());
     Reader in(path);
     const int32_t* header = in.header;
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
@@ -3629,20 +3609,19 @@ static Dataset read_images(const std::string& path, const Config& c) {
     bool bytes = type == IMAGES_UINT8;
     if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
         fail("%s has version %d and elements of type %d, unknown here", name, version, type);
-    if (N < 1 || H < 1 || W < 1 || H > 65536 || W > 65536 || classes < 0 || names < 0)
-        fail("%s is damaged: its header says %d images of %d x %d, %d classes in %d bytes", name, N, H, W,
-             classes, names);
-    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
-    // 65536^2 pixels * 3 * 2^31 images fit 128 bits; a double is exact enough to refuse what no disk holds
+    // what 64 bits could not hold, a double tells well enough to refuse it
     double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
-    if (claimed != (double)in.size)
-        fail("%s is damaged: its header asks for %.0f bytes and it has %zu", name, claimed, in.size);
+    if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
+        claimed != (double)in.size)
+        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
+             N, C, H, W, claimed, in.size);
+    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
     if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
-        fail("%s holds %d x %d images and --image_size is %d; make a file that fits: %s", name, H, W, wanted,
-             prepare_command("NEW.bin", wanted).c_str());
+        fail("%s holds %d x %d images; make a file that fits: prepare_data.py with --image_size %d", name, H,
+             W, wanted);
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
@@ -3701,10 +3680,7 @@ static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
-static const char* const TEXT_SECTIONS[] = {"data_file", "val_file", "model_weights",  // flags' names
-                                            "guidance_interval"};
 
-// The header's field of a flag's i-th number.
 static int field_of(const Flag& flag, int i) {
     return flag.kind == FLOAT && i && flag.field != FIELD_MULTS ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
 }
@@ -3720,17 +3696,17 @@ static int32_t as_stored(const Flag& flag, int32_t bits) {
 }
 static void flags_to_fields(int32_t* header, const Config& config) {
     for (const Flag& flag : FLAGS)
-        for (int i = 0; flag.field && i < most_numbers(flag); i++)
-            header[field_of(flag, i)] = as_stored(flag, *number_at(config, flag, i));
+        for (int i = 0; flag.field > 0 && i < (int)numbers_of(config, flag).size(); i++)
+            header[field_of(flag, i)] = as_stored(flag, numbers_of(config, flag)[i]);
     header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
 }
 static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
     for (const Flag& flag : FLAGS) {
         if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        for (int i = 0; flag.field && i < most_numbers(flag); i++) {
-            int32_t* number = number_at(*config, flag, i);
-            *number = as_stored(flag, header[field_of(flag, i)]);
-            if (!(i && *number == 0) && !in_range(flag, number_of(*config, flag, i)))  // a 0 ends a list
+        std::span<int32_t> numbers = numbers_of(*config, flag);
+        for (int i = 0; flag.field > 0 && i < (int)numbers.size(); i++) {
+            numbers[i] = as_stored(flag, header[field_of(flag, i)]);
+            if (!(i && numbers[i] == 0) && !in_range(flag, number_of(flag, numbers[i])))  // a 0 ends a list
                 fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
         }
     }
@@ -3740,22 +3716,20 @@ static void fields_to_flags(Config* config, const int32_t* header, const std::st
 
 // Where each section lies: they follow the header and each other up to the file's end.
 static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
-    const char* path = file->path.c_str();
     int count = header[FIELD_SECTIONS];
-    if (count < 1 || count > MAX_SECTIONS) fail("%s is damaged: its header says %d sections", path, count);
+    bool fits = count >= 1 && count <= MAX_SECTIONS;
     size_t offset = HEADER_BYTES;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; fits && i < count; i++) {
         const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
-        if (bytes > size - offset) fail("%s is damaged: it ends inside its section %d", path, i + 1);
-        if (!file->sections.insert({name, {offset, (size_t)bytes}}).second)
-            fail("%s is damaged: two sections have the same name", path);
+        fits = bytes <= size - offset && file->sections.insert({name, {offset, (size_t)bytes}}).second;
         offset += bytes;
     }
-    if (offset != size)
-        fail("%s is damaged: its sections end at byte %zu and it has %zu", path, offset, size);
+    if (!fits || offset != size)
+        fail("%s is damaged or was cut short: the sections that its header names don't fit its %zu bytes",
+             file->path.c_str(), size);
 }
 
 static void read_history(WeightsFile* file, Reader* in) {
@@ -3770,15 +3744,15 @@ static void read_history(WeightsFile* file, Reader* in) {
 }
 
 static void read_text_flags(WeightsFile* file, Reader* in) {
-    for (const char* name : TEXT_SECTIONS) {
-        if (!file->sections.contains(name)) continue;
-        auto [offset, bytes] = file->sections[name];
+    for (const Flag& flag : FLAGS) {
+        if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
+        auto [offset, bytes] = file->sections[flag.name];
         in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
         std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
         if (value.empty()) continue;
-        std::string why = failure_of([&] { set_flag(&file->config, flag_named(name), value); });
+        std::string why = failure_of([&] { set_flag(&file->config, flag, value); });
         if (!why.empty())
-            fail("%s has a section %s that can't be used: %s", file->path.c_str(), name, why.c_str());
+            fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
     }
 }
 
@@ -3869,9 +3843,9 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
         write_parameters(&out, whole_of(&m, parameters), m.plan);
     }
     if (m.adam_m) declare("state", sizeof history), out.write(&history, sizeof history);
-    for (const char* name : TEXT_SECTIONS)
-        if (std::string value = flag_text(m.config, flag_named(name)); !value.empty())
-            declare(name, value.size()), out.write(value);
+    for (const Flag& flag : FLAGS)
+        if (std::string value = flag_text(m.config, flag); flag.field < 0 && !value.empty())
+            declare(flag.name, value.size()), out.write(value);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -3956,8 +3930,7 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
         size_t n = i / H / H, row = n / columns * (H + gap) + gap + i / H % H,
                column = n % columns * (H + gap) + gap + i % H;
         for (int k = 0; k < C; k++) {
-            float value = pictures[i * PIXEL + k];
-            value = value > 1.0f ? 1.0f : value >= -1.0f ? value : -1.0f;
+            float value = fminf(fmaxf(pictures[i * PIXEL + k], -1.0f), 1.0f);
             lines[row * pitch + 1 + column * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
         }
     }
@@ -4051,21 +4024,11 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
 // Whether it was given by more than a file that lists its default.
 static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
 
-static std::vector<GivenFlag> preset_flags(const std::string& name) {
-    std::vector<GivenFlag> given;
-    std::vector<std::string> words = split(named(PRESETS, name, "preset '" + name + "'", "").flags, ' ');
-    for (size_t i = 0; i + 1 < words.size(); i += 2)
-        given.push_back({&flag_named(words[i].substr(2)), words[i + 1], "--preset " + name});
-    return given;
-}
-
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
+    if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
-
-// What a configuration file holds: everything but what is to be done this time.
-static bool is_setting(const Flag& flag) { return flag.group != OTHER && !is_named(flag, "resume"); }
 
 // One line of a configuration file: NAME VALUE or NAME = VALUE.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
@@ -4075,7 +4038,7 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
         value = value.substr(1, value.size() - 2);
     const Flag& flag = flag_named(name);
-    if (!is_setting(flag)) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+    if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
 }
 
@@ -4108,7 +4071,7 @@ static std::string config_text(const Config& config) {
         "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (is_setting(flag) && !is_named(flag, "preset"))
+        if (flag.group != OTHER && !is_named(flag, "preset"))
             lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
@@ -4126,32 +4089,32 @@ static void write_config(const Config& config, long step, const std::vector<std:
     write_text(path, contents);
 }
 
-// Every flag that was given, each coming over those before it: a preset's, a file's, the typed ones.
-static std::vector<GivenFlag> parse_command_line(int argc, char** argv) {
+// Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
+static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
+                                          const std::string& origin = "") {
     std::vector<GivenFlag> given;
-    for (int i = 1; i < argc; i++) {
-        std::string argument = argv[i];
-        if (argument == "-h") argument = "--help";
+    for (size_t i = 0; i < words.size(); i++) {
+        std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
         const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
-        bool optional = flag.kind == BOOL || name == "resume",
-             next = i + 1 < argc && !(optional && !strncmp(argv[i + 1], "--", 2));
+        bool optional = flag.kind == BOOL || name == "resume";
         std::string value = flag.kind == BOOL ? "1" : "";
         if (equals != std::string::npos)
             value = argument.substr(equals + 1);
-        else if (next)
-            value = argv[++i];
+        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--")))
+            value = words[++i];
         else if (!optional)
             fail_usage("--%s needs a value", name.c_str());
-        given.push_back({&flag, value, ""});
+        given.push_back({&flag, value, origin});
     }
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
-    if (const GivenFlag* preset = was_given(given, "preset")) put_first(preset_flags(preset->value));
+    if (const GivenFlag* preset = was_given(given, "preset"))
+        put_first(parse_flags(split(preset_flags(preset->value), ' '), "--preset " + preset->value));
     return given;
 }
 
@@ -4180,7 +4143,7 @@ static void print_run(const Model& m) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
-        if (!is_setting(flag) || value.empty()) continue;
+        if (flag.group == OTHER || value.empty()) continue;
         printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
     }
     printf("%s\n", column % 3 ? "\n" : "");
@@ -4373,30 +4336,24 @@ static void leave_ranks() {
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
 
-// What comes with the weights.
-static bool is_model(const Flag& flag) { return flag.group == MODEL || flag.group == DIFFUSION; }
-
-// Refuses a given flag of this kind that contradicts what a file stores, with both values.
-static void refuse_contradictions(const std::vector<GivenFlag>& given, const WeightsFile& file,
-                                  bool model_only) {
-    for (const Flag& flag : FLAGS) {
-        const GivenFlag* g = was_given(given, flag.name);
-        if (!g || flag.on_resume != FIXED || (model_only && !is_model(flag))) continue;
-        Config wanted = file.config;
-        set_flag(&wanted, flag, g->value);
-        std::string asked = flag_text(wanted, flag), stored = flag_text(file.config, flag);
-        if (asked != stored)
-            fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-                 flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
-                 file.path.c_str(), stored.empty() ? "none" : stored.c_str());
-    }
+// Refuses a given flag that contradicts what a file stores, with both values; config is what was given.
+static void refuse_contradiction(const Flag& flag, const Config& config, const std::vector<GivenFlag>& given,
+                                 const WeightsFile& file) {
+    const GivenFlag* g = was_given(given, flag.name);
+    std::string asked = flag_text(config, flag), stored = flag_text(file.config, flag);
+    if (g && asked != stored)
+        fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
+             flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
+             file.path.c_str(), stored.empty() ? "none" : stored.c_str());
 }
 
 // The model of a file, which the given flags must not contradict.
 static void take_model(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file) {
-    refuse_contradictions(given, file, true);
-    for (const Flag& flag : FLAGS)
-        if (is_model(flag)) set_flag(config, flag, flag_text(file.config, flag));
+    for (const Flag& flag : FLAGS) {
+        if (flag.group != MODEL && flag.group != DIFFUSION) continue;
+        refuse_contradiction(flag, *config, given, file);
+        set_flag(config, flag, flag_text(file.config, flag));
+    }
 }
 
 static Config given_config(const std::vector<GivenFlag>& given) {
@@ -4406,16 +4363,21 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`; one of `names` stands for its place there.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most,
+                                        const std::vector<std::string>& names = {}) {
     std::vector<uint32_t> numbers;
-    for (const std::string& range : split(list, ',')) {
+    bool is_name = std::ranges::count(names, list);  // all of it, commas too
+    for (const std::string& range : is_name ? std::vector{list} : split(list, ',')) {
         char digits[2][11] = {};  // no number has more
         int read = 0,
             ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
         uint64_t first = strtoull(digits[0], nullptr, 10),
                  last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
-        if (ends < 1 || range[read] || first > last || last > most)
+        auto name = std::ranges::find(names, range);
+        if (name != names.end() && range.find_first_not_of("0123456789-") != range.npos)
+            first = last = name - names.begin();
+        else if (ends < 1 || range[read] || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
@@ -4424,7 +4386,6 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The lines of --class_names, one a class.
 static std::vector<std::string> class_names(const Config& c) {
     if (!*c.class_names) return {};
     std::vector<std::string> names = split(read_text(c.class_names), '\n');
@@ -4438,16 +4399,9 @@ static std::vector<std::string> class_names(const Config& c) {
 static std::vector<uint32_t> wanted_classes(const Config& c) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    std::vector<std::string> names = class_names(c), words = split(c.classes, ',');
+    std::vector<std::string> names = class_names(c);
     if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    if (std::ranges::count(names, c.classes)) words = {c.classes};
-    std::string numbers;  // a class that is named is its line
-    for (const std::string& word : words) {
-        auto line = std::ranges::find(names, word);
-        bool named = word.find_first_not_of("0123456789-") != word.npos && line != names.end();
-        numbers += (numbers.empty() ? "" : ",") + (named ? text("%td", line - names.begin()) : word);
-    }
-    return parse_list("class", numbers, c.num_classes - 1);
+    return parse_list("class", c.classes, c.num_classes - 1, names);
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
@@ -4482,8 +4436,8 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
     if (!c.interpolate) return begin_with(seeds);
     if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
         fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
-    if (c.sampler == SAMPLER_DDPM || c.eta > 0)
-        fail("--interpolate needs a sampler that adds no noise: another than ddpm, and no --eta");
+    if (c.sampler == SAMPLER_DDPM || c.eta > 0 || *c.mask)
+        fail("--interpolate needs a sampler that adds no noise: another than ddpm, no --eta and no --mask");
     return noise_between(seeds[0], seeds[1], count, c.in_channels * c.image_size * c.image_size);
 }
 
@@ -4498,9 +4452,6 @@ static std::string sampler_text(const Config& c) {
     return line + THRESHOLDS[c.threshold];
 }
 
-// The folder of a run that is there.
-static std::string run_folder(const Config& c) { return *c.resume ? c.resume : c.out_dir; }
-
 // What pictures are drawn by: the flags, and the model that the weights are of.
 static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
     Config config = given_config(given);
@@ -4509,7 +4460,7 @@ static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* f
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     *file = *config.model_weights ? open_weights(config.model_weights)
-                                  : newest_checkpoint(run_folder(config), otherwise);
+                                  : newest_checkpoint(config.out_dir, otherwise);
     take_model(&config, given, *file);
     memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     using Needs = std::pair<const char*, const char*>;
@@ -4627,24 +4578,22 @@ static void run_generate(const std::vector<GivenFlag>& given) {
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
 static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
-    std::string folder = run_folder(*config);
     const GivenFlag* out_dir = was_given(given, "out_dir");
-    if (*config->resume && out_dir && out_dir->origin.empty() && out_dir->value != folder)
+    if (out_dir && out_dir->origin.empty() && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-             out_dir->value.c_str(), folder.c_str());
-    t->checkpoints = list_checkpoints(folder);
-    WeightsFile file =
-        newest_checkpoint(folder, "start without --resume, or name the run's folder with --resume FOLDER");
-    refuse_contradictions(given, file, false);
+             out_dir->value.c_str(), config->resume);
+    t->checkpoints = list_checkpoints(config->out_dir);
+    WeightsFile file = newest_checkpoint(
+        config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
+    for (const Flag& flag : FLAGS)
+        if (flag.on_resume == FIXED) refuse_contradiction(flag, *config, given, file);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
-    strcpy(config->out_dir, folder.c_str());
     for (const Flag& flag : FLAGS) {
         std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
-        bool stored = flag.field || std::ranges::count(TEXT_SECTIONS, std::string(flag.name));
-        if (stored && was != now)
+        if (flag.field && was != now)
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     }
     t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
@@ -4979,7 +4928,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
 
 #ifndef PROFILING  // dev/profile.cu has its own
 static void run_program(int argc, char** argv) {
-    std::vector<GivenFlag> given = parse_command_line(argc, argv);
+    std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help) return print_help();
     bool draws = config.generate || *config.seeds || config.interpolate;

@@ -270,8 +270,8 @@ static void print_calls(const Config& config, const std::string& list) {
 // the step.
 static void run_program(int argc, char** argv) {
     std::string trace, calls;
-    std::vector<char*> others;
-    for (int i = 0; i < argc; i++) {
+    std::vector<std::string> others;
+    for (int i = 1; i < argc; i++) {
         std::vector<std::string> words = split(argv[i], '=');
         bool of_calls = words[0] == "--profile_calls";
         if (words[0] != "--profile_trace" && !of_calls) {
@@ -284,7 +284,7 @@ static void run_program(int argc, char** argv) {
                        of_calls ? "numbers of images" : "the name of a file");
         (of_calls ? calls : trace) = words[1];
     }
-    Config config = given_config(parse_command_line((int)others.size(), others.data()));
+    Config config = given_config(parse_flags(others));
     if (config.help) return print_help();
     backend_init();
     printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
