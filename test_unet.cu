@@ -2742,7 +2742,7 @@ static std::string use_file(const Victim& v, bool read_data) {
             return text("a section %s of a wrong length", section);
         if (!read_data) continue;
         std::vector<float> values(plan.num_floats);
-        read_parameters(values.data(), file, section, plan);
+        read_parameters(plan_model(file.config, 1, false), values.data(), file, section);
         if (!all_finite(values.data(), values.size()))
             return text("a section %s that is no numbers", section);
     }
@@ -2823,8 +2823,8 @@ static void test_valid_files(std::vector<Victim>* victims) {
             differing += std::string(" ") + flag.name;
     Model m = Model();
     build_model(&m, file.config, 1, true);
-    read_parameters(m.master, file, "weights", m.plan);
-    read_parameters(m.adam_m, file, "adam_m", m.plan);
+    read_parameters(m, m.master, file, "weights");
+    read_parameters(m, m.adam_m, file, "adam_m");
     std::vector<float> stored = downloaded(m.master, m.plan.num_floats);
     History history = some_history();
     perturbed_weights(&m, 5);
@@ -3578,7 +3578,7 @@ static void test_model(const char* weights, const char* state) {
     size_t n = (size_t)B * H * H * PIXEL;
     Model m = Model();
     build_model(&m, file.config, B, true);
-    read_parameters(m.master, file, "weights", m.plan);
+    read_parameters(m, m.master, file, "weights");
     poison(&m);
     auto interleaved = [&](const std::string& what) {  // (B, C, H, W) -> (B, H, W, PIXEL)
         std::vector<double> to(n);
@@ -3793,9 +3793,10 @@ static void test_images(const char* path, int size, const char* expected) {
 
 static void test_same_weights(const char* first, const char* second) {
     WeightsFile a = open_weights(first), b = open_weights(second);
-    Plan plan = make_plan(a.config, 1, false), other = make_plan(b.config, 1, false);
+    Model one = plan_model(a.config, 1, false), two = plan_model(b.config, 1, false);
+    const Plan &plan = one.plan, &other = two.plan;
     std::vector<float> x(plan.num_floats), y(other.num_floats);
-    read_parameters(x.data(), a, "weights", plan), read_parameters(y.data(), b, "weights", other);
+    read_parameters(one, x.data(), a, "weights"), read_parameters(two, y.data(), b, "weights");
     bool named = plan.tensors.size() == other.tensors.size();
     for (size_t i = 0; named && i < plan.tensors.size(); i++)
         named = !strcmp(plan.tensors[i].name, other.tensors[i].name);

@@ -4291,13 +4291,15 @@ static void start_ranks(const Config& c) {
     if ((ON_GPU ? c.processes : c.gpus) > 1)
         fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
     for (auto [rank, size, local] : LAUNCHERS) {
-        auto number = [](const char* name) { return name && getenv(name) ? atoi(getenv(name)) : -1; };
-        if (world.size > 1 || number(rank) < 0 || number(size) < 1) continue;
-        world = {number(rank), number(size), getenv(local) ? number(local) : number(rank)};
-        if (world.rank >= world.size || world.local < 0 || world.local >= world.size ||
+        auto number = [](const char* name) {
+            int value, end = 0;
+            return sscanf(getenv(name), "%d%n", &value, &end) == 1 && !getenv(name)[end] ? value : -1;
+        };
+        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
+        world = {number(rank), number(size), number(getenv(local) ? local : rank)};
+        if (world.rank < 0 || world.rank >= world.size || world.local < 0 || world.local >= world.size ||
             world.size > (ON_GPU ? MAX_RANKS : MAX_PROCESSES))
-            fail("rank %d of %d, as the launcher's %s and %s say, can't be", world.rank, world.size, rank,
-                 size);
+            fail("the launcher's %s=%s and %s=%s can't be", rank, getenv(rank), size, getenv(size));
     }
     if (asked > 1 && world.size > 1)
         fail_usage("--%s %d: a launcher has started %d ranks; leave it out", ON_GPU ? "gpus" : "processes",

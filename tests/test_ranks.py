@@ -190,7 +190,7 @@ def test_stop_while_drawing(tmp_path, images8):
 def test_failures_are_told_once(tmp_path, images8):
     """What fails on every rank, or on one, ends all of them with one sentence."""
     data = start_flags(Config(**TOY | dict(batch_size=8)), tmp_path / "none.bin", tmp_path / "run", 5)
-    refused(TRAIN, *data, "--processes", 4, says="there is no")
+    refused(TRAIN, *data, "--processes", 4, says="none.bin")
     process, pids = start(tmp_path / "full", images8, preexec_fn=lambda: os.sched_setaffinity(0, {0}), steps=10**6)
     shutil.rmtree(tmp_path / "full")  # as an unplugged disk: the next checkpoint can't be written
     _, errors = process.communicate(timeout=30)
@@ -245,8 +245,9 @@ def test_refusals(tmp_path, images8):
     refused(TRAIN, *toy, "--gpus", 2, status=2, says="--processes")
     launched = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     refused(TRAIN, *toy, "--processes", 2, status=2, says="a launcher has started 2", env=launched)
-    for name, value in (("RANK", "2"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "")):
-        refused(TRAIN, *toy, says=[name, f"'{value}'"], env=launched | {name: value})
+    for name, value in (("RANK", "2"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "17")):
+        refused(TRAIN, *toy, says=[f"{name}={value}"], env=launched | {name: value})
+    refused(TRAIN, *toy, says="can't be", env=launched | {"LOCAL_RANK": "2"})
     assert not (tmp_path / "run").exists()
 
 
