@@ -459,7 +459,8 @@ HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b
 static void backend_init();         // refuses a machine that can't run this program
 static std::string backend_name();  // the device and its precision
 
-// Memory where the layers work (null: there is not enough), and the host's that the device copies fastest.
+#define fail_to_allocate(bytes) fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes).c_str())
+// Memory where the layers work, and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
 // Such a piece of memory, freed when its owner goes.
@@ -471,7 +472,7 @@ template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on
 static size_t backend_memory_available();
 static size_t host_memory_available();
 static size_t workspace_bytes();  // what the layers need besides the model's memory
-static bool allocate_workspace();
+static void allocate_workspace();
 
 // Everything below is done in the order of the calls, and may not be done yet when it returns.
 static void backend_zero(void* memory, size_t bytes);
@@ -2503,9 +2504,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
 
 static void allocate_model(Model* m) {
     m->memory = allocate<char>(m->bytes);
-    if (!m->memory || !allocate_workspace())
-        fail("could not allocate %s of memory; use a smaller --batch_size",
-             human_bytes(memory_of(*m)).c_str());
+    allocate_workspace();
     backend_zero(m->memory.get(), m->bytes);
     lay_out_model(m, m->memory.get());
     std::vector<Timestep> chain = make_chain(m->config);
@@ -2755,7 +2754,6 @@ static void prepare_steps(Trainer* t) {
     if (ON_GPU) {
         size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
         t->pixels = allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9);
-        if (!t->pixels) fail("could not allocate %s for the images", human_bytes(bytes).c_str());
         backend_upload(t->pixels.get(), pixels, bytes);
         pixels = t->pixels.get();
     }
@@ -2763,7 +2761,6 @@ static void prepare_steps(Trainer* t) {
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(RESULT_SLOTS, true);
     t->stop = allocate<int>(1, true);
-    if (!t->order || !t->results || !t->stop) fail("could not allocate memory for the order of the images");
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
     source->floats = floats ? (const float*)pixels : nullptr;
@@ -2772,7 +2769,6 @@ static void prepare_steps(Trainer* t) {
     source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
     if (m->labels) {
         t->labels = allocate<int>(data.count);
-        if (!t->labels) fail("could not allocate memory for the labels");
         backend_upload(t->labels.get(), data.labels.data(), data.count * sizeof(int));
     }
     source->labels = t->labels.get(), source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
@@ -4237,32 +4233,25 @@ static std::string board_path;
 static std::vector<pid_t> forked_ranks;
 static std::atomic<bool> ranks_met = false;
 
-static bool is_held(int file, int local) {
-    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = local, .l_len = 1, .l_pid = 0};
-    return !fcntl(file, F_GETLK, &lock) && lock.l_type != F_UNLCK;
+// A lock on a rank's byte of the board, or on any; with F_GETLK whether another process holds one.
+static bool lock_board(int file, int command, int first, int bytes = 1) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = first, .l_len = bytes, .l_pid = 0};
+    return !fcntl(file, command, &lock) && lock.l_type != F_UNLCK;
 }
 
-// Opens the board of this machine's ranks, which its first rank makes anew, whatever a killed run left: the
-// others know it by the lock on it.
+// Opens the board of this machine's ranks, one after the other; the first empties what a killed run left.
 static int open_board() {
     size_t bytes = sizeof(Board) + (ON_GPU ? 0 : world.size * world.size * sizeof(Mailbox));
-    const char* path = board_path.c_str();
-    int file = -1, creates = world.local ? 0 : O_CREAT | O_EXCL;
-    if (creates) unlink(path);
-    for (double start = seconds_now(); file < 0; usleep(1000)) {
-        file = open(path, O_RDWR | O_CLOEXEC | creates, 0600);
-        if (creates && (file < 0 || (errno = posix_fallocate(file, 0, (off_t)bytes))))
-            fail("several processes need %s, which they share: %s", path, strerror(errno));
-        if (file >= 0 && !creates && !is_held(file, 0)) close(std::exchange(file, -1));
-        if (seconds_now() - start > MEETING_SECONDS)
-            fail("rank %d waited %d s for the first rank of its machine", world.rank, MEETING_SECONDS);
-    }
-    struct flock lock = {
-        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = world.local, .l_len = 1, .l_pid = 0};
-    board = (Board*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (board == MAP_FAILED || fcntl(file, F_SETLK, &lock))
-        fail("can't use %s, which several processes share: %s", path, strerror(errno));
+    int file = open(board_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    void* memory = MAP_FAILED;
+    if (file >= 0 && !flock(file, LOCK_EX) && (lock_board(file, F_GETLK, 0, 0) || !ftruncate(file, 0)) &&
+        !(errno = posix_fallocate(file, 0, (off_t)bytes)) && lock_board(file, F_SETLK, world.local))
+        memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED)
+        fail("several processes need %s, which they share: %s", board_path.c_str(), strerror(errno));
+    board = (Board*)memory;
     board->there[world.local] = world.rank + 1;
+    flock(file, LOCK_UN);
     return file;
 }
 
@@ -4271,7 +4260,8 @@ static void watch_ranks(int file) {
     for (double start = seconds_now();; usleep(20000)) {
         std::string why = backend_broken();
         for (int local = 0; local < MAX_RANKS; local++)
-            if (int rank = board->there[local]; rank && local != world.local && !is_held(file, local))
+            if (int rank = board->there[local];
+                rank && local != world.local && !lock_board(file, F_GETLK, local))
                 if (board->there[local])  // otherwise it has ended in order just now
                     why = text("rank %d failed or was killed", rank - 1);
         if (!ranks_met && seconds_now() - start > MEETING_SECONDS)
@@ -4991,8 +4981,8 @@ enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512, SCRATCH_FLOATS = THREAD_FLOA
 static float* cpu_workspace;
 
 static size_t cpu_workspace_bytes() { return sizeof(float) * SCRATCH_FLOATS * omp_get_max_threads(); }
-static bool allocate_cpu_workspace() {
-    return cpu_workspace || !posix_memalign((void**)&cpu_workspace, 4096, cpu_workspace_bytes());
+static void allocate_cpu_workspace() {
+    if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes(), true);
 }
 static float* thread_floats() { return cpu_workspace + (size_t)omp_get_thread_num() * SCRATCH_FLOATS; }
 
@@ -5505,7 +5495,10 @@ static std::string backend_name() {
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
 }
 static void backend_init() {}
-static void* backend_allocate(size_t bytes, bool) { return aligned_alloc(ALIGNMENT, aligned(bytes)); }
+static void* backend_allocate(size_t bytes, bool) {
+    if (void* memory = aligned_alloc(ALIGNMENT, aligned(bytes))) return memory;
+    fail_to_allocate(bytes);
+}
 static void backend_free(void* memory, bool) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
@@ -5523,7 +5516,7 @@ static double backend_peak() { return 0; }
 static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
 static size_t backend_memory_available() { return host_memory_available(); }
 static size_t workspace_bytes() { return cpu::cpu_workspace_bytes(); }
-static bool allocate_workspace() { return cpu::allocate_cpu_workspace(); }
+static void allocate_workspace() { cpu::allocate_cpu_workspace(); }
 #endif
 
 // ==== 12  LAYERS ON THE GPU ================================================================================
@@ -5585,7 +5578,7 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
     if ((on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes)) == cudaSuccess) return memory;
     cudaGetLastError();  // not to be found by the next check
-    return nullptr;
+    fail_to_allocate(bytes);
 }
 // The next check reports an error. It waits for the device, which may wait for other ranks: not after a failure.
 static void backend_free(void* memory, bool on_host) {
@@ -5714,11 +5707,10 @@ static size_t backend_memory_available() {
 }
 
 static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
-static bool allocate_workspace() {
+static void allocate_workspace() {
     for (Lane* each : {&main_lane, &side_lane})
         if (!each->workspace.base)
             each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
-    return main_lane.workspace.base && side_lane.workspace.base;
 }
 
 namespace gpu {
