@@ -5483,15 +5483,6 @@ __device__ inline void norm_reload(float (&value)[VEC], const float* from) {
                      : "r"(shared_address(from + i)));
 }
 
-// What norm left of a vector of channels of image b.
-__device__ inline void norm_channels(float (&mean)[VEC], float (&scale)[VEC], float (&shift)[VEC],
-                                     const Norm& norm, int b, int c) {
-    const size_t at = (size_t)b * norm.x.C() + c;
-    auto statistics = load<VEC>(norm.statistics + at), affine = load<VEC>(norm.affine + at);
-    for (int i = 0; i < VEC; i++)
-        mean[i] = statistics.of[i].x, scale[i] = affine.of[i].x, shift[i] = affine.of[i].y;
-}
-
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
@@ -5708,15 +5699,17 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
-        float mean[VEC], scale[VEC], shift[VEC];
-        norm_channels(mean, scale, shift, norm, blockIdx.z, c);
+        const size_t of = (size_t)blockIdx.z * C + c;
+        auto statistics = load<VEC>(norm.statistics + of), affine = load<VEC>(norm.affine + of);
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
             float value[VEC], d[VEC];
             unpack(value, in[i]), unpack(d, upstream[i]);
             if (norm.silu)
-                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(value[e] * scale[e] + shift[e]);
-            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - mean[e]);
+                for (int e = 0; e < VEC; e++)
+                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
+            for (int e = 0; e < VEC; e++)
+                sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - statistics.of[e].x);
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
@@ -6399,10 +6392,12 @@ template <class Tile> struct GemmEpilogue {
     }
     // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
     __device__ __forceinline__ void finish() {
-        float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
+        float added[VEC] = {};
+        Vector<float2, VEC> statistics, affine;  // where this is a norm's gradient
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
-            norm_channels(mean, scale, shift, g.norm, image, n);
+            const size_t of = (size_t)image * g.N() + n;
+            statistics = ::load<VEC>(g.norm.statistics + of), affine = ::load<VEC>(g.norm.affine + of);
         } else if (m[0] >= 0) {
             if (g.bias) add_vector(added, g.bias + n);
             if (g.emb.data) add_vector(added, g.emb.data + (size_t)image * g.emb.pitch + n);
@@ -6414,10 +6409,10 @@ template <class Tile> struct GemmEpilogue {
             unpack(x, there[i]);
             if (gradient && g.norm.silu)
                 for (int e = 0; e < VEC; e++)
-                    value[i][e] *= silu_gradient_of_half(x[e] * scale[e] + shift[e]);
+                    value[i][e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
             for (int e = 0; e < VEC; e++)
                 if (gradient)
-                    sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - mean[e]);
+                    sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
                 else
                     value[i][e] += added[e] + x[e];
             if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
