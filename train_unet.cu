@@ -7429,7 +7429,6 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(typename Tile::Shared*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
@@ -7488,7 +7487,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         }
         patch.next();
     }
-#endif
 }
 
 template <class Tile> static void launch_hopper_tile(const Gemm& g) {
@@ -7684,7 +7682,6 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
     await_inputs();
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(typename Tile::Shared*)hopper_shared;
     HopperWeightBlock<Tile> block = {g, shared};
@@ -7709,7 +7706,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     else
         block.template multiply<false>(c);
     block.store(c);
-#endif
 }
 
 template <class Tile> static void launch_hopper_weight_tile(const WeightGradient& g) {
