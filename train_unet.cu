@@ -6839,8 +6839,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     product.store([&](int o, int tap, int c, float2 value) {
         if (o0 + o >= O || c0 + c >= channels) return;
         size_t row = (size_t)(o0 + o) * TAPS + tap;
-        float2* p = (float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c);
-        *p = value;
+        *(float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c) = value;
     });
 }
 
