@@ -5828,6 +5828,10 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
 // In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
+// A row of D channels. The pad of 16 bytes keeps ldmatrix free of conflicts.
+template <int D> struct AttentionRow {
+    floatX at[D + VEC];
+};
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
 template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
@@ -5836,6 +5840,16 @@ template <int D> struct AttentionTile {
     // On a multiprocessor. Heads of up to 32, an H100, bf16, T = 256: with 6, B = 32 is one wave; backward
     // takes 40 us, with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
     enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
+    struct Forward {
+        AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
+    };
+    struct Backward {
+        // q, dout of the queries or k, v of the keys; and [stage] of the other side
+        AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][BACKWARD_COLUMNS], column2[2][BACKWARD_COLUMNS];
+        AttentionRow<D> out[2 * BACKWARD_COLUMNS];  // of the queries: [stage] of columns, or of the rows
+        float dots[ROWS], normalisers[ROWS];
+    };
+    static_assert(2 * BACKWARD_COLUMNS >= ROWS && ROWS >= BACKWARD_COLUMNS, "what Backward holds suffices");
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -5845,10 +5859,7 @@ template <typename X> struct AttentionHead {
     __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
-// Rows t0 and on of a head, zeros outside. The pad of 16 bytes a row keeps ldmatrix free of conflicts.
-template <int D> struct AttentionRow {
-    floatX at[D + VEC];
-};
+// Rows t0 and on of a head, zeros outside.
 template <int ROWS, int D>
 __device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
     enum { THREADS = AttentionTile<D>::THREADS };
@@ -5939,11 +5950,6 @@ __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionR
     }
 }
 
-template <int D> struct AttentionForwardShared {
-    AttentionRow<D> q[AttentionTile<D>::ROWS], k[2][AttentionTile<D>::COLUMNS],
-        v[2][AttentionTile<D>::COLUMNS];  // [stage]
-};
-
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
@@ -5952,7 +5958,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     await_inputs();
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
     extern __shared__ uint4 attention_shared[];
-    AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
+    auto& s = *(typename AttentionTile<D>::Forward*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
     qkv += (size_t)b * T * 3 * C + head * d;
     AttentionHead<const floatX> q = {qkv, 3 * C, T, d}, k = {qkv + C, 3 * C, T, d},
@@ -6002,19 +6008,10 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
                     {1 / total[0], 1 / total[1]});
 }
 
-template <int D> struct AttentionBackwardShared {
-    static constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    // q, dout of the queries or k, v of the keys; and [stage] of the other side
-    AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
-    AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
-    float dots[ROWS], normalisers[ROWS];
-    static_assert(2 * COLUMNS >= ROWS && COLUMNS <= ROWS, "what out, dots and normalisers hold");
-};
-
 // s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse in units of ln 2, +inf past T,
 // so that the probabilities there are 0.
 template <int ROWS, int D>
-__device__ void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
+__device__ void attention_dots(typename AttentionTile<D>::Backward& s, const AttentionRow<D>* dout,
                                const AttentionRow<D>* out, const float* lse, int t0, int T) {
     const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
     int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
@@ -6042,8 +6039,8 @@ struct AttentionBackward {
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, bool KEYS> __device__ void attention_backward_rows(AttentionBackward a, int t0) {
     extern __shared__ uint4 attention_shared[];
-    AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
-    constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
+    auto& s = *(typename AttentionTile<D>::Backward*)attention_shared;
+    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
     int T = a.T, C = a.C, d = a.d, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
     AttentionHead<const floatX> q = {a.qkv, 3 * C, T, d}, k = {a.qkv + C, 3 * C, T, d},
                                 v = {a.qkv + 2 * C, 3 * C, T, d}, dout = {a.dout, C, T, d},
@@ -6123,7 +6120,8 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     with_padded_head(d, [&](auto D) {
         dim3 grid(ceil_div(T, AttentionTile<D>::ROWS), heads, B);
         launch(attention_forward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(AttentionForwardShared<D>), out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d));
+               sizeof(typename AttentionTile<D>::Forward), out.data, lse, qkv.data, T, C, d,
+               1 / sqrtf((float)d));
     });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
@@ -6134,7 +6132,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         dim3 grid(2 * ceil_div(T, AttentionTile<D>::ROWS), heads, B);
         AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d)};
         launch(attention_backward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(AttentionBackwardShared<D>), a);
+               sizeof(typename AttentionTile<D>::Backward), a);
     });
 }
 
