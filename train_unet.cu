@@ -7590,10 +7590,13 @@ template <int WARPGROUPS_> struct HopperWeightTile {
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
 // once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
 // also sums dout over each image: a product with a column of ones, one of eight columns an image.
-template <class Tile> struct HopperWeightBlock {
-    static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = Tile::STAGES, PITCH = Tile::X.width;
-    const HopperWeightGradient& g;
-    typename Tile::Shared& shared;
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
+    await_inputs();
+    constexpr int WARPGROUPS = Tile::WARPGROUPS, PITCH = Tile::X.width;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(typename Tile::Shared*)hopper_shared;
     const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
     const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
@@ -7601,10 +7604,19 @@ template <class Tile> struct HopperWeightBlock {
     const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
     const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
     const int first = g.first_tile(split), last = g.first_tile(split + 1);
+    if (threadIdx.x == 0) {
+        shared.ring.init(WARPGROUPS);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    if (threadIdx.x < 60)
+        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+    fence_shared();
+    __syncthreads();
 
-    __device__ __forceinline__ void produce() {  // one thread
+    if (threadIdx.x >= Tile::READERS) {
+        if (threadIdx.x > Tile::READERS) return;
         Pixel at = g.patch.origin(first);
-        Ring<STAGES> stage = {0, 1};
+        Ring<Tile::STAGES> stage = {0, 1};
         for (int t = first; t < last; t++, stage.next()) {
             auto& to = shared.stages[stage.slot];
             Barrier& full = shared.ring.full[stage.slot];
@@ -7616,14 +7628,16 @@ template <class Tile> struct HopperWeightBlock {
             if ((at.x += 8) >= g.patch.W - 1) at.x = -1, at.y += 8;
             if (at.y >= g.patch.H - 1) at.y = -1, at.b++;
         }
+        return;
     }
 
-    // c += a warpgroup's sums over this block's pixels, and with BIAS parts of the bias gradient.
-    template <bool BIAS> __device__ __forceinline__ void multiply(float (&c)[96]) {
-        Ring<STAGES> stage;
-        auto release = [&] {  // the stage before
-            if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
-        };
+    float c[96] = {};  // a warpgroup's sums over this block's pixels
+    Ring<Tile::STAGES> stage;
+    auto release = [&] {  // the stage before
+        if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+    };
+    auto multiply = [&](auto with_bias) {  // whether parts of the bias gradient are made too
+        constexpr bool BIAS = decltype(with_bias)::value;
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
         const int steps = g.patch.set_tiles();  // an image
         for (int begin = first, end; begin < last; begin = end) {
@@ -7660,49 +7674,19 @@ template <class Tile> struct HopperWeightBlock {
                         g.bias_parts[(size_t)(split + image) * O + o] = sums[e];
                 }
         }
-    }
-
-    // The sums, to device memory.
-    __device__ __forceinline__ void store(const float (&c)[96]) {
-        float* to = g.partial ? g.partial + split * g.count() : g.dw;
-        UNROLLED_FOR (int i = 0; i < 48; i++) {
-            int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
-            int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
-            if (o >= O || column >= C) continue;
-            float* p = to + ((size_t)o * 9 + tap) * C + column;
-            *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
-        }
-    }
-};
-
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
-    await_inputs();
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(typename Tile::Shared*)hopper_shared;
-    HopperWeightBlock<Tile> block = {g, shared};
-    if (threadIdx.x == 0) {
-        shared.ring.init(Tile::WARPGROUPS);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    if (threadIdx.x < 60)
-        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (threadIdx.x >= Tile::READERS) {
-        if (threadIdx.x == Tile::READERS) block.produce();
-        return;
-    }
-
-    float c[96] = {};
+    };
     // All warpgroups read dout; the first sums it.
-    if (g.bias_parts && block.c0 == 0 && block.dy == 0 && block.warpgroup == 0)
-        block.template multiply<true>(c);
+    if (g.bias_parts && c0 == 0 && dy == 0 && warpgroup == 0)
+        multiply(std::true_type());
     else
-        block.template multiply<false>(c);
-    block.store(c);
+        multiply(std::false_type());
+    float* to = g.partial ? g.partial + split * g.count() : g.dw;
+    UNROLLED_FOR (int i = 0; i < 48; i++) {
+        int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
+        int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
+        if (o >= O || column >= C) continue;
+        *(float2*)(to + ((size_t)o * 9 + tap) * C + column) = make_float2(c[2 * i], c[2 * i + 1]);
+    }
 }
 
 template <class Tile> static void launch_hopper_weight_tile(const WeightGradient& g) {
