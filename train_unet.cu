@@ -6355,47 +6355,46 @@ template <class Tile> struct WarpProduct {
 // What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
-template <class Tile> struct GemmEpilogue {
-    static constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW,
-                         PASSES = 64 / STEP, PITCH = Tile::STAGING_PITCH;
-    const Gemm& g;
-    float* staging;
-    const int* pixel_of_row;
-    const int tile, n0, column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+template <class Tile>
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row,
+                                              int tile, int n0) {
+    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
+                  PITCH = Tile::STAGING_PITCH;
+    const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
     const bool gradient = Tile::TRANSPOSED && g.norm.affine && g.sums;
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
-    int m[PASSES];                                                 // its pixels, -1: outside
-    uint4 there[PASSES];  // what is added to the outputs, or a norm's x
-    float value[PASSES][VEC], sum[VEC] = {}, product[VEC] = {};
-
-    __device__ __forceinline__ void load(int half) {
+    float sum[VEC] = {}, product[VEC] = {};
+    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
+        int m[PASSES];        // its pixels, -1: outside
+        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
+        float value[PASSES][VEC];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
         const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
         // all loads before the first store: none waits for another
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
             const int p = half * 64 + i * STEP + row;
-            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+            m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
             for (int e = 0; e < VEC; e += 4)
                 *(float4*)(value[i] + e) = *(const float4*)(staging + p * PITCH + column + e);
         }
-    }
-    __device__ __forceinline__ void store_partial() {
-        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-            for (int e = 0; e < VEC && m[i] >= 0; e += 4) *(float4*)(to + e) = *(float4*)(value[i] + e);
+        if (g.splits > 1) {
+            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
+                for (int e = 0; e < VEC && m[i] >= 0; e += 4) *(float4*)(to + e) = *(float4*)(value[i] + e);
+            }
+            continue;
         }
-    }
-    // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
-    __device__ __forceinline__ void finish() {
+
+        // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
         float added[VEC] = {};
-        Vector<float2, VEC> statistics, affine;  // where this is a norm's gradient
+        Vector<float2, VEC> statistics, affine;  // of a gradient's norm
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
             const size_t of = (size_t)image * g.N() + n;
-            statistics = ::load<VEC>(g.norm.statistics + of), affine = ::load<VEC>(g.norm.affine + of);
+            statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
         } else if (m[0] >= 0) {
             if (g.bias) add_vector(added, g.bias + n);
             if (g.emb.data) add_vector(added, g.emb.data + (size_t)image * g.emb.pitch + n);
@@ -6415,10 +6414,10 @@ template <class Tile> struct GemmEpilogue {
                     value[i][e] += added[e] + x[e];
             if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
-    }
-    // By all threads: the sums of a part of an image, when its last pixels are finished. Of the outputs they
-    // are about the part's first pixel, kept in `staging` where that pixel's sums lay.
-    __device__ __forceinline__ void leave_sums(int half) {
+        if (!g.sums) continue;
+
+        // The sums of a part of an image, when its last pixels are finished. Of the outputs they are about
+        // the part's first pixel, kept in `staging` where that pixel's sums lay.
         const int first = half * 64 / part_pixels * part_pixels, part = (tile * BM + first) / part_pixels;
         float* pivot = staging + first * PITCH;
         if (!gradient && half * 64 == first && row == 0)
@@ -6429,7 +6428,7 @@ template <class Tile> struct GemmEpilogue {
                 float d = value[i][e] - pivot[column + e];
                 sum[e] += d, product[e] += d * d;
             }
-        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) return;
+        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)part * g.N() + n0;
         norm_part_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
@@ -6439,7 +6438,7 @@ template <class Tile> struct GemmEpilogue {
         });
         for (int e = 0; e < VEC; e++) sum[e] = product[e] = 0;
     }
-};
+}
 
 // out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
@@ -6534,16 +6533,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    GemmEpilogue<Tile> epilogue = {g, staging, pixel_of_row, tile, n0};
-    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        epilogue.load(half);
-        if (g.splits > 1) {
-            epilogue.store_partial();
-            continue;
-        }
-        epilogue.finish();
-        if (g.sums) epilogue.leave_sums(half);
-    }
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it, maybe `out` itself.
