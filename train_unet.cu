@@ -5352,27 +5352,32 @@ enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
-__device__ inline void unpack(float value[VEC], uint4 bits) {
-    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
-    for (int i = 0; i < VEC; i++)
-        value[i] = VEC == 4 ? __uint_as_float(words[i % 4]) : bf16_of_pair(words[i / 2], i % 2);
+// The elements of 16 bytes, to calculate with.
+struct Unpacked : Vector<float, VEC> {
+    __device__ float& operator[](int e) { return of[e]; }
+};
+__device__ inline void operator+=(Unpacked& a, Unpacked b) {
+    for (int e = 0; e < VEC; e++) a[e] += b[e];
 }
+__device__ inline Unpacked unpack(uint4 bits) {
+    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+    Unpacked value;
+    for (int e = 0; e < VEC; e++)
+        value[e] = VEC == 4 ? __uint_as_float(words[e % 4]) : bf16_of_pair(words[e / 2], e % 2);
+    return value;
+}
+__device__ inline Unpacked unpack(const floatX* from) { return unpack(*(const uint4*)from); }
 __device__ inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
-__device__ inline uint4 pack(const float value[VEC]) {
+__device__ inline uint4 pack(Unpacked value) {
     uint4 bits;
-    for (int i = 0; i < VEC; i++) ((floatX*)&bits)[i] = (floatX)value[i];
+    for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
     return bits;
 }
 __device__ inline void store_pair(floatX* to, float first, float second) {
     store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
-}
-__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
-    float x[VEC];
-    unpack(x, *(const uint4*)p);
-    for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
 __device__ inline float2 operator*(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
@@ -5476,18 +5481,20 @@ enum {
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each channel of a block needs a thread");
 
 // From shared memory, each time anew: not kept in registers.
-__device__ inline void norm_reload(float (&value)[VEC], const float* from) {
+__device__ inline Unpacked norm_reload(const float* from) {
+    Unpacked value;
     for (int i = 0; i < VEC; i += 4)
         asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(value[i]), "=f"(value[i + 1]), "=f"(value[i + 2]), "=f"(value[i + 3])
                      : "r"(shared_address(from + i)));
+    return value;
 }
 
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
 __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
-                                             float (&a)[VEC], float (&q)[VEC], Finish finish) {
+                                             Unpacked& a, Unpacked& q, Finish finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
@@ -5524,15 +5531,14 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
     const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
     int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
     const floatX* first = x.data + ((size_t)blockIdx.z * T + t0) * C;
-    float sum[VEC] = {}, squares[VEC] = {};
+    Unpacked sum = {}, squares = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH];
         norm_part_load(in, first + r * C + c, C, n);
-        float pivot[VEC], d[VEC];
-        unpack(pivot, *(const uint4*)(first + c));
+        Unpacked pivot = unpack(first + c);
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
-            unpack(d, in[i]);
+            Unpacked d = unpack(in[i]);
             for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
         }
     }
@@ -5661,8 +5667,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     for (int t = p.t; out && t < T; t += NORM_DEPTH * p.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * p.stride >= T) break;
-            float y[VEC];
-            unpack(y, in[i]);
+            Unpacked y = unpack(in[i]);
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
             for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[e].x + affine.of[e].y;
             if (norm.silu)
@@ -5694,7 +5699,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     int T = norm.x.first.T(), C = norm.x.C(), width = norm.x.of(c).C;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
-    float sum[VEC] = {}, sum_normed[VEC] = {};
+    Unpacked sum = {}, sum_normed = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
@@ -5703,8 +5708,7 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
         auto statistics = load<VEC>(norm.statistics + of), affine = load<VEC>(norm.affine + of);
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
-            float value[VEC], d[VEC];
-            unpack(value, in[i]), unpack(d, upstream[i]);
+            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
             if (norm.silu)
                 for (int e = 0; e < VEC; e++)
                     d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
@@ -5789,22 +5793,19 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     const int slot = p.c - p.slab;
-    float scale[VEC], more[VEC];
-    norm_reload(scale, &of_channels[SCALE][slot]);
+    Unpacked scale = norm_reload(&of_channels[SCALE][slot]);
     for (int t = p.t; t < T; t += p.stride) {
-        float value[VEC], d[VEC];
-        unpack(value, in), unpack(d, upstream);
-        norm_reload(more, &of_channels[BETA][slot]);
+        Unpacked value = unpack(in), d = unpack(upstream), more = norm_reload(&of_channels[BETA][slot]);
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - more[e];
-        norm_reload(more, &of_channels[ALPHA][slot]);
+        more = norm_reload(&of_channels[ALPHA][slot]);
         for (int e = 0; e < VEC; e++) d[e] -= value[e] * more[e];
-        norm_reload(more, &of_channels[SHIFT][slot]);
+        more = norm_reload(&of_channels[SHIFT][slot]);
         for (int e = 0; e < VEC; e++) value[e] = value[e] * scale[e] + more[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) value[e] = silu_of_half(0.5f * value[e]);
         *(uint4*)again = pack(value), again += p.step_joined;
-        if (RESIDUAL) add_vector(d, (const floatX*)&residual);
-        if (ACCUMULATE) add_vector(d, (const floatX*)&old);
+        if (RESIDUAL) d += unpack(residual);
+        if (ACCUMULATE) d += unpack(old);
         *(uint4*)target = pack(d), target += p.step;
         if (t + p.stride < T) load();
     }
@@ -5877,9 +5878,8 @@ __device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a
     for (int k = 0; k < D; k += VEC)
         UNROLLED_FOR (int n = 0; n < N; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
-                float left[VEC], right[VEC];
-                unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
-                unpack(right, *(const uint4*)&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
+                Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
                 for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
             }
 #else
@@ -6017,8 +6017,7 @@ __device__ void attention_dots(typename AttentionTile<D>::Backward& s, const Att
     int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
     for (int c = c0; c < D; c += lanes * VEC) {
-        float a[VEC], b[VEC];
-        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
+        Unpacked a = unpack(&dout[row].at[c]), b = unpack(&out[row].at[c]);
         for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
     }
     for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -6363,11 +6362,11 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
     const bool gradient = Tile::TRANSPOSED && g.norm.affine && g.sums;
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
-    float sum[VEC] = {}, product[VEC] = {};
+    Unpacked sum = {}, product = {};
     UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
         int m[PASSES];        // its pixels, -1: outside
         uint4 there[PASSES];  // what is added to the outputs, or a norm's x
-        float value[PASSES][VEC];
+        Unpacked value[PASSES];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
         const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
@@ -6377,33 +6376,31 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            for (int e = 0; e < VEC; e += 4)
-                *(float4*)(value[i] + e) = *(const float4*)(staging + p * PITCH + column + e);
+            value[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                for (int e = 0; e < VEC && m[i] >= 0; e += 4) *(float4*)(to + e) = *(float4*)(value[i] + e);
+                if (m[i] >= 0) *(Unpacked*)to = value[i];
             }
             continue;
         }
 
         // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
-        float added[VEC] = {};
+        Unpacked added = {};
         Vector<float2, VEC> statistics, affine;  // of a gradient's norm
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
             const size_t of = (size_t)image * g.N() + n;
             statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
         } else if (m[0] >= 0) {
-            if (g.bias) add_vector(added, g.bias + n);
-            if (g.emb.data) add_vector(added, g.emb.data + (size_t)image * g.emb.pitch + n);
+            if (g.bias) added += unpack(g.bias + n);
+            if (g.emb.data) added += unpack(g.emb.data + (size_t)image * g.emb.pitch + n);
         }
         const Tensor& out = g.out.of(n);
         const floatX* to = out.data + g.out.within(n);
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            float x[VEC];
-            unpack(x, there[i]);
+            Unpacked x = unpack(there[i]);
             if (gradient && g.norm.silu)
                 for (int e = 0; e < VEC; e++)
                     value[i][e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
@@ -6420,8 +6417,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
         // the part's first pixel, kept in `staging` where that pixel's sums lay.
         const int first = half * 64 / part_pixels * part_pixels, part = (tile * BM + first) / part_pixels;
         float* pivot = staging + first * PITCH;
-        if (!gradient && half * 64 == first && row == 0)
-            for (int e = 0; e < VEC; e++) pivot[column + e] = value[0][e];
+        if (!gradient && half * 64 == first && row == 0) *(Unpacked*)(pivot + column) = value[0];
         __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
             for (int e = 0; e < VEC && !gradient; e++) {
@@ -6436,7 +6432,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             const int image = part * part_pixels / T;
             return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
         });
-        for (int e = 0; e < VEC; e++) sum[e] = product[e] = 0;
+        sum = product = {};
     }
 }
 
@@ -6543,15 +6539,13 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
     if (i >= count) return;
     int m = (int)(i / g.N()), n = (int)(i % g.N());
-    float value[VEC] = {0};
+    Unpacked value = {};
 #pragma unroll 4
-    for (int s = 0; s < g.splits; s++)
-        for (int e = 0; e < VEC; e += 4)
-            *(float4*)(value + e) += *(const float4*)(g.partial + s * count + i + e);
+    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
-    if (g.bias) add_vector(value, g.bias + n);
-    if (g.emb.data) add_vector(value, g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
-    if (g.residual.of(n).data) add_vector(value, g.residual.of(n).data + at);
+    if (g.bias) value += unpack(g.bias + n);
+    if (g.emb.data) value += unpack(g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
@@ -7232,8 +7226,7 @@ template <class Tile> struct HopperGemmBlock {
                 if (chunk < last)
                     UNROLLED_FOR (int i = 0; i < STEPS; i++) {
                         uint4* row = (uint4*)(rows + i * STEP * 128);
-                        float y[VEC];
-                        unpack(y, *row);
+                        Unpacked y = unpack(*row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
                             y[e] = silu_of_half(y[e] * affine.of[e].x + affine.of[e].y);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
