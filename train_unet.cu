@@ -5730,8 +5730,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     launch(groupnorm_backward_sums_kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (C) = sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
-// row.
+// dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
 template <bool MODULATED>  // asked for each part, loads would wait for each other
 __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     enum { WARPS = NORM_THREADS / 32 };
@@ -6258,8 +6257,7 @@ struct GemmTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
-    static constexpr int A_ROWS =
-        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;  // (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
     static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP, B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
@@ -7002,7 +7000,6 @@ __device__ inline void store_box(const CUtensorMap& map, const void* from, int c
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// All threads of a cluster meet.
 __device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster_barrier_wait(); }
 
 // What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
@@ -7048,9 +7045,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// Pixels of a copy.
 struct Box {
-    int width, height, images;
+    int width, height, images;  // pixels of a copy
 };
 // The map of x for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
@@ -7272,8 +7268,7 @@ template <class Tile> struct HopperGemmBlock {
                 stage.next();
             }
         }
-        // All buffers up to here have been full: the other warpgroup's waits for the next can't mistake their
-        // phases.
+        // All buffers up to here have been full: the other warpgroup can't mistake the phases of the next.
         ready[patch.slot].wait(patch.parity);
         if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
         wgmma_wait<0>();
