@@ -761,11 +761,11 @@ static void test_attention(int B, int T, int heads, int d) {
 }
 
 // What head_channels goes by; an RTX 30 or 40 lets a block have 99 KB.
-static_assert(sizeof(gpu::AttentionBackwardShared<MAX_HEAD>) <= (sizeof(floatX) == 4 ? 131 : 99) << 10 &&
-                  sizeof(gpu::AttentionForwardShared<MAX_HEAD>) <= 99 << 10,
+static_assert(sizeof(gpu::AttentionTile<MAX_HEAD>::Backward) <= (sizeof(floatX) == 4 ? 131 : 99) << 10 &&
+                  sizeof(gpu::AttentionTile<MAX_HEAD>::Forward) <= 99 << 10,
               "heads of 256 channels");
-static_assert(sizeof(gpu::AttentionBackwardShared<MAX_HEAD / 2>) <= 99 << 10 &&
-                  sizeof(gpu::AttentionForwardShared<MAX_HEAD / 2>) <= 99 << 10,
+static_assert(sizeof(gpu::AttentionTile<MAX_HEAD / 2>::Backward) <= 99 << 10 &&
+                  sizeof(gpu::AttentionTile<MAX_HEAD / 2>::Forward) <= 99 << 10,
               "heads of 128 channels");
 
 // T pixels of one image and head, as many as the CPU can't do in full: every `stride`-th query, and every

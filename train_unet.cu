@@ -5730,27 +5730,32 @@ enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
-__device__ inline void unpack(float value[VEC], uint4 bits) {
-    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
-    for (int i = 0; i < VEC; i++)
-        value[i] = VEC == 4 ? __uint_as_float(words[i % 4]) : bf16_of_pair(words[i / 2], i % 2);
+// The elements of 16 bytes, to calculate with.
+struct Unpacked : Vector<float, VEC> {
+    __device__ float& operator[](int e) { return of[e]; }
+};
+__device__ inline void operator+=(Unpacked& a, Unpacked b) {
+    for (int e = 0; e < VEC; e++) a[e] += b[e];
 }
+__device__ inline Unpacked unpack(uint4 bits) {
+    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+    Unpacked value;
+    for (int e = 0; e < VEC; e++)
+        value[e] = VEC == 4 ? __uint_as_float(words[e % 4]) : bf16_of_pair(words[e / 2], e % 2);
+    return value;
+}
+__device__ inline Unpacked unpack(const floatX* from) { return unpack(*(const uint4*)from); }
 __device__ inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
-__device__ inline uint4 pack(const float value[VEC]) {
+__device__ inline uint4 pack(Unpacked value) {
     uint4 bits;
-    for (int i = 0; i < VEC; i++) ((floatX*)&bits)[i] = (floatX)value[i];
+    for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
     return bits;
 }
 __device__ inline void store_pair(floatX* to, float first, float second) {
     store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
-}
-__device__ inline void add_vector(float (&sum)[VEC], const floatX* p) {
-    float x[VEC];
-    unpack(x, *(const uint4*)p);
-    for (int e = 0; e < VEC; e++) sum[e] += x[e];
 }
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
 __device__ inline float2 operator*(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
@@ -5855,27 +5860,20 @@ enum {
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each channel of a block needs a thread");
 
 // From shared memory, each time anew: not kept in registers.
-__device__ inline void norm_reload(float (&value)[VEC], const float* from) {
+__device__ inline Unpacked norm_reload(const float* from) {
+    Unpacked value;
     for (int i = 0; i < VEC; i += 4)
         asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(value[i]), "=f"(value[i + 1]), "=f"(value[i + 2]), "=f"(value[i + 3])
                      : "r"(shared_address(from + i)));
-}
-
-// What norm left of a vector of channels of image b.
-__device__ inline void norm_channels(float (&mean)[VEC], float (&scale)[VEC], float (&shift)[VEC],
-                                     const Norm& norm, int b, int c) {
-    const size_t at = (size_t)b * norm.x.C() + c;
-    auto statistics = load<VEC>(norm.statistics + at), affine = load<VEC>(norm.affine + at);
-    for (int i = 0; i < VEC; i++)
-        mean[i] = statistics.of[i].x, scale[i] = affine.of[i].x, shift[i] = affine.of[i].y;
+    return value;
 }
 
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
 __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
-                                             float (&a)[VEC], float (&q)[VEC], Finish finish) {
+                                             Unpacked& a, Unpacked& q, Finish finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
@@ -5912,15 +5910,14 @@ __global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(cons
     const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
     int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
     const floatX* first = x.data + ((size_t)blockIdx.z * T + t0) * C;
-    float sum[VEC] = {}, squares[VEC] = {};
+    Unpacked sum = {}, squares = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH];
         norm_part_load(in, first + r * C + c, C, n);
-        float pivot[VEC], d[VEC];
-        unpack(pivot, *(const uint4*)(first + c));
+        Unpacked pivot = unpack(first + c);
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
-            unpack(d, in[i]);
+            Unpacked d = unpack(in[i]);
             for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
         }
     }
@@ -6049,8 +6046,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     for (int t = p.t; out && t < T; t += NORM_DEPTH * p.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * p.stride >= T) break;
-            float y[VEC];
-            unpack(y, in[i]);
+            Unpacked y = unpack(in[i]);
             if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
             for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[e].x + affine.of[e].y;
             if (norm.silu)
@@ -6082,20 +6078,21 @@ __global__ void __launch_bounds__(NORM_PART_THREADS)
     int T = norm.x.first.T(), C = norm.x.C(), width = norm.x.of(c).C;
     int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
     size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
-    float sum[VEC] = {}, sum_normed[VEC] = {};
+    Unpacked sum = {}, sum_normed = {};
     if (c < C) {
         uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
         norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
         norm_part_load(upstream, dout + at, C, n);
-        float mean[VEC], scale[VEC], shift[VEC];
-        norm_channels(mean, scale, shift, norm, blockIdx.z, c);
+        const size_t of = (size_t)blockIdx.z * C + c;
+        auto statistics = load<VEC>(norm.statistics + of), affine = load<VEC>(norm.affine + of);
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
-            float value[VEC], d[VEC];
-            unpack(value, in[i]), unpack(d, upstream[i]);
+            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
             if (norm.silu)
-                for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(value[e] * scale[e] + shift[e]);
-            for (int e = 0; e < VEC; e++) sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - mean[e]);
+                for (int e = 0; e < VEC; e++)
+                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
+            for (int e = 0; e < VEC; e++)
+                sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - statistics.of[e].x);
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
@@ -6112,8 +6109,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     launch(groupnorm_backward_sums_kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
-// dbias, dw (C) = sums (B parts, C).sum(0), channels [32 block, 32 block + 32): a lane a channel, a warp a
-// row.
+// dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
 template <bool MODULATED>  // asked for each part, loads would wait for each other
 __device__ inline void norm_weights(const Norm& norm, int parts, int C) {
     enum { WARPS = NORM_THREADS / 32 };
@@ -6175,22 +6171,19 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
     const int slot = p.c - p.slab;
-    float scale[VEC], more[VEC];
-    norm_reload(scale, &of_channels[SCALE][slot]);
+    Unpacked scale = norm_reload(&of_channels[SCALE][slot]);
     for (int t = p.t; t < T; t += p.stride) {
-        float value[VEC], d[VEC];
-        unpack(value, in), unpack(d, upstream);
-        norm_reload(more, &of_channels[BETA][slot]);
+        Unpacked value = unpack(in), d = unpack(upstream), more = norm_reload(&of_channels[BETA][slot]);
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - more[e];
-        norm_reload(more, &of_channels[ALPHA][slot]);
+        more = norm_reload(&of_channels[ALPHA][slot]);
         for (int e = 0; e < VEC; e++) d[e] -= value[e] * more[e];
-        norm_reload(more, &of_channels[SHIFT][slot]);
+        more = norm_reload(&of_channels[SHIFT][slot]);
         for (int e = 0; e < VEC; e++) value[e] = value[e] * scale[e] + more[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) value[e] = silu_of_half(0.5f * value[e]);
         *(uint4*)again = pack(value), again += p.step_joined;
-        if (RESIDUAL) add_vector(d, (const floatX*)&residual);
-        if (ACCUMULATE) add_vector(d, (const floatX*)&old);
+        if (RESIDUAL) d += unpack(residual);
+        if (ACCUMULATE) d += unpack(old);
         *(uint4*)target = pack(d), target += p.step;
         if (t + p.stride < T) load();
     }
@@ -6214,6 +6207,10 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
 // In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
+// A row of D channels. The pad of 16 bytes keeps ldmatrix free of conflicts.
+template <int D> struct AttentionRow {
+    floatX at[D + VEC];
+};
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
 template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
@@ -6222,6 +6219,16 @@ template <int D> struct AttentionTile {
     // On a multiprocessor. Heads of up to 32, an H100, bf16, T = 256: with 6, B = 32 is one wave; backward
     // takes 40 us, with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
     enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
+    struct Forward {
+        AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
+    };
+    struct Backward {
+        // q, dout of the queries or k, v of the keys; and [stage] of the other side
+        AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][BACKWARD_COLUMNS], column2[2][BACKWARD_COLUMNS];
+        AttentionRow<D> out[2 * BACKWARD_COLUMNS];  // of the queries: [stage] of columns, or of the rows
+        float dots[ROWS], normalisers[ROWS];
+    };
+    static_assert(2 * BACKWARD_COLUMNS >= ROWS && ROWS >= BACKWARD_COLUMNS, "what Backward holds suffices");
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -6231,10 +6238,7 @@ template <typename X> struct AttentionHead {
     __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
-// Rows t0 and on of a head, zeros outside. The pad of 16 bytes a row keeps ldmatrix free of conflicts.
-template <int D> struct AttentionRow {
-    floatX at[D + VEC];
-};
+// Rows t0 and on of a head, zeros outside.
 template <int ROWS, int D>
 __device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
     enum { THREADS = AttentionTile<D>::THREADS };
@@ -6252,9 +6256,8 @@ __device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a
     for (int k = 0; k < D; k += VEC)
         UNROLLED_FOR (int n = 0; n < N; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
-                float left[VEC], right[VEC];
-                unpack(left, *(const uint4*)&a[row0 + lane / 4 + i / 2 * 8].at[k]);
-                unpack(right, *(const uint4*)&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
+                Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
                 for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
             }
 #else
@@ -6325,11 +6328,6 @@ __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionR
     }
 }
 
-template <int D> struct AttentionForwardShared {
-    AttentionRow<D> q[AttentionTile<D>::ROWS], k[2][AttentionTile<D>::COLUMNS],
-        v[2][AttentionTile<D>::COLUMNS];  // [stage]
-};
-
 // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
 // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
 template <int D>
@@ -6338,7 +6336,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     await_inputs();
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
     extern __shared__ uint4 attention_shared[];
-    AttentionForwardShared<D>& s = *(AttentionForwardShared<D>*)attention_shared;
+    auto& s = *(typename AttentionTile<D>::Forward*)attention_shared;
     int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
     qkv += (size_t)b * T * 3 * C + head * d;
     AttentionHead<const floatX> q = {qkv, 3 * C, T, d}, k = {qkv + C, 3 * C, T, d},
@@ -6388,26 +6386,16 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
                     {1 / total[0], 1 / total[1]});
 }
 
-template <int D> struct AttentionBackwardShared {
-    static constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    // q, dout of the queries or k, v of the keys; and [stage] of the other side
-    AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][COLUMNS], column2[2][COLUMNS];
-    AttentionRow<D> out[2 * COLUMNS];  // of the queries: [stage] of columns, or of the rows
-    float dots[ROWS], normalisers[ROWS];
-    static_assert(2 * COLUMNS >= ROWS && COLUMNS <= ROWS, "what out, dots and normalisers hold");
-};
-
 // s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse in units of ln 2, +inf past T,
 // so that the probabilities there are 0.
 template <int ROWS, int D>
-__device__ void attention_dots(AttentionBackwardShared<D>& s, const AttentionRow<D>* dout,
+__device__ void attention_dots(typename AttentionTile<D>::Backward& s, const AttentionRow<D>* dout,
                                const AttentionRow<D>* out, const float* lse, int t0, int T) {
     const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
     int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
     float sum = 0;
     for (int c = c0; c < D; c += lanes * VEC) {
-        float a[VEC], b[VEC];
-        unpack(a, *(const uint4*)&dout[row].at[c]), unpack(b, *(const uint4*)&out[row].at[c]);
+        Unpacked a = unpack(&dout[row].at[c]), b = unpack(&out[row].at[c]);
         for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
     }
     for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -6428,8 +6416,8 @@ struct AttentionBackward {
 // A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
 template <int D, bool KEYS> __device__ void attention_backward_rows(AttentionBackward a, int t0) {
     extern __shared__ uint4 attention_shared[];
-    AttentionBackwardShared<D>& s = *(AttentionBackwardShared<D>*)attention_shared;
-    constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
+    auto& s = *(typename AttentionTile<D>::Backward*)attention_shared;
+    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
     int T = a.T, C = a.C, d = a.d, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
     AttentionHead<const floatX> q = {a.qkv, 3 * C, T, d}, k = {a.qkv + C, 3 * C, T, d},
                                 v = {a.qkv + 2 * C, 3 * C, T, d}, dout = {a.dout, C, T, d},
@@ -6509,7 +6497,8 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     with_padded_head(d, [&](auto D) {
         dim3 grid(ceil_div(T, AttentionTile<D>::ROWS), heads, B);
         launch(attention_forward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(AttentionForwardShared<D>), out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d));
+               sizeof(typename AttentionTile<D>::Forward), out.data, lse, qkv.data, T, C, d,
+               1 / sqrtf((float)d));
     });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
@@ -6520,7 +6509,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         dim3 grid(2 * ceil_div(T, AttentionTile<D>::ROWS), heads, B);
         AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d)};
         launch(attention_backward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(AttentionBackwardShared<D>), a);
+               sizeof(typename AttentionTile<D>::Backward), a);
     });
 }
 
@@ -6647,8 +6636,7 @@ struct GemmTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
-    static constexpr int A_ROWS =
-        TAPS == 1 ? BM : BM / 64 * 100;  // 100 = (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;  // (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
     static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP, B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
@@ -6743,79 +6731,77 @@ template <class Tile> struct WarpProduct {
 // What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
-template <class Tile> struct GemmEpilogue {
-    static constexpr int TAPS = Tile::TAPS, BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW,
-                         PASSES = 64 / STEP, PITCH = Tile::STAGING_PITCH;
-    const Gemm& g;
-    float* staging;
-    const int* pixel_of_row;
-    const int tile, n0, column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+template <class Tile>
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row,
+                                              int tile, int n0) {
+    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
+                  PITCH = Tile::STAGING_PITCH;
+    const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
     const bool gradient = Tile::TRANSPOSED && g.norm.affine && g.sums;
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
-    int m[PASSES];                                                 // its pixels, -1: outside
-    uint4 there[PASSES];  // what is added to the outputs, or a norm's x
-    float value[PASSES][VEC], sum[VEC] = {}, product[VEC] = {};
-
-    __device__ __forceinline__ void load(int half) {
+    Unpacked sum = {}, product = {};
+    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
+        int m[PASSES];        // its pixels, -1: outside
+        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
+        Unpacked value[PASSES];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
         const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
         // all loads before the first store: none waits for another
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
             const int p = half * 64 + i * STEP + row;
-            m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+            m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            for (int e = 0; e < VEC; e += 4)
-                *(float4*)(value[i] + e) = *(const float4*)(staging + p * PITCH + column + e);
+            value[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
-    }
-    __device__ __forceinline__ void store_partial() {
-        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-            for (int e = 0; e < VEC && m[i] >= 0; e += 4) *(float4*)(to + e) = *(float4*)(value[i] + e);
+        if (g.splits > 1) {
+            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
+                if (m[i] >= 0) *(Unpacked*)to = value[i];
+            }
+            continue;
         }
-    }
-    // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
-    __device__ __forceinline__ void finish() {
-        float added[VEC] = {}, scale[VEC], shift[VEC], mean[VEC];
+
+        // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
+        Unpacked added = {};
+        Vector<float2, VEC> statistics, affine;  // of a gradient's norm
         const int image = m[0] / T;
         if (m[0] >= 0 && gradient) {
-            norm_channels(mean, scale, shift, g.norm, image, n);
+            const size_t of = (size_t)image * g.N() + n;
+            statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
         } else if (m[0] >= 0) {
-            if (g.bias) add_vector(added, g.bias + n);
-            if (g.emb.data) add_vector(added, g.emb.data + (size_t)image * g.emb.pitch + n);
+            if (g.bias) added += unpack(g.bias + n);
+            if (g.emb.data) added += unpack(g.emb.data + (size_t)image * g.emb.pitch + n);
         }
         const Tensor& out = g.out.of(n);
         const floatX* to = out.data + g.out.within(n);
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            float x[VEC];
-            unpack(x, there[i]);
+            Unpacked x = unpack(there[i]);
             if (gradient && g.norm.silu)
                 for (int e = 0; e < VEC; e++)
-                    value[i][e] *= silu_gradient_of_half(x[e] * scale[e] + shift[e]);
+                    value[i][e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
             for (int e = 0; e < VEC; e++)
                 if (gradient)
-                    sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - mean[e]);
+                    sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
                 else
                     value[i][e] += added[e] + x[e];
             if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
-    }
-    // By all threads: the sums of a part of an image, when its last pixels are finished. Of the outputs they
-    // are about the part's first pixel, kept in `staging` where that pixel's sums lay.
-    __device__ __forceinline__ void leave_sums(int half) {
+        if (!g.sums) continue;
+
+        // The sums of a part of an image, when its last pixels are finished. Of the outputs they are about
+        // the part's first pixel, kept in `staging` where that pixel's sums lay.
         const int first = half * 64 / part_pixels * part_pixels, part = (tile * BM + first) / part_pixels;
         float* pivot = staging + first * PITCH;
-        if (!gradient && half * 64 == first && row == 0)
-            for (int e = 0; e < VEC; e++) pivot[column + e] = value[0][e];
+        if (!gradient && half * 64 == first && row == 0) *(Unpacked*)(pivot + column) = value[0];
         __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
             for (int e = 0; e < VEC && !gradient; e++) {
                 float d = value[i][e] - pivot[column + e];
                 sum[e] += d, product[e] += d * d;
             }
-        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) return;
+        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)part * g.N() + n0;
         norm_part_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
@@ -6823,9 +6809,9 @@ template <class Tile> struct GemmEpilogue {
             const int image = part * part_pixels / T;
             return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
         });
-        for (int e = 0; e < VEC; e++) sum[e] = product[e] = 0;
+        sum = product = {};
     }
-};
+}
 
 // out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
@@ -6920,16 +6906,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    GemmEpilogue<Tile> epilogue = {g, staging, pixel_of_row, tile, n0};
-    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        epilogue.load(half);
-        if (g.splits > 1) {
-            epilogue.store_partial();
-            continue;
-        }
-        epilogue.finish();
-        if (g.sums) epilogue.leave_sums(half);
-    }
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added to it, maybe `out` itself.
@@ -6939,15 +6916,13 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
     if (i >= count) return;
     int m = (int)(i / g.N()), n = (int)(i % g.N());
-    float value[VEC] = {0};
+    Unpacked value = {};
 #pragma unroll 4
-    for (int s = 0; s < g.splits; s++)
-        for (int e = 0; e < VEC; e += 4)
-            *(float4*)(value + e) += *(const float4*)(g.partial + s * count + i + e);
+    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
-    if (g.bias) add_vector(value, g.bias + n);
-    if (g.emb.data) add_vector(value, g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
-    if (g.residual.of(n).data) add_vector(value, g.residual.of(n).data + at);
+    if (g.bias) value += unpack(g.bias + n);
+    if (g.emb.data) value += unpack(g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
@@ -7223,8 +7198,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     product.store([&](int o, int tap, int c, float2 value) {
         if (o0 + o >= O || c0 + c >= channels) return;
         size_t row = (size_t)(o0 + o) * TAPS + tap;
-        float2* p = (float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c);
-        *p = value;
+        *(float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c) = value;
     });
 }
 
@@ -7405,7 +7379,6 @@ __device__ inline void store_box(const CUtensorMap& map, const void* from, int c
 // Before the copy engine or the tensor cores read what this thread stored to shared memory.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// All threads of a cluster meet.
 __device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster_barrier_wait(); }
 
 // What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
@@ -7451,9 +7424,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// Pixels of a copy.
 struct Box {
-    int width, height, images;
+    int width, height, images;  // pixels of a copy
 };
 // The map of x for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
@@ -7629,8 +7601,7 @@ template <class Tile> struct HopperGemmBlock {
                 if (chunk < last)
                     UNROLLED_FOR (int i = 0; i < STEPS; i++) {
                         uint4* row = (uint4*)(rows + i * STEP * 128);
-                        float y[VEC];
-                        unpack(y, *row);
+                        Unpacked y = unpack(*row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
                             y[e] = silu_of_half(y[e] * affine.of[e].x + affine.of[e].y);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
@@ -7676,8 +7647,7 @@ template <class Tile> struct HopperGemmBlock {
                 stage.next();
             }
         }
-        // All buffers up to here have been full: the other warpgroup's waits for the next can't mistake their
-        // phases.
+        // All buffers up to here have been full: the other warpgroup can't mistake the phases of the next.
         ready[patch.slot].wait(patch.parity);
         if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
         wgmma_wait<0>();
@@ -7813,7 +7783,6 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(typename Tile::Shared*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
@@ -7872,7 +7841,6 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         }
         patch.next();
     }
-#endif
 }
 
 template <class Tile> static void launch_hopper_tile(const Gemm& g) {
@@ -7979,10 +7947,13 @@ template <int WARPGROUPS_> struct HopperWeightTile {
 // which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
 // once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
 // also sums dout over each image: a product with a column of ones, one of eight columns an image.
-template <class Tile> struct HopperWeightBlock {
-    static constexpr int WARPGROUPS = Tile::WARPGROUPS, STAGES = Tile::STAGES, PITCH = Tile::X.width;
-    const HopperWeightGradient& g;
-    typename Tile::Shared& shared;
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
+    await_inputs();
+    constexpr int WARPGROUPS = Tile::WARPGROUPS, PITCH = Tile::X.width;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(typename Tile::Shared*)hopper_shared;
     const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
     const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
@@ -7990,10 +7961,19 @@ template <class Tile> struct HopperWeightBlock {
     const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
     const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
     const int first = g.first_tile(split), last = g.first_tile(split + 1);
+    if (threadIdx.x == 0) {
+        shared.ring.init(WARPGROUPS);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    if (threadIdx.x < 60)
+        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+    fence_shared();
+    __syncthreads();
 
-    __device__ __forceinline__ void produce() {  // one thread
+    if (threadIdx.x >= Tile::READERS) {
+        if (threadIdx.x > Tile::READERS) return;
         Pixel at = g.patch.origin(first);
-        Ring<STAGES> stage = {0, 1};
+        Ring<Tile::STAGES> stage = {0, 1};
         for (int t = first; t < last; t++, stage.next()) {
             auto& to = shared.stages[stage.slot];
             Barrier& full = shared.ring.full[stage.slot];
@@ -8005,14 +7985,16 @@ template <class Tile> struct HopperWeightBlock {
             if ((at.x += 8) >= g.patch.W - 1) at.x = -1, at.y += 8;
             if (at.y >= g.patch.H - 1) at.y = -1, at.b++;
         }
+        return;
     }
 
-    // c += a warpgroup's sums over this block's pixels, and with BIAS parts of the bias gradient.
-    template <bool BIAS> __device__ __forceinline__ void multiply(float (&c)[96]) {
-        Ring<STAGES> stage;
-        auto release = [&] {  // the stage before
-            if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
-        };
+    float c[96] = {};  // a warpgroup's sums over this block's pixels
+    Ring<Tile::STAGES> stage;
+    auto release = [&] {  // the stage before
+        if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+    };
+    auto multiply = [&](auto with_bias) {  // whether parts of the bias gradient are made too
+        constexpr bool BIAS = decltype(with_bias)::value;
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
         const int steps = g.patch.set_tiles();  // an image
         for (int begin = first, end; begin < last; begin = end) {
@@ -8049,51 +8031,19 @@ template <class Tile> struct HopperWeightBlock {
                         g.bias_parts[(size_t)(split + image) * O + o] = sums[e];
                 }
         }
-    }
-
-    // The sums, to device memory.
-    __device__ __forceinline__ void store(const float (&c)[96]) {
-        float* to = g.partial ? g.partial + split * g.count() : g.dw;
-        UNROLLED_FOR (int i = 0; i < 48; i++) {
-            int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
-            int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
-            if (o >= O || column >= C) continue;
-            float* p = to + ((size_t)o * 9 + tap) * C + column;
-            *(float2*)p = make_float2(c[2 * i], c[2 * i + 1]);
-        }
-    }
-};
-
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
-    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
-    await_inputs();
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(typename Tile::Shared*)hopper_shared;
-    HopperWeightBlock<Tile> block = {g, shared};
-    if (threadIdx.x == 0) {
-        shared.ring.init(Tile::WARPGROUPS);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    if (threadIdx.x < 60)
-        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (threadIdx.x >= Tile::READERS) {
-        if (threadIdx.x == Tile::READERS) block.produce();
-        return;
-    }
-
-    float c[96] = {};
+    };
     // All warpgroups read dout; the first sums it.
-    if (g.bias_parts && block.c0 == 0 && block.dy == 0 && block.warpgroup == 0)
-        block.template multiply<true>(c);
+    if (g.bias_parts && c0 == 0 && dy == 0 && warpgroup == 0)
+        multiply(std::true_type());
     else
-        block.template multiply<false>(c);
-    block.store(c);
-#endif
+        multiply(std::false_type());
+    float* to = g.partial ? g.partial + split * g.count() : g.dw;
+    UNROLLED_FOR (int i = 0; i < 48; i++) {
+        int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
+        int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
+        if (o >= O || column >= C) continue;
+        *(float2*)(to + ((size_t)o * 9 + tap) * C + column) = make_float2(c[2 * i], c[2 * i + 1]);
+    }
 }
 
 template <class Tile> static void launch_hopper_weight_tile(const WeightGradient& g) {

@@ -313,9 +313,8 @@ struct AddVectors {  // y += x
     floatX* y;
     const floatX* x;
     __device__ void operator()(size_t i) const {
-        float sum[VEC], more[VEC];
-        unpack(sum, ((const uint4*)y)[i]), unpack(more, ((const uint4*)x)[i]);
-        for (int e = 0; e < VEC; e++) sum[e] += more[e];
+        Unpacked sum = unpack(((const uint4*)y)[i]);
+        sum += unpack(((const uint4*)x)[i]);
         ((uint4*)y)[i] = pack(sum);
     }
 };
@@ -325,9 +324,8 @@ struct AddEmbeddingVectors {  // h (B, T, O) += emb (B, O)
     int T, O;
     __device__ void operator()(size_t i) const {
         size_t b = i / (O / VEC) / T, o = i % (O / VEC);
-        float sum[VEC], more[VEC];
-        unpack(sum, ((const uint4*)h)[i]), unpack(more, ((const uint4*)emb)[b * (O / VEC) + o]);
-        for (int e = 0; e < VEC; e++) sum[e] += more[e];
+        Unpacked sum = unpack(((const uint4*)h)[i]);
+        sum += unpack(((const uint4*)emb)[b * (O / VEC) + o]);
         ((uint4*)h)[i] = pack(sum);
     }
 };
@@ -335,8 +333,7 @@ struct SiluVectors {
     floatX* y;
     const floatX* x;
     __device__ void operator()(size_t i) const {
-        float value[VEC];
-        unpack(value, ((const uint4*)x)[i]);
+        Unpacked value = unpack(((const uint4*)x)[i]);
         for (int e = 0; e < VEC; e++) value[e] *= sigmoid(value[e]);
         ((uint4*)y)[i] = pack(value);
     }
@@ -345,8 +342,7 @@ struct SiluBackwardVectors {
     floatX* dx;
     const floatX *dout, *x;
     __device__ void operator()(size_t i) const {
-        float value[VEC], d[VEC];
-        unpack(value, ((const uint4*)x)[i]), unpack(d, ((const uint4*)dout)[i]);
+        Unpacked value = unpack(((const uint4*)x)[i]), d = unpack(((const uint4*)dout)[i]);
         for (int e = 0; e < VEC; e++) d[e] *= silu_gradient(value[e]);
         ((uint4*)dx)[i] = pack(d);
     }
@@ -357,8 +353,7 @@ struct NormVectors {  // y = x normed again, without the SiLU; x (B, T, C)
     __device__ void operator()(size_t i) const {
         const Tensor& x = norm.x.first;
         int c = (int)(i % (x.C / VEC)) * VEC, b = (int)(i / (x.C / VEC) / x.T());
-        float value[VEC];
-        unpack(value, ((const uint4*)x.data)[i]);
+        Unpacked value = unpack(((const uint4*)x.data)[i]);
         for (int e = 0; e < VEC; e++) {
             float2 affine = norm.affine[(size_t)b * x.C + c + e];
             value[e] = value[e] * affine.x + affine.y;

@@ -120,8 +120,7 @@ static void gelu_backward2(Problem& p) {
 __global__ void gelu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
-    float v[VEC];
-    unpack(v, *(const uint4*)(x + i));
+    Unpacked v = unpack(x + i);
     for (int k = 0; k < VEC; k++)
         v[k] = 0.5f * v[k] * (1 + tanhf(GELU_ROOT * (v[k] + GELU_CUBE * v[k] * v[k] * v[k])));
     *(uint4*)(out + i) = pack(v);
@@ -134,9 +133,7 @@ static void gelu_forward3(Problem& p) {
 __global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
-    float v[VEC], upstream[VEC];
-    unpack(v, *(const uint4*)(x + i));
-    unpack(upstream, *(const uint4*)(dout + i));
+    Unpacked v = unpack(x + i), upstream = unpack(dout + i);
     for (int k = 0; k < VEC; k++) {
         float t = tanhf(GELU_ROOT * (v[k] + GELU_CUBE * v[k] * v[k] * v[k]));
         float slope = GELU_ROOT * (1 + 3 * GELU_CUBE * v[k] * v[k]);

@@ -249,21 +249,21 @@ __global__ void groupnorm_forward_kernel3(floatX* out, float* mean, float* rstd,
     int group = blockIdx.x, n = C / G * T;
     const uint4* row = (const uint4*)(x + (size_t)group * n);
     uint4* target = (uint4*)(out + (size_t)group * n);
-    float sum = 0, squares = 0, value[VEC];
+    float sum = 0, squares = 0;
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
-        unpack(value, row[i]);
+        Unpacked value = unpack(row[i]);
         for (int k = 0; k < VEC; k++) sum += value[k];
     }
     float m = block_total(sum) / n;
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
-        unpack(value, row[i]);
+        Unpacked value = unpack(row[i]);
         for (int k = 0; k < VEC; k++) squares += (value[k] - m) * (value[k] - m);
     }
     float r = 1 / sqrtf(block_total(squares) / n + NORM_EPS);
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = group % G * (C / G) + i * VEC / T;
         float scale = r * (float)w[c], shift = (float)bias[c] - m * scale;
-        unpack(value, row[i]);
+        Unpacked value = unpack(row[i]);
         for (int k = 0; k < VEC; k++) {
             float y = value[k] * scale + shift;
             value[k] = y * sigmoid(y);
@@ -280,10 +280,9 @@ static void groupnorm_forward3(Problem& p) {
 }
 
 // normed and dy of 16 bytes of x and dout
-__device__ static inline void groupnorm_dy3(float normed[VEC], float dy[VEC], uint4 x, uint4 dout, float m,
+__device__ static inline void groupnorm_dy3(Unpacked& normed, Unpacked& dy, uint4 x, uint4 dout, float m,
                                             float r, float w, float bias) {
-    unpack(normed, x);
-    unpack(dy, dout);
+    normed = unpack(x), dy = unpack(dout);
     for (int k = 0; k < VEC; k++) {
         normed[k] = (normed[k] - m) * r;
         dy[k] *= silu_gradient(normed[k] * w + bias);
@@ -296,7 +295,8 @@ __global__ void groupnorm_backward_kernel3(floatX* dx, floatX* out, const floatX
     const uint4 *row = (const uint4*)(x + (size_t)group * n),
                 *upstream = (const uint4*)(dout + (size_t)group * n);
     uint4 *target = (uint4*)(dx + (size_t)group * n), *again = (uint4*)(out + (size_t)group * n);
-    float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0, normed[VEC], dy[VEC];
+    float m = mean[group], r = rstd[group], sum = 0, sum_normed = 0;
+    Unpacked normed, dy;
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = c0 + i * VEC / T;
         groupnorm_dy3(normed, dy, row[i], upstream[i], m, r, (float)w[c], (float)bias[c]);
@@ -319,7 +319,8 @@ __global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX*
                                           const float* rstd, const floatX* x, const floatX* w,
                                           const floatX* bias, int B, int T, int C, int G) {
     int c = blockIdx.x;
-    float sum = 0, sum_normed = 0, normed[VEC], dy[VEC];
+    float sum = 0, sum_normed = 0;
+    Unpacked normed, dy;
     for (int b = 0; b < B; b++)
         for (int t = threadIdx.x * VEC; t < T; t += blockDim.x * VEC) {
             size_t i = ((size_t)b * C + c) * T + t;
@@ -379,17 +380,17 @@ struct GroupnormTile {
 __global__ void groupnorm_partials_kernel4(float* tile_mean, float* tile_m2, const floatX* x, int T, int C) {
     __shared__ float room[GROUPNORM_FLOATS], total[GROUPNORM_FLOATS];
     GroupnormTile tile(T, C);
-    float sum[VEC] = {}, squares[VEC] = {}, value[VEC];
+    float sum[VEC] = {}, squares[VEC] = {};
     float n = (float)(tile.end - tile.first);
     if (!tile.idle())
         for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
-            unpack(value, ((const uint4*)x)[tile.at(t, T)]);
+            Unpacked value = unpack(((const uint4*)x)[tile.at(t, T)]);
             for (int k = 0; k < VEC; k++) sum[k] += value[k];
         }
     tile.add_up(total, room, sum, C);
     if (!tile.idle())
         for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {  // from the cache
-            unpack(value, ((const uint4*)x)[tile.at(t, T)]);
+            Unpacked value = unpack(((const uint4*)x)[tile.at(t, T)]);
             for (int k = 0; k < VEC; k++) {
                 float d = value[k] - total[tile.v * VEC + k] / n;
                 squares[k] += d * d;
@@ -434,13 +435,13 @@ __global__ void groupnorm_forward_kernel4(floatX* out, const float* mean, const 
                                           const floatX* w, const floatX* bias, int T, int C, int G) {
     GroupnormTile tile(T, C);
     if (tile.idle()) return;
-    float scale[VEC], shift[VEC], value[VEC];
+    float scale[VEC], shift[VEC];
     for (int k = 0; k < VEC; k++) {
         int c = tile.v * VEC + k, group = blockIdx.y * G + c / (C / G);
         scale[k] = rstd[group] * (float)w[c], shift[k] = (float)bias[c] - mean[group] * scale[k];
     }
     for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
-        unpack(value, ((const uint4*)x)[tile.at(t, T)]);
+        Unpacked value = unpack(((const uint4*)x)[tile.at(t, T)]);
         for (int k = 0; k < VEC; k++) {
             float y = value[k] * scale[k] + shift[k];
             value[k] = y * sigmoid(y);
@@ -476,9 +477,8 @@ struct GroupnormChannels {
             mean[k] = means[group], rstd[k] = rstds[group], w[k] = (float)ws[c], bias[k] = (float)biases[c];
         }
     }
-    __device__ void gradients(float normed[VEC], float dy[VEC], uint4 x, uint4 dout) const {
-        unpack(normed, x);
-        unpack(dy, dout);
+    __device__ void gradients(Unpacked& normed, Unpacked& dy, uint4 x, uint4 dout) const {
+        normed = unpack(x), dy = unpack(dout);
         for (int k = 0; k < VEC; k++) {
             normed[k] = (normed[k] - mean[k]) * rstd[k];
             dy[k] *= silu_gradient(normed[k] * w[k] + bias[k]);
@@ -492,7 +492,8 @@ __global__ void groupnorm_backward_partials_kernel4(float* partials, const float
                                                     const floatX* bias, int T, int C, int G) {
     __shared__ float room[GROUPNORM_FLOATS], total[GROUPNORM_FLOATS];
     GroupnormTile tile(T, C);
-    float sum[VEC] = {}, sum_normed[VEC] = {}, normed[VEC], dy[VEC];
+    float sum[VEC] = {}, sum_normed[VEC] = {};
+    Unpacked normed, dy;
     if (!tile.idle()) {
         GroupnormChannels channels(tile, mean, rstd, w, bias, C, G);
         for (int t = tile.first + tile.row; t < tile.end; t += tile.rows) {
@@ -523,7 +524,8 @@ __global__ void groupnorm_backward_kernel4(floatX* dx, floatX* out, const float*
     GroupnormTile tile(T, C);
     if (tile.idle()) return;
     GroupnormChannels channels(tile, mean, rstd, w, bias, C, G);
-    float a[VEC] = {}, q[VEC] = {}, normed[VEC], dy[VEC];  // the group's means of w dy and of w dy normed
+    float a[VEC] = {}, q[VEC] = {};  // the group's means of w dy and of w dy normed
+    Unpacked normed, dy;
     int size = C / G;
     for (int k = 0; k < VEC; k++)
         for (int c = (tile.v * VEC + k) / size * size, last = c + size; c < last; c++) {

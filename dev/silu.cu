@@ -73,8 +73,7 @@ static void silu_backward2(Problem& p) { run(silu_backward<floatX>(p)); }
 __global__ void silu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
-    float value[VEC];
-    unpack(value, *(const uint4*)(x + i));
+    Unpacked value = unpack(x + i);
     for (int k = 0; k < VEC; k++) value[k] *= sigmoid(value[k]);
     *(uint4*)(out + i) = pack(value);
 }
@@ -88,9 +87,7 @@ static void silu_forward3(Problem& p) {
 __global__ void silu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
-    float value[VEC], upstream[VEC];
-    unpack(value, *(const uint4*)(x + i));
-    unpack(upstream, *(const uint4*)(dout + i));
+    Unpacked value = unpack(x + i), upstream = unpack(dout + i);
     for (int k = 0; k < VEC; k++) upstream[k] *= silu_gradient(value[k]);
     *(uint4*)(dx + i) = pack(upstream);
 }
