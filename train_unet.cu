@@ -459,7 +459,8 @@ HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b
 static void backend_init();         // refuses a machine that can't run this program
 static std::string backend_name();  // the device and its precision
 
-#define fail_to_allocate(bytes) fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes).c_str())
+#define fail_to_allocate(bytes) \
+    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes).c_str())
 // Memory where the layers work, and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
@@ -2379,10 +2380,8 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
     state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
     state->accepted = state->finite && !outlier;
     state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
-    if (state->accepted)
-        h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
-    else if (state->finite)
-        h->skipped++;
+    if (state->accepted) h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
+    else if (state->finite) h->skipped++;
     if (state->finite) state->step++;
 }
 
@@ -2539,10 +2538,8 @@ static const float* whole_of(Model* m, const float* parameters) {
 static void use_weights(Model* m, const float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     m->fp32_params = parameters = whole_of(m, parameters);
-    if (is_copied(m))
-        run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
-    else
-        m->weights = (floatX*)parameters;
+    if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
+    else m->weights = (floatX*)parameters;
     if (!is_shared(m)) return;
     backend_copy(m->vectors, parameters + matrices, (P - matrices) * sizeof(float));
     m->fp32_params = m->vectors - matrices;  // norms read what lies behind the matrices
@@ -4099,12 +4096,9 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume";
         std::string value = flag.kind == BOOL ? "1" : "";
-        if (equals != std::string::npos)
-            value = argument.substr(equals + 1);
-        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--")))
-            value = words[++i];
-        else if (!optional)
-            fail_usage("--%s needs a value", name.c_str());
+        if (equals != std::string::npos) value = argument.substr(equals + 1);
+        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
+        else if (!optional) fail_usage("--%s needs a value", name.c_str());
         given.push_back({&flag, value, origin});
     }
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
@@ -4235,7 +4229,8 @@ static std::atomic<bool> ranks_met = false;
 
 // A lock on a rank's byte of the board, or on any; with F_GETLK whether another process holds one.
 static bool lock_board(int file, int command, int first, int bytes = 1) {
-    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = first, .l_len = bytes, .l_pid = 0};
+    struct flock lock = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = first, .l_len = bytes, .l_pid = 0};
     return !fcntl(file, command, &lock) && lock.l_type != F_UNLCK;
 }
 
@@ -6443,8 +6438,7 @@ template <int D, bool KEYS> __device__ void attention_backward_rows(AttentionBac
         __syncthreads();
         if (KEYS)
             attention_dots<COLUMNS>(s, s.column2[stage], s.out + stage * COLUMNS, a.lse, j * COLUMNS, T);
-        else if (j == 0)
-            attention_dots<ROWS>(s, s.row2, s.out, a.lse, t0, T);
+        else if (j == 0) attention_dots<ROWS>(s, s.row2, s.out, a.lse, t0, T);
         __syncthreads();
         float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
         attention_scores(p, s.row1, s.column1[stage]);
@@ -6477,10 +6471,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     size_t at = (size_t)b * a.T * a.C + head * a.d, at3 = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
     a.dqkv += at3, a.qkv += at3, a.dout += at, a.out += at;
-    if (blockIdx.x < tiles)
-        attention_backward_rows<D, true>(a, t0);
-    else
-        attention_backward_rows<D, false>(a, t0);
+    if (blockIdx.x < tiles) attention_backward_rows<D, true>(a, t0);
+    else attention_backward_rows<D, false>(a, t0);
 }
 
 // launch(D), D being the channels that heads of d are padded to, 32, 64, 128 or 256: a constant of kernels.
@@ -6686,8 +6678,7 @@ template <class Tile> struct WarpProduct {
             UNROLLED_FOR (int j = 0; j < NI / 2; j++)
                 if (Tile::TRANSPOSED)
                     load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
-                else
-                    load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+                else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
             UNROLLED_FOR (int i = 0; i < MI; i++)
                 UNROLLED_FOR (int j = 0; j < NI; j++)
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
@@ -6782,10 +6773,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
                 for (int e = 0; e < VEC; e++)
                     value[i][e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
             for (int e = 0; e < VEC; e++)
-                if (gradient)
-                    sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
-                else
-                    value[i][e] += added[e] + x[e];
+                if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
+                else value[i][e] += added[e] + x[e];
             if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
         if (!g.sums) continue;
@@ -7705,14 +7694,10 @@ template <class Tile> struct HopperEpilogue {
     __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {  // c: 64
         at = first;
         UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
-        if (gradient && g.norm.silu)
-            finish_with<NORM_SILU>(c, outputs);
-        else if (gradient)
-            finish_with<NORM>(c, outputs);
-        else if (g.extra_map.columns)
-            finish_with<ADDED>(c, outputs);
-        else
-            finish_with<NOTHING>(c, outputs);
+        if (gradient && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
+        else if (gradient) finish_with<NORM>(c, outputs);
+        else if (g.extra_map.columns) finish_with<ADDED>(c, outputs);
+        else finish_with<NOTHING>(c, outputs);
     }
     enum Extra { NOTHING, ADDED, NORM, NORM_SILU };
     template <Extra EXTRA> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
@@ -7731,10 +7716,8 @@ template <class Tile> struct HopperEpilogue {
                 float extra = bf16_of_pair(r[e / 2], e % 2);
                 if (!Tile::TRANSPOSED) value += added[i][h];
                 if (EXTRA == NORM_SILU) value *= silu_gradient_of_half(extra * scale[i][h] + shift[i][h]);
-                if (EXTRA == ADDED)
-                    value += extra;
-                else if (EXTRA != NOTHING)
-                    sum[i][h] += value, product[i][h] += value * extra;
+                if (EXTRA == ADDED) value += extra;
+                else if (EXTRA != NOTHING) sum[i][h] += value, product[i][h] += value * extra;
             }
             UNROLLED_FOR (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
             store_matrices_transposed(rows + j * 1024, r);
@@ -7897,18 +7880,13 @@ template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
     assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && suffice_in_pairs(g.x.first, g.N())));
-    if constexpr (TAPS == 1)
-        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
-    else if (small)
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
+    if constexpr (TAPS == 1) launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
+    else if (small) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
     else if (!suffice_in_pairs(g.x.first, g.N()))
         launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
-    else if (g.x.affine)
-        launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
-    else if (g.chunks() == 1)
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
-    else
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
+    else if (g.x.affine) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
+    else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
+    else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
     if (!sums) launch_gemm_sums(asked);
     return true;
 }
@@ -8033,10 +8011,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
         }
     };
     // All warpgroups read dout; the first sums it.
-    if (g.bias_parts && c0 == 0 && dy == 0 && warpgroup == 0)
-        multiply(std::true_type());
-    else
-        multiply(std::false_type());
+    if (g.bias_parts && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
+    else multiply(std::false_type());
     float* to = g.partial ? g.partial + split * g.count() : g.dw;
     UNROLLED_FOR (int i = 0; i < 48; i++) {
         int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
