@@ -1531,12 +1531,6 @@ __attribute__((noinline)) static void* counted_malloc(size_t bytes) {
     if (memory) count_allocation(memory, bytes);
     return memory;
 }
-__attribute__((noinline)) static int counted_memalign(void** memory, size_t alignment, size_t bytes) {
-    if (bytes > allocation_limit) largest_request = bytes;
-    if (bytes > allocation_limit || posix_memalign(memory, alignment, bytes)) return ENOMEM;
-    count_allocation(*memory, bytes);
-    return 0;
-}
 __attribute__((noinline)) static void counted_free(void* memory) {
     if (memory) live_bytes -= malloc_usable_size(memory);
     free(memory);
@@ -1549,7 +1543,6 @@ void* operator new(size_t bytes) {
 void operator delete(void* memory) noexcept { counted_free(memory); }
 void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
 
-#define posix_memalign counted_memalign
 #define malloc counted_malloc
 #define free counted_free
 
