@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 
 import numpy as np
 import pytest
@@ -219,3 +220,46 @@ def test_gpu_pictures_in_bf16(tmp_path):
     ours, theirs = (np.abs(grid - grids[0]).mean() for grid in (picture(tmp_path / "a.png"), grids[1]))
     print(f"mean difference of a pixel: {ours:.2f} of 255, PyTorch in bf16 {theirs:.2f}")
     assert grids[0].std() > 20 and ours < 2 * theirs + 0.5
+
+
+def test_gpu_ranks(tmp_path):
+    """1, 2 and 4 ranks, which share this GPU by a stand-in for NCCL: equal checkpoints, grids and pictures; what
+    two began goes on alone and on four; a killed rank ends the other."""
+    program, stand_in = on_gpu("bf16"), ROOT / "build/one_gpu_nccl.so"
+    if not stand_in.exists():
+        pytest.skip(f"{stand_in} is not built")
+
+    def start(ranks, folder, *flags):
+        folder.mkdir(exist_ok=True)
+        words = [program, *map(str, flags)]
+        return [subprocess.Popen(words, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 env=os.environ | dict(NCCL_LIBRARY=str(stand_in), MASTER_PORT="29517",
+                                                       RANK=str(rank), WORLD_SIZE=str(ranks),
+                                                       LOCAL_RANK=str(rank))) for rank in range(ranks)]
+
+    def finish(ranks):
+        told = [process.communicate(timeout=300) for process in ranks]
+        assert [process.returncode for process in ranks] == [0] * len(ranks), told
+
+    flags = ["--data_file", ROOT / "data/emoji.bin", "--out_dir", "run", "--batch_size", 32, "--microbatch", 8,
+             "--steps", 6, "--save_every", 3, "--val_file", ROOT / "data/emoji.bin", "--val_every", 6, "--flip",
+             "--dropout", 0.1, "--grad_clip", 1, "--num_samples", 20, "--sample_steps", 2]
+    draws = ["--model_weights", "run/checkpoint_00000006.bin", "--generate", 50, "--sample_steps", 3]
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        finish(start(ranks, folder, *flags))
+        finish(start(ranks, folder, *draws))
+        found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*")
+                 if path.suffix in (".bin", ".png")}
+        assert len(found) == 4 and (ranks == 1 or found == alone)
+        alone = found
+    for ranks in (1, 4):
+        (tmp_path / f"2 to {ranks}" / "run").mkdir(parents=True)
+        shutil.copy(checkpoint_in(tmp_path / "2/run", 3), tmp_path / f"2 to {ranks}" / "run")
+        finish(start(ranks, tmp_path / f"2 to {ranks}", "--resume", "run"))
+        assert checkpoint_in(tmp_path / f"2 to {ranks}" / "run", 6).read_bytes() == \
+            checkpoint_in(tmp_path / "1/run", 6).read_bytes()
+    ranks = start(2, tmp_path / "killed", *flags[:-1], 1, "--steps", 10**6, "--log_every", 1)
+    next(line for line in ranks[0].stdout if line.startswith("step 3/"))
+    ranks[1].kill()
+    assert "rank 1 failed or was killed" in ranks[0].communicate(timeout=30)[1] and ranks[0].returncode == 1
