@@ -3,6 +3,7 @@
 //
 //   make train_unet                     builds for the GPU where there is one, otherwise for the CPU
 //   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
+//   ./train_unet --gpus 4               on so many GPUs
 //   ./train_unet --generate 64          draws pictures with the newest checkpoint
 //   ./train_unet --help                 every flag with its default
 //
@@ -36,8 +37,8 @@
 //              add up in teams, are written once, for both: structs that run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
-// Determinism  Same binary, seed, batch and device: the same bits, on the CPU whatever the number of threads.
-//              Reductions run in an order that the shapes alone decide.
+// Determinism  Same binary, seed, batch, micro-batch and kind of device: the same bits, whatever the number of
+//              ranks (GPUs) and of a CPU's threads. Reductions run in an order that the shapes alone decide.
 //
 // -----------------------------------------------------------------------------------------------------------
 // Contents
