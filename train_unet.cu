@@ -2933,13 +2933,13 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Gives rank 0 what the others have of the host's values: `items` things of `size`, of which each rank has made
-// its share. They go by way of memory that is free while nothing is trained.
-template <typename T> static void collect(T* values, size_t items, Model* m, size_t size = 1) {
+// Gives rank 0 what the others have of the host's values, of which each rank has made its share. They go by way
+// of memory that is free while nothing is trained.
+template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
     size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
     for (int rank = 1; rank < world.size; rank++) {
-        auto [first, count] = share_of(items, rank);
-        char *next = (char*)(values + first * size), *end = next + count * size * sizeof(T);
+        auto [first, count] = share_of(values->size(), rank, unit);
+        char *next = (char*)(values->data() + first), *end = next + count * sizeof(T);
         for (size_t bytes; next < end && (!world.rank || world.rank == rank); next += bytes) {
             bytes = std::min((size_t)(end - next), most * sizeof(float));
             Message message = {rank, nullptr, 0, m->target, bytes};
@@ -2975,7 +2975,7 @@ static double validation_loss(Trainer* t) {
         run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
         sums[batch] = loss_of(m, B) * B;
     }
-    if (!agree_to_stop(m)) collect(sums.data(), batches, m);
+    if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);
     return std::accumulate(sums.begin(), sums.end(), 0.0) / t->validation.count;
 }
@@ -3093,13 +3093,8 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
-    pictures->resize((size_t)batches * most * elements);  // as if the last batch were whole
-    collect(pictures->data(), batches, m, (size_t)most * elements);
-    pictures->resize((size_t)count * elements);
-    if (!columns) return true;
-    strip->resize((size_t)batches * most * columns * elements);
-    collect(strip->data(), batches, m, (size_t)most * columns * elements);
-    strip->resize((size_t)count * columns * elements);
+    collect(pictures, m, (size_t)most * elements);
+    if (columns) collect(strip, m, (size_t)most * columns * elements);
     return true;
 }
 
