@@ -1151,25 +1151,25 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    Share mine;                // of the num_floats: this rank's, while it trains
-    floatX* weights;           // what the layers read: master, or an EMA while drawing; a copy in bf16
-    const float* fp32_params;  // what `weights` were rounded from, for norms: master, or an EMA
-    char* arena;               // activations, their gradients, scratch: where the plan says
-    Arena scratch, late;       // the parts of it that the block under way may take from
-    floatX* input;             // (B, H, W, PIXEL): the noised images
-    float* target;             // (B, H, W, PIXEL)
-    float* images;             // (B, C, H, W): clean, planar, as in the files
-    int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
-    int first;                 // the sample of the batch that this part begins with
-    const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
-    int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
-    int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;   // of the step under way: see OPTIMISER
-    float* losses;             // (batch_size, loss_parts)
+    Share mine;               // of the num_floats: this rank's, while it trains
+    floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
+    float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
+    char* arena;              // activations, their gradients, scratch: where the plan says
+    Arena scratch, late;      // the parts of it that the block under way may take from
+    floatX* input;            // (B, H, W, PIXEL): the noised images
+    float* target;            // (B, H, W, PIXEL)
+    float* images;            // (B, C, H, W): clean, planar, as in the files
+    int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
+    int first;                // the sample of the batch that this part begins with
+    const int64_t* dropping;  // the step whose masks --dropout takes; null: nothing is dropped
+    int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
+    struct StepState* state;  // of the step under way: see OPTIMISER
+    float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
     float* norm_parts;                   // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
-    float *received, *vectors;           // ranks: the others' gradients; all norms and biases, in fp32
+    float* received;                     // (ranks, its share): the others' gradients
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
@@ -2418,7 +2418,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (is_copied(m)) place(P, m->weights);
     if (is_shared(m)) {
         place(world.size * share_of(P, 0, NORM_CHUNK).count, m->received);
-        place(P - plan.num_decayed, m->vectors);
+        place(P - plan.num_decayed, m->fp32_params);
+        m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(m->mine.count, m->ema[k]);
@@ -2527,7 +2528,7 @@ template <typename T> struct RoundWeights {
 };
 
 // All of the parameters of which each rank has a share; where it has, until the next gradients.
-static const float* whole_of(Model* m, const float* parameters) {
+static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
     backend_copy(m->gradients + m->mine.first, parameters, m->mine.count * sizeof(float));
     gather(m->gradients, m->plan.num_floats, NORM_CHUNK);
@@ -2535,14 +2536,13 @@ static const float* whole_of(Model* m, const float* parameters) {
 }
 
 // Makes the layers read these parameters: master, or an EMA.
-static void use_weights(Model* m, const float* parameters) {
+static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    m->fp32_params = parameters = whole_of(m, parameters);
+    parameters = whole_of(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
-    if (!is_shared(m)) return;
-    backend_copy(m->vectors, parameters + matrices, (P - matrices) * sizeof(float));
-    m->fp32_params = m->vectors - matrices;  // norms read what lies behind the matrices
+    if (!is_shared(m)) m->fp32_params = parameters;
+    else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
 // What every run starts from once `master` is filled.
@@ -2841,9 +2841,9 @@ static void gather_weights(Model* m) {
     auto [first, count] = m->mine;
     std::vector<Message> messages;
     add_gather(&messages, m->weights, P, NORM_CHUNK);
-    add_gather(&messages, m->vectors - matrices, P, NORM_CHUNK, matrices);
+    add_gather(&messages, m->fp32_params, P, NORM_CHUNK, matrices);
     if (size_t begin = std::max(first, matrices); begin < first + count)
-        backend_copy(m->vectors + (begin - matrices), m->master + (begin - first),
+        backend_copy(m->fp32_params + begin, m->master + (begin - first),
                      (first + count - begin) * sizeof(float));
     backend_exchange(messages);
 }
@@ -2910,8 +2910,8 @@ static StepState await_step(Trainer* t) {
 }
 
 // The weights that sampling and validation use, and what the log calls them.
-static const float* chosen_weights(const Model* m) {
-    const float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
+static float* chosen_weights(const Model* m) {
+    float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
     return ema ? ema : m->master;
 }
 static std::string chosen_name(const Config& c) {
@@ -2933,8 +2933,8 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Gives rank 0 what the others have of the host's values, of which each rank has made its share. They go by way
-// of memory that is free while nothing is trained.
+// Gives rank 0 what the others have of the host's values, of which each rank has made its share. They go by
+// way of memory that is free while nothing is trained.
 template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
     size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
     for (int rank = 1; rank < world.size; rank++) {
