@@ -544,10 +544,8 @@ static bool first_to_tell() { return !board || !board->told.exchange(1); }
 // What this rank sends to another and receives from it, which has the same message the other way round.
 struct Message {
     int peer;
-    const void* sent;
-    size_t sent_bytes;
-    void* received = nullptr;
-    size_t received_bytes = 0;
+    std::span<const std::byte> sent;
+    std::span<std::byte> received;
 };
 // In the order of the calls, like everything on the device, where these are. Each pair of ranks has the
 // messages between them in the same order.
@@ -560,14 +558,10 @@ static void add_gather(std::vector<Message>* messages, T* whole, size_t n, size_
     auto part_of = [&](int rank) {
         auto [begin, count] = share_of(n, rank, unit);
         size_t end = begin + count, from = std::clamp(first, begin, end);
-        return std::pair{whole + from, (end - from) * sizeof(T)};
+        return std::as_writable_bytes(std::span(whole + from, end - from));
     };
-    for (int peer = 0; peer < world.size; peer++) {
-        if (peer == world.rank) continue;
-        auto [sent, sent_bytes] = part_of(world.rank);
-        auto [received, received_bytes] = part_of(peer);
-        messages->push_back({peer, sent, sent_bytes, received, received_bytes});
-    }
+    for (int peer = 0; peer < world.size; peer++)
+        if (peer != world.rank) messages->push_back({peer, part_of(world.rank), part_of(peer)});
 }
 template <typename T> static void gather(T* whole, size_t n, size_t unit = 1) {
     std::vector<Message> messages;
@@ -2823,8 +2817,8 @@ static float* gradient_of_ranks(Model* m) {
     for (int peer = 0; peer < world.size; peer++) {
         if (peer == world.rank) continue;
         auto [first, count] = share_of(P, peer, NORM_CHUNK);
-        messages.push_back(
-            {peer, m->gradients + first, count * sizeof(float), from(peer), n * sizeof(float)});
+        std::span sent(m->gradients + first, count), received(from(peer), n);
+        messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
     }
     for (float* losses : {m->losses, m->variance_losses})
         if (losses) add_gather(&messages, losses, c.batch_size * parts, m->plan.batch * parts);
@@ -2939,13 +2933,14 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
     size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
     for (int rank = 1; rank < world.size; rank++) {
         auto [first, count] = share_of(values->size(), rank, unit);
-        char *next = (char*)(values->data() + first), *end = next + count * sizeof(T);
-        for (size_t bytes; next < end && (!world.rank || world.rank == rank); next += bytes) {
-            bytes = std::min((size_t)(end - next), most * sizeof(float));
-            Message message = {rank, nullptr, 0, m->target, bytes};
-            if (world.rank) message = {0, m->target, bytes}, backend_upload(m->target, next, bytes);
+        auto left = std::as_writable_bytes(std::span(*values).subspan(first, count));
+        for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
+            bytes = std::min(left.size(), most * sizeof(float));
+            std::span device((std::byte*)m->target, bytes);
+            Message message = {rank, {}, device};
+            if (world.rank) message = {0, device, {}}, backend_upload(m->target, left.data(), bytes);
             backend_exchange({message});
-            if (!world.rank) backend_download(next, m->target, bytes);
+            if (!world.rank) backend_download(left.data(), m->target, bytes);
         }
     }
 }
@@ -5455,18 +5450,18 @@ static size_t host_memory_available() {
 // One message after the other: of those that are left, the one between the lowest ranks can always be delivered.
 static void backend_exchange(const std::vector<Message>& messages) {
     Mailbox* boxes = (Mailbox*)(board + 1);
-    for (const Message& a : messages) {
-        Mailbox &out = boxes[world.rank * world.size + a.peer], &in = boxes[a.peer * world.size + world.rank];
-        for (size_t sent = 0, received = 0; sent < a.sent_bytes || received < a.received_bytes;
-             sched_yield()) {
-            if (sent < a.sent_bytes && !out.bytes) {
-                size_t bytes = std::min(a.sent_bytes - sent, sizeof out.data);
-                memcpy(out.data, (const char*)a.sent + sent, bytes);
-                sent += bytes, out.bytes = (uint32_t)bytes;
+    for (Message left : messages) {
+        Mailbox& out = boxes[world.rank * world.size + left.peer];
+        Mailbox& in = boxes[left.peer * world.size + world.rank];
+        for (; left.sent.size() || left.received.size(); sched_yield()) {
+            if (left.sent.size() && !out.bytes) {
+                size_t bytes = std::min(left.sent.size(), sizeof out.data);
+                memcpy(out.data, left.sent.data(), bytes);
+                left.sent = left.sent.subspan(bytes), out.bytes = (uint32_t)bytes;
             }
-            if (received < a.received_bytes && in.bytes) {
-                memcpy((char*)a.received + received, in.data, in.bytes);
-                received += in.bytes, in.bytes = 0;
+            if (left.received.size() && in.bytes) {
+                memcpy(left.received.data(), in.data, in.bytes);
+                left.received = left.received.subspan(in.bytes), in.bytes = 0;
             }
         }
     }
@@ -5645,9 +5640,10 @@ static void backend_exchange(const std::vector<Message>& messages) {
     const int BYTES = 0;  // ncclInt8
     nccl("ncclGroupStart");
     for (const Message& a : messages) {
-        if (a.sent_bytes) nccl("ncclSend", a.sent, a.sent_bytes, BYTES, a.peer, nccl_ranks, lane->stream);
-        if (a.received_bytes)
-            nccl("ncclRecv", a.received, a.received_bytes, BYTES, a.peer, nccl_ranks, lane->stream);
+        if (size_t bytes = a.sent.size())
+            nccl("ncclSend", a.sent.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
+        if (size_t bytes = a.received.size())
+            nccl("ncclRecv", a.received.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
     }
     nccl("ncclGroupEnd");
 }
