@@ -4656,10 +4656,9 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     allocate_model(&t->model);
     load_start(t, file);
     prepare_steps(t);
+    if (world.rank) return;
     // both of the old files are read before either is replaced
     read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->validated);
-    on_any_rank(&t->model, false);  // have all read them
-    if (world.rank) return;
     write_config(c, t->step, t->changes);
     open_metrics(&t->metrics);
 }
