@@ -2257,7 +2257,6 @@ struct StepState {
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
-enum { RESULT_SLOTS = 8 };    // step n's state goes to the host's slot n mod RESULT_SLOTS, until it is read
 
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
@@ -2715,7 +2714,7 @@ struct Trainer {
     std::shared_ptr<char[]> pixels;        // the images where the device reads them, if that is a copy
     std::shared_ptr<int[]> labels;         // (N): the images', where the network is told
     std::shared_ptr<int[]> order;          // (slots, count), the host's, which the device reads
-    std::shared_ptr<StepState[]> results;  // (RESULT_SLOTS), the host's
+    std::shared_ptr<StepState[]> results;  // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     std::shared_ptr<int[]> stop;           // (1), the host's: stop_asked, for the step's recording
     long epochs;                           // whose orders were sent
     Recording recording;
@@ -2750,7 +2749,7 @@ static void prepare_steps(Trainer* t) {
     }
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
-    t->results = allocate<StepState>(RESULT_SLOTS, true);
+    t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
@@ -2878,7 +2877,7 @@ static void send_orders(Trainer* t, long last_epoch) {
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
-    int slot = (int)(t->begun % RESULT_SLOTS);
+    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     t->stop[0] = stop_asked;
     backend_replay(&t->recording, [&] { enqueue_step(t); });
@@ -2889,7 +2888,7 @@ static void begin_next_step(Trainer* t) {
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    int slot = (int)(t->step % RESULT_SLOTS);
+    int slot = (int)(t->step % STEPS_IN_FLIGHT);
     backend_await(slot);
     const StepState& result = t->results[slot];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
@@ -5532,7 +5531,7 @@ static int side_joined;                                   // how many calls the 
 static cudaDeviceProp gpu_properties;
 static int gpu_multiprocessors;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
-static cudaEvent_t gpu_marks[RESULT_SLOTS];
+static cudaEvent_t gpu_marks[STEPS_IN_FLIGHT];
 
 static void backend_init() {
     const char* instead = "build for the CPU: make train_unet DEVICE=cpu";
