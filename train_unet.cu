@@ -502,8 +502,6 @@ struct Recording {
     ~Recording();
 };
 static void backend_replay(Recording* recording, auto launches);
-static void backend_forget(Recording* recording);
-inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
@@ -5492,7 +5490,7 @@ static void on_side_lane(auto launches, bool) { launches(); }
 static void backend_join(int) {}
 #endif
 static void backend_replay(Recording*, auto launches) { launches(); }
-static void backend_forget(Recording*) {}
+inline Recording::~Recording() {}
 static void backend_mark(int) {}
 static void backend_await(int) {}
 static double backend_peak() { return 0; }
@@ -5658,9 +5656,8 @@ static void backend_replay(Recording* recording, auto launches) {
     }
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph, main_lane.stream));
 }
-static void backend_forget(Recording* recording) {
-    if (recording->graph) cudaGraphExecDestroy((cudaGraphExec_t)recording->graph);
-    recording->graph = nullptr, recording->runs = 0;
+inline Recording::~Recording() {
+    if (graph) cudaGraphExecDestroy((cudaGraphExec_t)graph);
 }
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
