@@ -5602,14 +5602,10 @@ static void *nccl_library, *nccl_ranks;
 struct NcclId {
     char bytes[128];
 };
-template <typename... Arguments> static int nccl_status(const char* name, Arguments... arguments) {
+template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: version 2.10 or later is needed", name);
-    return function(arguments...);
-}
-static void nccl(const char* name, auto... arguments) {
-    int status = nccl_status(name, arguments...);
-    if (status)
+    if (int status = function(arguments...))
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
 
@@ -5618,8 +5614,8 @@ static std::string backend_meet() {
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-    setenv("NCCL_COMM_ID", text("%s:%d", host ? host : "127.0.0.1", world.port).c_str(),
-           0);  // where they meet
+    std::string place = text("%s:%d", host ? host : "127.0.0.1", world.port);
+    setenv("NCCL_COMM_ID", place.c_str(), 0);
     NcclId id;
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
@@ -5628,9 +5624,11 @@ static std::string backend_meet() {
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 static std::string backend_broken() {
-    int status = 0;
-    bool broken = ranks_met && (nccl_status("ncclCommGetAsyncError", nccl_ranks, &status) || status);
-    return broken ? text("NCCL reported error %d: a rank of another machine is gone", status) : "";
+    return failure_of([] {
+        int status = 0;
+        if (ranks_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+        if (status) fail("NCCL reported error %d: a rank of another machine is gone", status);
+    });
 }
 static void backend_exchange(const std::vector<Message>& messages) {
     const int BYTES = 0;  // ncclInt8
