@@ -4136,9 +4136,8 @@ static void print_run(const Model& m) {
     if (!is_shared(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
-        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients and %s "
-        "of "
-        "weights; --microbatch %d makes the same on any number of ranks\n\n",
+        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
+        "and %s of weights; --microbatch %d makes the same on any number of ranks\n\n",
         world.size, c.batch_size / world.size, human_bytes(sent * sizeof(float)).c_str(),
         human_bytes(sent * sizeof(floatX)).c_str(), microbatch_of(c));
 }
@@ -4580,13 +4579,12 @@ static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
     if (!std::has_single_bit(ranks + 0u)) fail("--gpus %d: so many can't share; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
-    int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1;
-    if (parts % ranks == 0) return;
-    while (parts % (2 * fit) == 0) fit *= 2;
-    fail(
-        "--batch_size %d in parts of --microbatch %d are %d, and %d ranks can't have equally many; %d would "
-        "do, or --batch_size %d",
-        batch, part, parts, ranks, fit, ceil_div(parts, ranks) * ranks * part);
+    int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1 << std::countr_zero(parts + 0u);
+    if (parts % ranks)
+        fail(
+            "--batch_size %d in parts of --microbatch %d are %d, and %d ranks can't have equally many; "
+            "%d would do, or --batch_size %d",
+            batch, part, parts, ranks, fit, ceil_div(parts, ranks) * ranks * part);
 }
 
 // A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
