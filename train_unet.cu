@@ -4168,14 +4168,14 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow, at least `least`.
-static double time_step(Config config, int batch, double seconds, int least) {
+// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
+static double time_step(Config config, int batch, double seconds) {
     Trainer t;
     config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is recorded
-    for (; n < least || (n < 20 && seconds_now() - start < seconds); n++) {
+    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
         if (!await_step(&t).finite) fail("a step on grey images leaves the numbers: its time can't be told");
@@ -4188,8 +4188,8 @@ static double time_step(Config config, int batch, double seconds, int least) {
 // How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
     int own = config.batch_size / std::exchange(world, World()).size, batch = own;  // a rank's, timed alone
-    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, own);
-    double ms = time_step(config, batch, 2, ON_GPU ? 3 : 1) * own / batch;
+    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    double ms = time_step(config, batch, 2) * own / batch;
     std::string how = batch == config.batch_size
                           ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
