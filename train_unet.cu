@@ -4292,9 +4292,9 @@ static void start_ranks(const Config& c) {
     std::thread(watch_ranks, open_board()).detach();
 }
 
-// What the log says of them, once they have met.
+// What the log says of them, once they have met, where this process has become one.
 static std::string meet_ranks() {
-    if (world.size == 1) return "";
+    if (!board) return "";
     std::string through = backend_meet();
     if (!world.local) unlink(board_path.c_str());
     ranks_met = true;
@@ -4920,7 +4920,7 @@ static void run_program(int argc, char** argv) {
     start_ranks(config);
     backend_init();
     handle_signals();
-    std::string ranks = config.dry_run ? "" : meet_ranks();
+    std::string ranks = meet_ranks();
     printf("train_unet on %s%s\n", backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
     leave_ranks();
