@@ -519,11 +519,12 @@ static std::string backend_broken();
 
 // Of n things, in groups of `unit` that stay together, those that a rank has.
 struct Share {
-    size_t first, count;
+    size_t first, end;
+    size_t count() const { return end - first; }
 };
 static Share share_of(size_t n, int rank, size_t unit = 1) {
     size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
-    return {first, std::min(n, first + each) - first};
+    return {first, std::min(n, first + each)};
 }
 
 // What the ranks of a machine share: each holds a lock on its byte of this file, which the kernel opens when it
@@ -554,8 +555,8 @@ template <typename T>
 static void add_gather(std::vector<Message>* messages, T* whole, size_t n, size_t unit = 1,
                        size_t first = 0) {
     auto part_of = [&](int rank) {
-        auto [begin, count] = share_of(n, rank, unit);
-        size_t end = begin + count, from = std::clamp(first, begin, end);
+        auto [begin, end] = share_of(n, rank, unit);
+        size_t from = std::clamp(first, begin, end);
         return std::as_writable_bytes(std::span(whole + from, end - from));
     };
     for (int peer = 0; peer < world.size; peer++)
@@ -2403,18 +2404,18 @@ static size_t lay_out_model(Model* m, char* memory) {
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(m->mine.count, m->master);
+    place(m->mine.count(), m->master);
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
     if (is_copied(m)) place(P, m->weights);
     if (is_shared(m)) {
-        place(world.size * share_of(P, 0, NORM_CHUNK).count, m->received);
+        place(world.size * share_of(P, 0, NORM_CHUNK).count(), m->received);
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(m->mine.count, m->ema[k]);
-        place(m->mine.count, m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(m->mine.count(), m->ema[k]);
+        place(m->mine.count(), m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
         place(P / NORM_CHUNK + 1, m->norm_parts);
     }
@@ -2521,7 +2522,7 @@ template <typename T> struct RoundWeights {
 // All of the parameters of which each rank has a share; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
-    backend_copy(m->gradients + m->mine.first, parameters, m->mine.count * sizeof(float));
+    backend_copy(m->gradients + m->mine.first, parameters, m->mine.count() * sizeof(float));
     gather(m->gradients, m->plan.num_floats, NORM_CHUNK);
     return m->gradients;
 }
@@ -2540,13 +2541,12 @@ static void use_weights(Model* m, float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->mine.count * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->mine.count() * sizeof(float));
 }
 
 // A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
-    size_t first = std::max(t.offset, m.mine.first),
-           end = std::min(t.offset + t.size, m.mine.first + m.mine.count);
+    size_t first = std::max(t.offset, m.mine.first), end = std::min(t.offset + t.size, m.mine.end);
     if (first < end)
         backend_upload(parameters + (first - m.mine.first), values + (first - t.offset),
                        (end - first) * sizeof(float));
@@ -2806,15 +2806,15 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
 // on, in pairs of neighbours, pairs of these, and so on. The losses of the others come along.
 static float* gradient_of_ranks(Model* m) {
     const Config& c = m->config;
-    size_t P = m->plan.num_floats, n = m->mine.count, parts = loss_parts(c.image_size * c.image_size);
+    size_t P = m->plan.num_floats, n = m->mine.count(), parts = loss_parts(c.image_size * c.image_size);
     auto from = [&](int rank) {
         return rank == world.rank ? m->gradients + m->mine.first : m->received + rank * n;
     };
     std::vector<Message> messages;
     for (int peer = 0; peer < world.size; peer++) {
         if (peer == world.rank) continue;
-        auto [first, count] = share_of(P, peer, NORM_CHUNK);
-        std::span sent(m->gradients + first, count), received(from(peer), n);
+        auto [first, end] = share_of(P, peer, NORM_CHUNK);
+        std::span sent(m->gradients + first, end - first), received(from(peer), n);
         messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
     }
     for (float* losses : {m->losses, m->variance_losses})
@@ -2829,13 +2829,12 @@ static float* gradient_of_ranks(Model* m) {
 // Every rank's share of the updated weights becomes all ranks'.
 static void gather_weights(Model* m) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    auto [first, count] = m->mine;
+    auto [first, end] = m->mine;
     std::vector<Message> messages;
     add_gather(&messages, m->weights, P, NORM_CHUNK);
     add_gather(&messages, m->fp32_params, P, NORM_CHUNK, matrices);
-    if (size_t begin = std::max(first, matrices); begin < first + count)
-        backend_copy(m->fp32_params + begin, m->master + (begin - first),
-                     (first + count - begin) * sizeof(float));
+    if (size_t begin = std::max(first, matrices); begin < end)
+        backend_copy(m->fp32_params + begin, m->master + (begin - first), (end - begin) * sizeof(float));
     backend_exchange(messages);
 }
 
@@ -2844,7 +2843,7 @@ static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t P = m->plan.num_floats, decayed = m->plan.num_decayed;
-    auto [first, n] = m->mine;
+    size_t first = m->mine.first, n = m->mine.count();
     int parts = (int)parts_of(m);
     BatchLoss loss = batch_loss(m, c.batch_size);
     OptimiserMemory memory = *m;
@@ -2929,8 +2928,8 @@ static bool agree_to_stop(Model* m) {
 template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
     size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
     for (int rank = 1; rank < world.size; rank++) {
-        auto [first, count] = share_of(values->size(), rank, unit);
-        auto left = std::as_writable_bytes(std::span(*values).subspan(first, count));
+        auto [first, end] = share_of(values->size(), rank, unit);
+        auto left = std::as_writable_bytes(std::span(*values).subspan(first, end - first));
         for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
             bytes = std::min(left.size(), most * sizeof(float));
             std::span device((std::byte*)m->target, bytes);
@@ -2952,9 +2951,9 @@ static double validation_loss(Trainer* t) {
     std::vector<float> images(most * elements);
     std::vector<int> timesteps(most);
     std::vector<double> sums(batches);
-    auto [begin, own] = share_of(batches, world.rank);
+    auto [begin, end] = share_of(batches, world.rank);
     use_weights(m, chosen_weights(m));
-    for (size_t batch = begin; batch < begin + own && !stop_asked; batch++) {
+    for (size_t batch = begin; batch < end && !stop_asked; batch++) {
         int first = (int)batch * most, B = std::min(most, t->validation.count - first);
         for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
         for (int b = 0; b < B; b++)
@@ -3039,10 +3038,10 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
     int most = pictures_at_a_time(c, m->plan.batch), batches = ceil_div(count, most);
-    auto [begin, own] = share_of(batches, world.rank);
-    Progress progress = {show_progress, network_calls(steps) * (long)own};
+    auto [begin, end] = share_of(batches, world.rank);
+    Progress progress = {show_progress, network_calls(steps) * (long)(end - begin)};
     std::map<std::pair<int, int>, Recording> recordings;
-    for (size_t batch = begin; batch < begin + own && !stop_asked; batch++) {
+    for (size_t batch = begin; batch < end && !stop_asked; batch++) {
         int first = (int)batch * most, B = std::min(most, count - first), begun = 0, step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
