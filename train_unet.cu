@@ -3037,12 +3037,12 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
-    int most = pictures_at_a_time(c, m->plan.batch), batches = ceil_div(count, most);
-    auto [begin, end] = share_of(batches, world.rank);
-    Progress progress = {show_progress, network_calls(steps) * (long)(end - begin)};
+    size_t most = pictures_at_a_time(c, m->plan.batch);
+    auto [begin, end] = share_of(count, world.rank, most);
+    Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
     std::map<std::pair<int, int>, Recording> recordings;
-    for (size_t batch = begin; batch < end && !stop_asked; batch++) {
-        int first = (int)batch * most, B = std::min(most, count - first), begun = 0, step = 0;
+    for (size_t first = begin; first < end && !stop_asked; first += most) {
+        int B = (int)std::min(most, end - first), begun = 0, step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
@@ -3076,16 +3076,16 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
                 for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
-                    backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
+                    backend_download(&(*strip)[((first + b) * columns + column) * elements],
                                      saved + (size_t)b * elements, elements * sizeof(float));
             step++;
         }
-        backend_download(pictures->data() + (size_t)first * elements, x, bytes);
+        backend_download(pictures->data() + first * elements, x, bytes);
     }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
-    collect(pictures, m, (size_t)most * elements);
-    if (columns) collect(strip, m, (size_t)most * columns * elements);
+    collect(pictures, m, most * elements);
+    if (columns) collect(strip, m, most * columns * elements);
     return true;
 }
 
