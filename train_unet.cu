@@ -503,8 +503,6 @@ struct Recording {
     ~Recording();
 };
 static void backend_replay(Recording* recording, auto launches);
-static void backend_forget(Recording* recording);
-inline Recording::~Recording() { backend_forget(this); }
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
@@ -522,11 +520,12 @@ static std::string backend_broken();
 
 // Of n things, in groups of `unit` that stay together, those that a rank has.
 struct Share {
-    size_t first, count;
+    size_t first, end;
+    size_t count() const { return end - first; }
 };
 static Share share_of(size_t n, int rank, size_t unit = 1) {
     size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
-    return {first, std::min(n, first + each) - first};
+    return {first, std::min(n, first + each)};
 }
 
 // What the ranks of a machine share: each holds a lock on its byte of this file, which the kernel opens when it
@@ -545,10 +544,8 @@ static bool first_to_tell() { return !board || !board->told.exchange(1); }
 // What this rank sends to another and receives from it, which has the same message the other way round.
 struct Message {
     int peer;
-    const void* sent;
-    size_t sent_bytes;
-    void* received = nullptr;
-    size_t received_bytes = 0;
+    std::span<const std::byte> sent;
+    std::span<std::byte> received;
 };
 // In the order of the calls, like everything on the device, where these are. Each pair of ranks has the
 // messages between them in the same order.
@@ -559,16 +556,12 @@ template <typename T>
 static void add_gather(std::vector<Message>* messages, T* whole, size_t n, size_t unit = 1,
                        size_t first = 0) {
     auto part_of = [&](int rank) {
-        auto [begin, count] = share_of(n, rank, unit);
-        size_t end = begin + count, from = std::clamp(first, begin, end);
-        return std::pair{whole + from, (end - from) * sizeof(T)};
+        auto [begin, end] = share_of(n, rank, unit);
+        size_t from = std::clamp(first, begin, end);
+        return std::as_writable_bytes(std::span(whole + from, end - from));
     };
-    for (int peer = 0; peer < world.size; peer++) {
-        if (peer == world.rank) continue;
-        auto [sent, sent_bytes] = part_of(world.rank);
-        auto [received, received_bytes] = part_of(peer);
-        messages->push_back({peer, sent, sent_bytes, received, received_bytes});
-    }
+    for (int peer = 0; peer < world.size; peer++)
+        if (peer != world.rank) messages->push_back({peer, part_of(world.rank), part_of(peer)});
 }
 template <typename T> static void gather(T* whole, size_t n, size_t unit = 1) {
     std::vector<Message> messages;
@@ -1152,25 +1145,25 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    Share mine;                // of the num_floats: this rank's, while it trains
-    floatX* weights;           // what the layers read: master, or an EMA while drawing; a copy in bf16
-    const float* fp32_params;  // what `weights` were rounded from, for norms: master, or an EMA
-    char* arena;               // activations, their gradients, scratch: where the plan says
-    Arena scratch, late;       // the parts of it that the block under way may take from
-    floatX* input;             // (B, H, W, PIXEL): the noised images
-    float* target;             // (B, H, W, PIXEL)
-    float* images;             // (B, C, H, W): clean, planar, as in the files
-    int* timesteps;            // (batch_size): of the whole batch, also where B is a part of it
-    int first;                 // the sample of the batch that this part begins with
-    const int64_t* dropping;   // the step whose masks --dropout takes; null: nothing is dropped
-    int* sources;              // (batch_size): the image of each sample, or -1 - image where it is mirrored
-    int* labels;               // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;   // of the step under way: see OPTIMISER
-    float* losses;             // (batch_size, loss_parts)
+    Share mine;               // of the num_floats: this rank's, while it trains
+    floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
+    float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
+    char* arena;              // activations, their gradients, scratch: where the plan says
+    Arena scratch, late;      // the parts of it that the block under way may take from
+    floatX* input;            // (B, H, W, PIXEL): the noised images
+    float* target;            // (B, H, W, PIXEL)
+    float* images;            // (B, C, H, W): clean, planar, as in the files
+    int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
+    int first;                // the sample of the batch that this part begins with
+    const int64_t* dropping;  // the step whose masks --dropout takes; null: nothing is dropped
+    int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
+    struct StepState* state;  // of the step under way: see OPTIMISER
+    float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
     float* norm_parts;                   // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
-    float *received, *vectors;           // ranks: the others' gradients; all norms and biases, in fp32
+    float* received;                     // (ranks, its share): the others' gradients
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
@@ -2264,7 +2257,6 @@ struct StepState {
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
-enum { RESULT_SLOTS = 8 };    // step n's state goes to the host's slot n mod RESULT_SLOTS, until it is read
 
 // parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
@@ -2413,17 +2405,18 @@ static size_t lay_out_model(Model* m, char* memory) {
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(m->mine.count, m->master);
+    place(m->mine.count(), m->master);
     m->weights = (floatX*)m->master;
     m->fp32_params = m->master;
     if (is_copied(m)) place(P, m->weights);
     if (is_shared(m)) {
-        place(world.size * share_of(P, 0, NORM_CHUNK).count, m->received);
-        place(P - plan.num_decayed, m->vectors);
+        place(world.size * share_of(P, 0, NORM_CHUNK).count(), m->received);
+        place(P - plan.num_decayed, m->fp32_params);
+        m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(m->mine.count, m->ema[k]);
-        place(m->mine.count, m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(m->mine.count(), m->ema[k]);
+        place(m->mine.count(), m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
         place(P / NORM_CHUNK + 1, m->norm_parts);
     }
@@ -2528,35 +2521,33 @@ template <typename T> struct RoundWeights {
 };
 
 // All of the parameters of which each rank has a share; where it has, until the next gradients.
-static const float* whole_of(Model* m, const float* parameters) {
+static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
-    backend_copy(m->gradients + m->mine.first, parameters, m->mine.count * sizeof(float));
+    backend_copy(m->gradients + m->mine.first, parameters, m->mine.count() * sizeof(float));
     gather(m->gradients, m->plan.num_floats, NORM_CHUNK);
     return m->gradients;
 }
 
 // Makes the layers read these parameters: master, or an EMA.
-static void use_weights(Model* m, const float* parameters) {
+static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    m->fp32_params = parameters = whole_of(m, parameters);
+    parameters = whole_of(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
-    if (!is_shared(m)) return;
-    backend_copy(m->vectors, parameters + matrices, (P - matrices) * sizeof(float));
-    m->fp32_params = m->vectors - matrices;  // norms read what lies behind the matrices
+    if (!is_shared(m)) m->fp32_params = parameters;
+    else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
 // What every run starts from once `master` is filled.
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->mine.count * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->mine.count() * sizeof(float));
 }
 
 // A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
-    size_t first = std::max(t.offset, m.mine.first),
-           end = std::min(t.offset + t.size, m.mine.first + m.mine.count);
+    size_t first = std::max(t.offset, m.mine.first), end = std::min(t.offset + t.size, m.mine.end);
     if (first < end)
         backend_upload(parameters + (first - m.mine.first), values + (first - t.offset),
                        (end - first) * sizeof(float));
@@ -2722,7 +2713,7 @@ struct Trainer {
     std::shared_ptr<char[]> pixels;        // the images where the device reads them, if that is a copy
     std::shared_ptr<int[]> labels;         // (N): the images', where the network is told
     std::shared_ptr<int[]> order;          // (slots, count), the host's, which the device reads
-    std::shared_ptr<StepState[]> results;  // (RESULT_SLOTS), the host's
+    std::shared_ptr<StepState[]> results;  // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     std::shared_ptr<int[]> stop;           // (1), the host's: stop_asked, for the step's recording
     long epochs;                           // whose orders were sent
     Recording recording;
@@ -2757,7 +2748,7 @@ static void prepare_steps(Trainer* t) {
     }
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
-    t->results = allocate<StepState>(RESULT_SLOTS, true);
+    t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     BatchSource* source = &t->source;
     source->bytes = floats ? nullptr : (const uint8_t*)pixels;
@@ -2816,16 +2807,16 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
 // on, in pairs of neighbours, pairs of these, and so on. The losses of the others come along.
 static float* gradient_of_ranks(Model* m) {
     const Config& c = m->config;
-    size_t P = m->plan.num_floats, n = m->mine.count, parts = loss_parts(c.image_size * c.image_size);
+    size_t P = m->plan.num_floats, n = m->mine.count(), parts = loss_parts(c.image_size * c.image_size);
     auto from = [&](int rank) {
         return rank == world.rank ? m->gradients + m->mine.first : m->received + rank * n;
     };
     std::vector<Message> messages;
     for (int peer = 0; peer < world.size; peer++) {
         if (peer == world.rank) continue;
-        auto [first, count] = share_of(P, peer, NORM_CHUNK);
-        messages.push_back(
-            {peer, m->gradients + first, count * sizeof(float), from(peer), n * sizeof(float)});
+        auto [first, end] = share_of(P, peer, NORM_CHUNK);
+        std::span sent(m->gradients + first, end - first), received(from(peer), n);
+        messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
     }
     for (float* losses : {m->losses, m->variance_losses})
         if (losses) add_gather(&messages, losses, c.batch_size * parts, m->plan.batch * parts);
@@ -2839,13 +2830,12 @@ static float* gradient_of_ranks(Model* m) {
 // Every rank's share of the updated weights becomes all ranks'.
 static void gather_weights(Model* m) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    auto [first, count] = m->mine;
+    auto [first, end] = m->mine;
     std::vector<Message> messages;
     add_gather(&messages, m->weights, P, NORM_CHUNK);
-    add_gather(&messages, m->vectors - matrices, P, NORM_CHUNK, matrices);
-    if (size_t begin = std::max(first, matrices); begin < first + count)
-        backend_copy(m->vectors + (begin - matrices), m->master + (begin - first),
-                     (first + count - begin) * sizeof(float));
+    add_gather(&messages, m->fp32_params, P, NORM_CHUNK, matrices);
+    if (size_t begin = std::max(first, matrices); begin < end)
+        backend_copy(m->fp32_params + begin, m->master + (begin - first), (end - begin) * sizeof(float));
     backend_exchange(messages);
 }
 
@@ -2854,7 +2844,7 @@ static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t P = m->plan.num_floats, decayed = m->plan.num_decayed;
-    auto [first, n] = m->mine;
+    size_t first = m->mine.first, n = m->mine.count();
     int parts = (int)parts_of(m);
     BatchLoss loss = batch_loss(m, c.batch_size);
     OptimiserMemory memory = *m;
@@ -2885,7 +2875,7 @@ static void send_orders(Trainer* t, long last_epoch) {
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
-    int slot = (int)(t->begun % RESULT_SLOTS);
+    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
     t->stop[0] = stop_asked;
     backend_replay(&t->recording, [&] { enqueue_step(t); });
@@ -2896,7 +2886,7 @@ static void begin_next_step(Trainer* t) {
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    int slot = (int)(t->step % RESULT_SLOTS);
+    int slot = (int)(t->step % STEPS_IN_FLIGHT);
     backend_await(slot);
     const StepState& result = t->results[slot];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
@@ -2911,8 +2901,8 @@ static StepState await_step(Trainer* t) {
 }
 
 // The weights that sampling and validation use, and what the log calls them.
-static const float* chosen_weights(const Model* m) {
-    const float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
+static float* chosen_weights(const Model* m) {
+    float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
     return ema ? ema : m->master;
 }
 static std::string chosen_name(const Config& c) {
@@ -2934,19 +2924,20 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Gives rank 0 what the others have of the host's values: `items` things of `size`, of which each rank has made
-// its share. They go by way of memory that is free while nothing is trained.
-template <typename T> static void collect(T* values, size_t items, Model* m, size_t size = 1) {
+// Gives rank 0 what the others have of the host's values, of which each rank has made its share. They go by
+// way of memory that is free while nothing is trained.
+template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
     size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
     for (int rank = 1; rank < world.size; rank++) {
-        auto [first, count] = share_of(items, rank);
-        char *next = (char*)(values + first * size), *end = next + count * size * sizeof(T);
-        for (size_t bytes; next < end && (!world.rank || world.rank == rank); next += bytes) {
-            bytes = std::min((size_t)(end - next), most * sizeof(float));
-            Message message = {rank, nullptr, 0, m->target, bytes};
-            if (world.rank) message = {0, m->target, bytes}, backend_upload(m->target, next, bytes);
+        auto [first, end] = share_of(values->size(), rank, unit);
+        auto left = std::as_writable_bytes(std::span(*values).subspan(first, end - first));
+        for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
+            bytes = std::min(left.size(), most * sizeof(float));
+            std::span device((std::byte*)m->target, bytes);
+            Message message = {rank, {}, device};
+            if (world.rank) message = {0, device, {}}, backend_upload(m->target, left.data(), bytes);
             backend_exchange({message});
-            if (!world.rank) backend_download(next, m->target, bytes);
+            if (!world.rank) backend_download(left.data(), m->target, bytes);
         }
     }
 }
@@ -2961,9 +2952,9 @@ static double validation_loss(Trainer* t) {
     std::vector<float> images(most * elements);
     std::vector<int> timesteps(most);
     std::vector<double> sums(batches);
-    auto [begin, own] = share_of(batches, world.rank);
+    auto [begin, end] = share_of(batches, world.rank);
     use_weights(m, chosen_weights(m));
-    for (size_t batch = begin; batch < begin + own && !stop_asked; batch++) {
+    for (size_t batch = begin; batch < end && !stop_asked; batch++) {
         int first = (int)batch * most, B = std::min(most, t->validation.count - first);
         for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
         for (int b = 0; b < B; b++)
@@ -2976,7 +2967,7 @@ static double validation_loss(Trainer* t) {
         run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
         sums[batch] = loss_of(m, B) * B;
     }
-    if (!agree_to_stop(m)) collect(sums.data(), batches, m);
+    if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);
     return std::accumulate(sums.begin(), sums.end(), 0.0) / t->validation.count;
 }
@@ -3047,12 +3038,12 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
-    int most = pictures_at_a_time(c, m->plan.batch), batches = ceil_div(count, most);
-    auto [begin, own] = share_of(batches, world.rank);
-    Progress progress = {show_progress, network_calls(steps) * (long)own};
+    size_t most = pictures_at_a_time(c, m->plan.batch);
+    auto [begin, end] = share_of(count, world.rank, most);
+    Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
     std::map<std::pair<int, int>, Recording> recordings;
-    for (size_t batch = begin; batch < begin + own && !stop_asked; batch++) {
-        int first = (int)batch * most, B = std::min(most, count - first), begun = 0, step = 0;
+    for (size_t first = begin; first < end && !stop_asked; first += most) {
+        int B = (int)std::min(most, end - first), begun = 0, step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
@@ -3086,21 +3077,16 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
             int last = sampler_steps(c) - 1;
             for (int column = 0; column < columns; column++)
                 for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
-                    backend_download(&(*strip)[((size_t)(first + b) * columns + column) * elements],
+                    backend_download(&(*strip)[((first + b) * columns + column) * elements],
                                      saved + (size_t)b * elements, elements * sizeof(float));
             step++;
         }
-        backend_download(pictures->data() + (size_t)first * elements, x, bytes);
+        backend_download(pictures->data() + first * elements, x, bytes);
     }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
-    pictures->resize((size_t)batches * most * elements);  // as if the last batch were whole
-    collect(pictures->data(), batches, m, (size_t)most * elements);
-    pictures->resize((size_t)count * elements);
-    if (!columns) return true;
-    strip->resize((size_t)batches * most * columns * elements);
-    collect(strip->data(), batches, m, (size_t)most * columns * elements);
-    strip->resize((size_t)count * columns * elements);
+    collect(pictures, m, most * elements);
+    if (columns) collect(strip, m, most * columns * elements);
     return true;
 }
 
@@ -4150,9 +4136,8 @@ static void print_run(const Model& m) {
     if (!is_shared(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
-        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients and %s "
-        "of "
-        "weights; --microbatch %d makes the same on any number of ranks\n\n",
+        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
+        "and %s of weights; --microbatch %d makes the same on any number of ranks\n\n",
         world.size, c.batch_size / world.size, human_bytes(sent * sizeof(float)).c_str(),
         human_bytes(sent * sizeof(floatX)).c_str(), microbatch_of(c));
 }
@@ -4183,14 +4168,14 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow, at least `least`.
-static double time_step(Config config, int batch, double seconds, int least) {
+// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
+static double time_step(Config config, int batch, double seconds) {
     Trainer t;
     config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is recorded
-    for (; n < least || (n < 20 && seconds_now() - start < seconds); n++) {
+    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
         if (!await_step(&t).finite) fail("a step on grey images leaves the numbers: its time can't be told");
@@ -4203,8 +4188,8 @@ static double time_step(Config config, int batch, double seconds, int least) {
 // How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
     int own = config.batch_size / std::exchange(world, World()).size, batch = own;  // a rank's, timed alone
-    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0, 1)), 1, own);
-    double ms = time_step(config, batch, 2, ON_GPU ? 3 : 1) * own / batch;
+    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    double ms = time_step(config, batch, 2) * own / batch;
     std::string how = batch == config.batch_size
                           ? "measured, on grey images"
                           : text("an estimate from %d of its %d images", batch, config.batch_size);
@@ -4307,9 +4292,9 @@ static void start_ranks(const Config& c) {
     std::thread(watch_ranks, open_board()).detach();
 }
 
-// What the log says of them, once they have met.
+// What the log says of them, once they have met, where this process has become one.
 static std::string meet_ranks() {
-    if (world.size == 1) return "";
+    if (!board) return "";
     std::string through = backend_meet();
     if (!world.local) unlink(board_path.c_str());
     ranks_met = true;
@@ -4594,13 +4579,12 @@ static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
     if (!std::has_single_bit(ranks + 0u)) fail("--gpus %d: so many can't share; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
-    int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1;
-    if (parts % ranks == 0) return;
-    while (parts % (2 * fit) == 0) fit *= 2;
-    fail(
-        "--batch_size %d in parts of --microbatch %d are %d, and %d ranks can't have equally many; %d would "
-        "do, or --batch_size %d",
-        batch, part, parts, ranks, fit, ceil_div(parts, ranks) * ranks * part);
+    int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1 << std::countr_zero(parts + 0u);
+    if (parts % ranks)
+        fail(
+            "--batch_size %d in parts of --microbatch %d are %d, and %d ranks can't have equally many; "
+            "%d would do, or --batch_size %d",
+            batch, part, parts, ranks, fit, ceil_div(parts, ranks) * ranks * part);
 }
 
 // A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
@@ -4667,10 +4651,9 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     allocate_model(&t->model);
     load_start(t, file);
     prepare_steps(t);
+    if (world.rank) return;
     // both of the old files are read before either is replaced
     read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->validated);
-    on_any_rank(&t->model, false);  // have all read them
-    if (world.rank) return;
     write_config(c, t->step, t->changes);
     open_metrics(&t->metrics);
 }
@@ -4937,7 +4920,7 @@ static void run_program(int argc, char** argv) {
     start_ranks(config);
     backend_init();
     handle_signals();
-    std::string ranks = config.dry_run ? "" : meet_ranks();
+    std::string ranks = meet_ranks();
     printf("train_unet on %s%s\n", backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
     leave_ranks();
@@ -5461,18 +5444,18 @@ static size_t host_memory_available() {
 // One message after the other: of those that are left, the one between the lowest ranks can always be delivered.
 static void backend_exchange(const std::vector<Message>& messages) {
     Mailbox* boxes = (Mailbox*)(board + 1);
-    for (const Message& a : messages) {
-        Mailbox &out = boxes[world.rank * world.size + a.peer], &in = boxes[a.peer * world.size + world.rank];
-        for (size_t sent = 0, received = 0; sent < a.sent_bytes || received < a.received_bytes;
-             sched_yield()) {
-            if (sent < a.sent_bytes && !out.bytes) {
-                size_t bytes = std::min(a.sent_bytes - sent, sizeof out.data);
-                memcpy(out.data, (const char*)a.sent + sent, bytes);
-                sent += bytes, out.bytes = (uint32_t)bytes;
+    for (Message left : messages) {
+        Mailbox& out = boxes[world.rank * world.size + left.peer];
+        Mailbox& in = boxes[left.peer * world.size + world.rank];
+        for (; left.sent.size() || left.received.size(); sched_yield()) {
+            if (left.sent.size() && !out.bytes) {
+                size_t bytes = std::min(left.sent.size(), sizeof out.data);
+                memcpy(out.data, left.sent.data(), bytes);
+                left.sent = left.sent.subspan(bytes), out.bytes = (uint32_t)bytes;
             }
-            if (received < a.received_bytes && in.bytes) {
-                memcpy((char*)a.received + received, in.data, in.bytes);
-                received += in.bytes, in.bytes = 0;
+            if (left.received.size() && in.bytes) {
+                memcpy(left.received.data(), in.data, in.bytes);
+                left.received = left.received.subspan(in.bytes), in.bytes = 0;
             }
         }
     }
@@ -5505,7 +5488,7 @@ static void on_side_lane(auto launches, bool) { launches(); }
 static void backend_join(int) {}
 #endif
 static void backend_replay(Recording*, auto launches) { launches(); }
-static void backend_forget(Recording*) {}
+inline Recording::~Recording() {}
 static void backend_mark(int) {}
 static void backend_await(int) {}
 static double backend_peak() { return 0; }
@@ -5544,7 +5527,7 @@ static int side_joined;                                   // how many calls the 
 static cudaDeviceProp gpu_properties;
 static int gpu_multiprocessors;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
-static cudaEvent_t gpu_marks[RESULT_SLOTS];
+static cudaEvent_t gpu_marks[STEPS_IN_FLIGHT];
 
 static void backend_init() {
     const char* instead = "build for the CPU: make train_unet DEVICE=cpu";
@@ -5617,14 +5600,10 @@ static void *nccl_library, *nccl_ranks;
 struct NcclId {
     char bytes[128];
 };
-template <typename... Arguments> static int nccl_status(const char* name, Arguments... arguments) {
+template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: version 2.10 or later is needed", name);
-    return function(arguments...);
-}
-static void nccl(const char* name, auto... arguments) {
-    int status = nccl_status(name, arguments...);
-    if (status)
+    if (int status = function(arguments...))
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
 
@@ -5633,8 +5612,8 @@ static std::string backend_meet() {
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-    setenv("NCCL_COMM_ID", text("%s:%d", host ? host : "127.0.0.1", world.port).c_str(),
-           0);  // where they meet
+    std::string place = text("%s:%d", host ? host : "127.0.0.1", world.port);
+    setenv("NCCL_COMM_ID", place.c_str(), 0);
     NcclId id;
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
@@ -5643,17 +5622,20 @@ static std::string backend_meet() {
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 static std::string backend_broken() {
-    int status = 0;
-    bool broken = ranks_met && (nccl_status("ncclCommGetAsyncError", nccl_ranks, &status) || status);
-    return broken ? text("NCCL reported error %d: a rank of another machine is gone", status) : "";
+    return failure_of([] {
+        int status = 0;
+        if (ranks_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+        if (status) fail("NCCL reported error %d: a rank of another machine is gone", status);
+    });
 }
 static void backend_exchange(const std::vector<Message>& messages) {
     const int BYTES = 0;  // ncclInt8
     nccl("ncclGroupStart");
     for (const Message& a : messages) {
-        if (a.sent_bytes) nccl("ncclSend", a.sent, a.sent_bytes, BYTES, a.peer, nccl_ranks, lane->stream);
-        if (a.received_bytes)
-            nccl("ncclRecv", a.received, a.received_bytes, BYTES, a.peer, nccl_ranks, lane->stream);
+        if (size_t bytes = a.sent.size())
+            nccl("ncclSend", a.sent.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
+        if (size_t bytes = a.received.size())
+            nccl("ncclRecv", a.received.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
     }
     nccl("ncclGroupEnd");
 }
@@ -5670,9 +5652,8 @@ static void backend_replay(Recording* recording, auto launches) {
     }
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph, main_lane.stream));
 }
-static void backend_forget(Recording* recording) {
-    if (recording->graph) cudaGraphExecDestroy((cudaGraphExec_t)recording->graph);
-    recording->graph = nullptr, recording->runs = 0;
+inline Recording::~Recording() {
+    if (graph) cudaGraphExecDestroy((cudaGraphExec_t)graph);
 }
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }

@@ -448,7 +448,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
         gradients.push_back("d" + parameters.back());
     }
     m.weights = (floatX*)p.in<floatX>("weights", parameters);
-    m.fp32_params = p.in<float>("exact weights", parameters);
+    m.fp32_params = (float*)p.in<float>("exact weights", parameters);
     if (backward) m.gradients = p.out<float>("gradients", gradients);
 
     auto at = [](Buffer* buffer, const void* address) { buffer->offset = (size_t)address; };

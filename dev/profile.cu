@@ -293,7 +293,7 @@ static void run_program(int argc, char** argv) {
     if (!trace.empty()) Writer trial(trace);  // what can't be written is better said now
     double peak = backend_peak(), bandwidth = copy_bandwidth();
     int B = config.batch_size, drawn = microbatch_of(config);
-    double step_ms = time_step(config, B, 10, 3);
+    double step_ms = time_step(config, B, 10);
 
     Model m;
     prepare_drawing(&m, config, drawn);
