@@ -120,9 +120,7 @@ static int omp_get_thread_num() { return 0; }
 #endif
 
 // ==== 1  CONFIGURATION AND ERRORS ==========================================================================
-
 // ---- errors -----------------------------------------------------------------------------------------------
-
 // The processes that train together, one a GPU, and which of them this is: `local` among those of its machine.
 // They run the same program on the same files. Only rank 0 writes any.
 struct World {
@@ -172,7 +170,7 @@ static std::string failure_of(auto work) {
     return "";
 }
 
-static bool first_to_tell();  // among the ranks of this machine: what fails on all is told once
+static bool first_to_tell(int status);  // among the ranks of this machine: what fails on all is told once
 
 // What main returns: the status of `program`, or of what it fails with, once that is told.
 static int guarded(auto program) {
@@ -186,7 +184,7 @@ static int guarded(auto program) {
     } catch (const std::length_error&) {
     }
     fflush(stdout);
-    if (first_to_tell()) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+    if (first_to_tell(failure.status)) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
     if (world.size > 1) _exit(failure.status);  // what is on the device may wait for other ranks
     return failure.status;
 }
@@ -251,9 +249,8 @@ static double seconds_now() {
 }
 
 // ---- configuration ----------------------------------------------------------------------------------------
-
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
-enum { MAX_RANKS = 1024, MAX_PROCESSES = 16 };
+enum { MAX_RANKS = 1024, MAX_LOCAL = 64 };   // in all, and on a machine
 static std::pair<int, int> head_channels();  // those of attention's heads: a multiple of this, up to that
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
@@ -400,9 +397,7 @@ static void check_config(const Config& c) {
 }
 
 // ==== 2  MEMORY, TENSORS, RANDOMNESS =======================================================================
-
 // ---- arenas -----------------------------------------------------------------------------------------------
-
 // A block of memory of a known size, handed out piece by piece.
 struct Arena {
     char* base;
@@ -421,7 +416,6 @@ template <typename T> static T* take(Arena* arena, size_t count) {
 }
 
 // ---- the machine: what the two builds do differently ------------------------------------------------------
-
 #ifdef __CUDACC__
 #define DEVICE gpu  // the namespace whose layers the network calls
 #define HOST_DEVICE __host__ __device__
@@ -517,7 +511,6 @@ static std::string backend_broken();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-
 // Of n things, in groups of `unit` that stay together, those that a rank has.
 struct Share {
     size_t first, end;
@@ -531,15 +524,19 @@ static Share share_of(size_t n, int rank, size_t unit = 1) {
 // What the ranks of a machine share: each holds a lock on its byte of this file, which the kernel opens when it
 // dies, however it does. On the CPU a mailbox from each rank to each other follows, (size, size).
 struct Board {
-    std::atomic<int> told;              // one has said why it ends, and the others need not
-    std::atomic<int> there[MAX_RANKS];  // by World.local: the rank + 1, from its start to its orderly end
+    std::atomic<int> told;              // 0, or the status of the one that has said why all end
+    std::atomic<int> stop;              // one was asked to
+    std::atomic<int> there[MAX_LOCAL];  // by World.local: the rank + 1, from its start to its orderly end
 };
 struct Mailbox {
     std::atomic<uint32_t> bytes;  // that wait in it
     char data[65536];
 };
-static Board* board;
-static bool first_to_tell() { return !board || !board->told.exchange(1); }
+inline Board* board;  // not static: g++ would take it for null in tests that have none
+static bool first_to_tell(int status) {
+    int nobody = 0;
+    return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
+}
 
 // What this rank sends to another and receives from it, which has the same message the other way round.
 struct Message {
@@ -570,7 +567,6 @@ template <typename T> static void gather(T* whole, size_t n, size_t unit = 1) {
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
-
 enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
@@ -603,7 +599,6 @@ static void reorder(float* to, const float* from, const Parameter& t, bool to_me
 }
 
 // ---- randomness -------------------------------------------------------------------------------------------
-
 // Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
 // counter = (e/4, sample, step, 0), and element e takes word e mod 4.
 enum Stream {  // mirrored in unet_io.py
@@ -685,9 +680,7 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 }
 
 // ==== 3  THE LAYERS, DECLARED ==============================================================================
-
 // ---- what layers take -------------------------------------------------------------------------------------
-
 // A tensor (B, H, W, C), NHWC, in memory that somebody else owns; without data there is none. The rows of an
 // embedding are (B, 1, 1, C). Real: float on the CPU, floatX on the GPU.
 template <typename Real> struct TensorOf {
@@ -794,7 +787,6 @@ LAYER_TYPES(floatX)
 }  // namespace gpu
 
 // ---- the layers -------------------------------------------------------------------------------------------
-
 namespace DEVICE {
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
@@ -844,7 +836,6 @@ using namespace DEVICE;
 static const float NORM_EPS = 1e-5f;
 
 // ---- layers written once for both builds ------------------------------------------------------------------
-
 // A layer whose items (elements, vectors of channels, pixels) don't depend on each other is a struct: its
 // fields are its arguments, outputs first, and operator() does one item. run() does all of them, on the CPU
 // in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
@@ -1175,7 +1166,6 @@ struct Model : OptimiserMemory {
 };
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
-
 // Tensor `n` of those of its size in a buffer.
 static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, int n = 0) {
     size_t count = (size_t)B * H * H * C;
@@ -1243,7 +1233,6 @@ struct Module {
 };
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
-
 // With --class_cond a row a class is added before the second SiLU.
 enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 
@@ -1287,7 +1276,6 @@ struct EmbedBlock : Module {
 };
 
 // ---- first convolution ------------------------------------------------------------------------------------
-
 struct ConvInBlock : Module {
     Conv conv = layer<Conv>(0);
 
@@ -1296,7 +1284,6 @@ struct ConvInBlock : Module {
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
-
 // h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
 // through a 1x1 convolution where the width changes. With --use_scale_shift_norm the linear layer's twice as
 // many outputs modulate the second norm instead. With --resblock_updown some blocks change the size, of what
@@ -1378,7 +1365,6 @@ struct ResBlock : Module {
 };
 
 // ---- attention block --------------------------------------------------------------------------------------
-
 // out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
 enum { ATT_NORM, ATT_QKV, ATT_PROJ };
 
@@ -1409,7 +1395,6 @@ struct AttentionBlock : Module {
 };
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
-
 // With --conv_resample a 3x3 convolution follows: F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"),
 // w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is
 // every other pixel of every other row of the convolution without a stride.
@@ -1449,7 +1434,6 @@ struct ResampleBlock : Module {
 };
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
-
 enum { OUT_NORM, OUT_CONV };
 
 struct OutBlock : Module {
@@ -1471,9 +1455,7 @@ struct OutBlock : Module {
 };
 
 // ==== 5  PLAN AND WALK =====================================================================================
-
 // ---- plan -------------------------------------------------------------------------------------------------
-
 // Declares a parameter, as named_parameters() calls it.
 static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
     Parameter t = {.ndim = (int)shape.size(), .count = 1, .init = init};
@@ -1708,7 +1690,6 @@ static double training_flops(const Plan& plan) {
 }
 
 // ---- walk -------------------------------------------------------------------------------------------------
-
 // pass(module) with the struct of the block's kind.
 static void with_module(Model* m, const Block& block, int B, auto pass) {
     switch (block.kind) {
@@ -1752,9 +1733,7 @@ static void unet_backward(Model* m, int B) {
 }
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
-
 // ---- schedules --------------------------------------------------------------------------------------------
-
 // The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
 // to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17. Zero
 // terminal SNR: sqrt(abar) shifted so that its last is 0 and scaled so that its first stays, algorithm 1 of
@@ -1803,7 +1782,6 @@ static std::vector<Timestep> make_chain(const Config& c) {
 }
 
 // ---- noising ----------------------------------------------------------------------------------------------
-
 // An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
 // is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL); an
 // item's pixels lie together in both, so that a GPU's threads read and write whole lines.
@@ -1872,7 +1850,6 @@ template <typename T> struct AddNoise {
 };
 
 // ---- loss -------------------------------------------------------------------------------------------------
-
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
@@ -1965,7 +1942,6 @@ template <typename T> struct PredictionLoss {
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
-
 // A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
 // the picture, the noisy picture x and what an earlier call saved,
 //   x0 = threshold(from_x x + from_out out)
@@ -2379,9 +2355,7 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 }
 
 // ==== 8  TRAINING ==========================================================================================
-
 // ---- memory of a run --------------------------------------------------------------------------------------
-
 // In how many parts a batch goes through the network, on this rank: see share_batch.
 static unsigned parts_of(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
@@ -2454,7 +2428,7 @@ static int most_images(const Config& c) {
 }
 
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
-    double available = (double)host_memory_available();
+    double available = (double)host_memory_available() / (world.forked ? world.size : 1);
     if (available && bytes > available)
         fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
              human_bytes(available).c_str(), instead);
@@ -2465,7 +2439,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
              m.plan.num_parameters, INT32_MAX);
-    size_t available = backend_memory_available();
+    size_t available = backend_memory_available() / (ON_GPU ? 1 : world.size);
     auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
     int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
     if (!has_memory(m) || fits < batch) {
@@ -2588,7 +2562,6 @@ static double loss_of(const Model* m, int B) {
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
-
 // All images, (count, C, size, size), as bytes or as floats (the other is null), where the device can read
 // them, and what decides which of them a step takes: epoch n has its order in row n mod slots.
 struct BatchSource {
@@ -2682,7 +2655,6 @@ struct FinishStep {
 };
 
 // ---- a training step --------------------------------------------------------------------------------------
-
 // The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
 struct Dataset {
     int count = 0, size = 0, channels = 0;  // images; height and width
@@ -2704,7 +2676,7 @@ struct Metrics {
 };
 
 // A run is to stop; this rank of several was asked to, which they have to agree on first: see agree_to_stop.
-static volatile sig_atomic_t stop_requested = 0, stop_asked = 0;
+static std::atomic<int> stop_requested = 0, stop_asked = 0;
 
 struct Trainer {
     Model model = Model();
@@ -2892,7 +2864,7 @@ static StepState await_step(Trainer* t) {
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
-    if (result.stop) stop_requested = 1;
+    if (result.stop) stop_requested = stop_asked = 1;
     for (int q = 0; result.finite && q < 4; q++) {
         t->quartile_sums[q] += result.quartile_sums[q];
         t->quartile_counts[q] += result.quartile_counts[q];
@@ -2910,17 +2882,18 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// Whether it is so on any rank: all of them ask.
-static bool on_any_rank(Model* m, bool here) {
-    if (world.size == 1) return here;
+// What each rank says, and whether one says yes: all of them ask.
+static std::vector<int> of_ranks(Model* m, int here) {
     std::vector<int> answers(world.size, here);
+    if (world.size == 1) return answers;
     backend_upload(m->stops, answers.data(), world.size * sizeof(int));
     gather(m->stops, world.size);
     backend_download(answers.data(), m->stops, world.size * sizeof(int));
-    return std::ranges::count(answers, 1);
+    return answers;
 }
+static bool on_any_rank(Model* m, bool here) { return std::ranges::count(of_ranks(m, here), 1); }
 static bool agree_to_stop(Model* m) {
-    if (on_any_rank(m, stop_asked)) stop_requested = 1;
+    if (on_any_rank(m, stop_asked)) stop_requested = stop_asked = 1;
     return stop_requested;
 }
 
@@ -2973,7 +2946,6 @@ static double validation_loss(Trainer* t) {
 }
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
-
 // Pictures as the seeds say, without interpolation.
 static std::vector<Beginning> begin_with(const std::vector<uint32_t>& seeds) {
     std::vector<Beginning> begins;
@@ -3091,9 +3063,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 }
 
 // ==== 9  FILES =============================================================================================
-
 // ---- flags ------------------------------------------------------------------------------------------------
-
 // What a flag's value is; of a number, also a list of them where Config has an array.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
@@ -3232,8 +3202,8 @@ static const Flag FLAGS[] = {
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
     {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, MAX_RANKS, "of this machine, to train or draw with"},
-    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, MAX_PROCESSES, "likewise, where there is no GPU"},
+    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, MAX_LOCAL, "of this machine, to train or draw with"},
+    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, MAX_LOCAL, "likewise, where there is no GPU"},
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
@@ -3397,7 +3367,6 @@ static Config default_config() {
 }
 
 // ---- checksums --------------------------------------------------------------------------------------------
-
 // CRC-32 as zlib computes it, 16 bytes at a time; continue a sum by passing it in.
 static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
     static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
@@ -3419,7 +3388,6 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
 }
 
 // ---- files ------------------------------------------------------------------------------------------------
-
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 
 // An open file for reading, closed when it leaves its scope; every read is checked.
@@ -3551,7 +3519,6 @@ static void write_text(const std::string& path, const std::string& contents) {
 }
 
 // ---- images -----------------------------------------------------------------------------------------------
-
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
@@ -3631,7 +3598,6 @@ static int classes_in(const std::string& path) {
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
-
 enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
 enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
@@ -3863,7 +3829,6 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
-
 static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
@@ -3918,7 +3883,6 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
-
 // Keeps what steps up to resumed_step logged, and their validation losses. open_metrics is what writes.
 static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
                          std::map<long, double>* validated) {
@@ -3969,9 +3933,7 @@ inline Metrics::~Metrics() {
 }
 
 // ==== 10  COMMAND LINE AND MAIN ============================================================================
-
 // ---- flags as they are typed ------------------------------------------------------------------------------
-
 static void print_help() {
     printf(
         "train_unet: trains a UNet diffusion model on images\n\n"
@@ -4096,7 +4058,6 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
 }
 
 // ---- what a run prints ------------------------------------------------------------------------------------
-
 static void print_plan(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
@@ -4156,7 +4117,6 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
-
 // A new run of this configuration on grey images.
 static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
@@ -4187,7 +4147,8 @@ static double time_step(Config config, int batch, double seconds) {
 
 // How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
-    int own = config.batch_size / std::exchange(world, World()).size, batch = own;  // a rank's, timed alone
+    int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
+    int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
     if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
     double ms = time_step(config, batch, 2) * own / batch;
     std::string how = batch == config.batch_size
@@ -4201,13 +4162,12 @@ static void print_time(const Config& config, long steps_done) {
 }
 
 // ---- ranks: start, watch, end -----------------------------------------------------------------------------
-
 // How a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
 static const char* const LAUNCHERS[][3] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
-    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},                       // srun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
-    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"}};                                    // other mpiruns
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // other mpiruns
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
 enum { MEETING_SECONDS = 120 };
 static std::string board_path;
 static std::vector<pid_t> forked_ranks;
@@ -4240,18 +4200,21 @@ static int open_board() {
 static void watch_ranks(int file) {
     for (double start = seconds_now();; usleep(20000)) {
         std::string why = backend_broken();
-        for (int local = 0; local < MAX_RANKS; local++)
+        if (stop_asked) board->stop = 1;
+        if (board->stop) stop_asked = 1;
+        for (int local = 0; local < MAX_LOCAL; local++)
             if (int rank = board->there[local];
                 rank && local != world.local && !lock_board(file, F_GETLK, local))
                 if (board->there[local])  // otherwise it has ended in order just now
                     why = text("rank %d failed or was killed", rank - 1);
-        if (!ranks_met && seconds_now() - start > MEETING_SECONDS)
-            why = text("%d ranks did not meet within %d s", world.size, MEETING_SECONDS);
+        if (!ranks_met && (stop_asked || seconds_now() - start > MEETING_SECONDS))
+            why = text("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
         if (why.empty()) continue;
-        if (first_to_tell())
+        if (first_to_tell(EXIT_FAILURE))
             fprintf(stderr, "error: %s, and the others end with it; the last checkpoint stands\n",
                     why.c_str());
-        _exit(EXIT_FAILURE);
+        if (!ranks_met) unlink(board_path.c_str());
+        _exit(board->told);
     }
 }
 
@@ -4269,7 +4232,8 @@ static void start_ranks(const Config& c) {
         if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
         world = {number(rank), number(size), number(getenv(local) ? local : rank)};
         if (world.rank < 0 || world.rank >= world.size || world.local < 0 || world.local >= world.size ||
-            world.size > (ON_GPU ? MAX_RANKS : MAX_PROCESSES))
+            world.local >= MAX_LOCAL || world.size > (ON_GPU ? MAX_RANKS : MAX_LOCAL) ||
+            (!ON_GPU && world.local != world.rank))
             fail("the launcher's %s=%s and %s=%s can't be", rank, getenv(rank), size, getenv(size));
     }
     if (asked > 1 && world.size > 1)
@@ -4277,13 +4241,18 @@ static void start_ranks(const Config& c) {
                    asked, world.size);
     if (asked > 1) world.size = asked, world.forked = true;
     const char* port = world.forked ? nullptr : getenv("MASTER_PORT");  // itself the launcher's own
-    world.port = port ? atoi(port) + 1 : 20000 + (world.forked ? getpid() : getppid()) % 40000;
+    int shared = world.forked ? getpid() : getppid();  // by the ranks: or a job's number, by a launcher's
+    for (const char* job : {"SLURM_JOB_ID", "PMIX_NAMESPACE"})
+        if (const char* name = getenv(job); name && !world.forked) shared = crc32(name, strlen(name)) >> 1;
+    world.port = port ? atoi(port) + 1 : 20000 + shared % 40000;
     if (world.size == 1 || c.dry_run) return;
-    if (!ON_GPU && world.local != world.rank) fail("the build for the CPU has all its ranks on one machine");
     fflush(nullptr);
     for (int rank = 1; world.forked && rank < asked && !world.rank; rank++) {
         forked_ranks.push_back(fork());
-        if (forked_ranks.back() < 0) fail("could not start rank %d: %s", rank, strerror(errno));
+        if (forked_ranks.back() < 0) {
+            for (pid_t child : forked_ranks) child > 0 && kill(child, SIGKILL);
+            fail("could not start rank %d: too many processes", rank);
+        }
         if (!forked_ranks.back()) world.rank = world.local = rank;
     }
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
@@ -4296,7 +4265,7 @@ static void start_ranks(const Config& c) {
 static std::string meet_ranks() {
     if (!board) return "";
     std::string through = backend_meet();
-    if (!world.local) unlink(board_path.c_str());
+    unlink(board_path.c_str());
     ranks_met = true;
     return text(", %d ranks through %s", world.size, through.c_str());
 }
@@ -4308,7 +4277,6 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-
 // Refuses a given flag that contradicts what a file stores, with both values; config is what was given.
 static void refuse_contradiction(const Flag& flag, const Config& config, const std::vector<GivenFlag>& given,
                                  const WeightsFile& file) {
@@ -4575,16 +4543,18 @@ static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag>
 }
 
 // Each rank has as many of the parts that a batch goes through the network in: see gradient_of_ranks.
-static void share_batch(Config* c) {
+static void share_batch(Trainer* t, Config* c) {
     int ranks = world.size, batch = c->batch_size;
-    if (!std::has_single_bit(ranks + 0u)) fail("--gpus %d: so many can't share; use 2, 4, 8 or 16", ranks);
-    if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
+    if (!std::has_single_bit(ranks + 0u))
+        fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
+    if (ranks > 1 && !c->microbatch) {
+        c->microbatch = std::max(1, batch / ranks);
+        if (c->resume_given) t->changes.push_back(text("--microbatch %d (was 0)", c->microbatch));
+    }
     int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1 << std::countr_zero(parts + 0u);
     if (parts % ranks)
-        fail(
-            "--batch_size %d in parts of --microbatch %d are %d, and %d ranks can't have equally many; "
-            "%d would do, or --batch_size %d",
-            batch, part, parts, ranks, fit, ceil_div(parts, ranks) * ranks * part);
+        fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
+             batch, part, parts, ranks, fit);
 }
 
 // A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
@@ -4600,9 +4570,9 @@ static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
     *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
+    share_batch(t, &config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
-    share_batch(&config);
     t->model = plan_model(config, microbatch_of(config), true);
     return file;
 }
@@ -4649,6 +4619,10 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
     if (*c.val_file) t->validation = read_images(c.val_file, c);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
+    for (long step : of_ranks(&t->model, (int)t->step))
+        if (step != t->step)
+            fail("the ranks see other checkpoints, of step %ld and of %ld: they must share %s", step, t->step,
+                 c.out_dir);
     load_start(t, file);
     prepare_steps(t);
     if (world.rank) return;
@@ -4659,7 +4633,6 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
-
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
@@ -4854,7 +4827,6 @@ static void train(Trainer* t) {
 }
 
 // ---- main -------------------------------------------------------------------------------------------------
-
 // Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
 // the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
 // and the kernel do, or timeout: only a second later another Ctrl-C or SIGTERM ends at once.
@@ -4868,7 +4840,6 @@ static void handle_signals() {
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
     signal(SIGALRM, [](int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); });
-    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
 }
 
 #ifndef TESTING
@@ -4928,6 +4899,7 @@ static void run_program(int argc, char** argv) {
 #endif
 
 int main(int argc, char** argv) {
+    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
     // A file must not become standard output because that was closed: its descriptors are taken first.
     int taken = 0;
     while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDWR);
@@ -4941,7 +4913,7 @@ int main(int argc, char** argv) {
         run_program(argc, argv);
         // where a reader has gone, or a terminal, there is nobody to tell
         errno = 0;
-        if ((fflush(stdout) || ferror(stdout)) && !stop_requested)
+        if ((fflush(stdout) || ferror(stdout)) && !stop_asked)
             fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
         return EXIT_SUCCESS;
     });
@@ -4954,7 +4926,6 @@ int main(int argc, char** argv) {
 namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
-
 // Each thread's own scratch: gathered inputs of a product, attention scores, and matmul's packed panels.
 enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512, SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
 static float* cpu_workspace;
@@ -4974,7 +4945,6 @@ static void each_tile(int M, int rows, int N, int columns, auto work) {
 }
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
-
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
@@ -4988,7 +4958,6 @@ template <typename Layer> static void run(Layer layer) {
 }
 
 // ---- matrix product ---------------------------------------------------------------------------------------
-
 // The register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of AVX2's 16.
 #if defined(__AVX512F__)
 enum { VECTOR = 16, TILE_ROWS = 12 };
@@ -5072,7 +5041,6 @@ static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool
 }
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
-
 // total (N) += sums over pixels [begin, end), add(sum, t) adding pixel t's: short in float, long in double.
 template <size_t N, typename Add> static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
     for (int t0 = begin; t0 < end; t0 += 64) {
@@ -5105,7 +5073,6 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-
 // work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the
 // two tensors: x(t) is where they lie at pixel t.
 enum { SLAB = 32 };
@@ -5274,7 +5241,6 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-
 // Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or
 // with nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
 static Matrix pixels_of(int taps, Tensor x, int p0, int p1, int j0, int j1) {
@@ -5358,7 +5324,6 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
               "two rows of scores fit a thread's scratch");
 
@@ -5428,7 +5393,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 #endif
 
 // ---- the machine ------------------------------------------------------------------------------------------
-
 static size_t host_memory_available() {
     size_t kilobytes = 0, pages = 0;
     std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
@@ -5503,7 +5467,6 @@ static void allocate_workspace() { cpu::allocate_cpu_workspace(); }
 #ifdef __CUDACC__
 
 // ---- the machine ------------------------------------------------------------------------------------------
-
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 #ifndef LAUNCH_CHECK  // dev/profile.cu counts launches
 #define LAUNCH_CHECK() (CUDA_CHECK(cudaGetLastError()), launch_side_waiting())
@@ -5701,7 +5664,6 @@ template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked
 static bool launch_hopper_weight_gradient(WeightGradient g);
 
 // ---- what the kernels share -------------------------------------------------------------------------------
-
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
@@ -5792,7 +5754,6 @@ static void launch(auto kernel, dim3 grid, dim3 threads, size_t shared, auto... 
 }
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
-
 template <typename Layer> __global__ void layer_kernel(Layer layer, size_t count) {
     await_inputs();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -5816,7 +5777,6 @@ template <typename Layer> static void run(Layer layer) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-
 // Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
 // in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
 // NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle the two of x:
@@ -6178,7 +6138,6 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-
 // A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
 // them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
 // Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
@@ -6488,7 +6447,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-
 // Every product of the network is one of two kernels:
 //   gemm_kernel             out (M, N) = A (M, K) B (K, N), forward and input gradients: a tile per block;
 //   weight_gradient_kernel  dw = dout^T A: the reduction runs over the pixels, split over blocks.

@@ -239,15 +239,22 @@ def test_launchers(tmp_path, images8, name):
 def test_refusals(tmp_path, images8):
     toy = start_flags(Config(**TOY | dict(batch_size=12)), images8, tmp_path / "run", 2)
     refused(TRAIN, *toy, "--processes", 3, says=["3", "2, 4"])
-    refused(TRAIN, *toy, "--processes", 8, says=["--batch_size 12", "--batch_size 16", "8"])
-    refused(TRAIN, *toy, "--processes", 4, "--microbatch", 2, says=["are 6", "2 would do"])
-    refused(TRAIN, *toy, "--processes", 17, status=2, says="between 1 and 16")
+    refused(TRAIN, *toy, "--processes", 8, says=["--batch_size 12", "for 8 ranks", "4 ranks could"])
+    refused(TRAIN, *toy, "--processes", 4, "--microbatch", 2, says=["are 6", "2 ranks could"])
+    refused(TRAIN, *toy, "--processes", 65, status=2, says="between 1 and 64")
     refused(TRAIN, *toy, "--gpus", 2, status=2, says="--processes")
     launched = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     refused(TRAIN, *toy, "--processes", 2, status=2, says="a launcher has started 2", env=launched)
-    for name, value in (("RANK", "2"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "17")):
+    for name, value in (("RANK", "2"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "65")):
         refused(TRAIN, *toy, says=[f"{name}={value}"], env=launched | {name: value})
     refused(TRAIN, *toy, says="can't be", env=launched | {"LOCAL_RANK": "2"})
+    guided = dataclasses.replace(EVERYTHING, batch_size=4)
+    refused(TRAIN, *start_flags(guided, images8, tmp_path / "run", 2), "--guidance_scale", 2, "--processes", 4,
+            says="--microbatch 2 or more")
+    for _ in range(10):  # whichever rank tells it
+        refused(TRAIN, "--generate", 2, "--seeds", "3x", "--model_weights", perturbed(tmp_path), "--processes", 8,
+                status=2, says="--seeds 3x")
+    assert nothing_is_left()
     assert not (tmp_path / "run").exists()
 
 
@@ -260,3 +267,47 @@ def test_dry_run(images8):
         sizes.append(float(re.search(r"scratch; ([\d.]+) MB in all", output)[1]))
         assert ("each of 4 ranks has this memory and 4 images of a step, for which it sends 61." in output) == (ranks > 1)
     assert sizes[1] < sizes[0]
+
+
+def perturbed(folder):
+    """A file of weights."""
+    perturbed_file(folder / "model.bin", EVERYTHING)
+    return folder / "model.bin"
+
+
+def test_other_checkpoints(tmp_path, images8):
+    """Ranks that find different checkpoints, as on machines that don't share the folder, refuse to go on."""
+    flags = start_flags(Config(**TOY | dict(batch_size=4)), images8, "run", 4, microbatch=2, save_every=2)
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        run(TRAIN, *flags, cwd=tmp_path / str(rank))
+    checkpoint_in(tmp_path / "1/run", 4).unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [subprocess.Popen([TRAIN, "--resume", "run", "--steps", "6"], cwd=tmp_path / str(rank), text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {
+                                  key: str(value) for key, value in LAUNCHERS["torchrun"](rank, 2, port).items()})
+             for rank in (0, 1)]
+    errors = "".join(process.communicate(timeout=60)[1] for process in ranks)
+    assert [process.returncode for process in ranks] == [1, 1] and errors.count("error:") == 1
+    assert "of step 4" in errors and "of 2" in errors or "of step 2" in errors and "of 4" in errors, errors
+
+
+def test_reader_gone(tmp_path, images8):
+    """Rank 0's output is read by nobody any more: the run stops as a single process does, without an error."""
+    process, pids = start(tmp_path / "run", images8, ranks=2, wait_for=38)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(timeout=30) == 0
+    wait_for_end(pids)
+
+
+def test_stop_of_one_rank_while_drawing(tmp_path, images8):
+    """A stop reaches the ranks that draw and were not told, within a second or two."""
+    process, pids = start(tmp_path / "run", images8, "--num_samples", 64, "--sample_steps", 1000, "--sample_every", 3,
+                          ranks=2, wait_for=2, steps=10**6)
+    time.sleep(1)  # 64 pictures of 1000 steps take longer
+    os.kill(pids[0], signal.SIGTERM)
+    asked = time.time()
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and time.time() - asked < 5
+    wait_for_end(pids)
