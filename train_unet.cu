@@ -6164,7 +6164,7 @@ template <int D> struct AttentionTile {
         AttentionRow<D> out[2 * BACKWARD_COLUMNS];  // of the queries: [stage] of columns, or of the rows
         float dots[ROWS], normalisers[ROWS];
     };
-    static_assert(2 * BACKWARD_COLUMNS >= ROWS && ROWS >= BACKWARD_COLUMNS, "what Backward holds suffices");
+    static_assert(2 * BACKWARD_COLUMNS >= ROWS && (int)ROWS >= BACKWARD_COLUMNS, "Backward suffices");
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
