@@ -5,6 +5,8 @@
 //   ./conv3x3 all 64x64              every version of one case
 //
 //   1  CPU      the definition: seven loops; on the large case only when asked for: ./conv3x3 1
+//   2  CPU      im2col in a thread's cache, a product a tile: train_unet.cu's own (without a GPU only)
+//   3  CPU      Winograd, F(2x2): winograd_cpu.h has it, and what its steps brought (without a GPU only)
 //   1  fp32     the same on the GPU: a thread an output; weight gradient: a block a filter
 //   2  fp32     im2col buffer + one cuBLAS product, transposes around it
 //   3  fp32     direct: a thread a patch of pixels, products scattered with atomics
@@ -65,6 +67,8 @@
 #include "convolution.h"
 #ifdef __CUDACC__
 #include "cublas.h"
+#else
+#include "winograd_cpu.h"
 #endif
 
 namespace conv3x3 {
@@ -1228,7 +1232,42 @@ static const Ladder conv3x3_ladder = {
             {1, weights, NCHW, CPU_FP32, "the definition",
              weight_gradient<float>(conv3x3_weight_gradient_kernel1)},
         };
-#ifdef __CUDACC__
+#ifndef __CUDACC__
+        auto forward2 = [](Problem& p) {
+            product_forward<9>(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
+                               {.w = p.in<float>("w"), .bias = p.in<float>("bias")});
+        };
+        auto input_gradient2 = [](Problem& p) {
+            input_gradient<9>(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), {.w = p.in<float>("w")});
+        };
+        auto weight_gradient2 = [](Problem& p) {
+            Tensor dout = p.tensor_in<float>("dout");
+            launch_weight_gradient<9>({.dw = p.out<float>("dw"), .dbias = p.scratch<float>("dbias", dout.C)},
+                                      dout, p.tensor_in<float>("x"), Rows());
+        };
+        auto forward3 = [](Problem& p) {
+            winograd::convolve(p.tensor_out<float>("out"), p.tensor_in<float>("x"), p.in<float>("w"), false,
+                               p.in<float>("bias"));
+        };
+        auto input_gradient3 = [](Problem& p) {
+            winograd::convolve(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.in<float>("w"), true,
+                               nullptr);
+        };
+        auto weight_gradient3 = [](Problem& p) {
+            winograd::weight_gradient(p.out<float>("dw"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"),
+                                      p.scratch<float>("parts", winograd::PARTS_FLOATS));
+        };
+        versions.insert(versions.end(),
+                        {{2, "forward", NHWC, CPU_FP32, "train_unet.cu: im2col", forward2},
+                         {2, in, NHWC, CPU_FP32, "train_unet.cu: im2col", input_gradient2},
+                         {2, weights, NHWC, CPU_FP32, "train_unet.cu: im2col", weight_gradient2},
+                         {3, "forward", NHWC, CPU_FP32, "Winograd F(2x2)", forward3},
+                         {3, in, NHWC, CPU_FP32, "Winograd F(2x2)", input_gradient3},
+                         {3, weights, NHWC, CPU_FP32, "Winograd F(2x2)", weight_gradient3}});
+        for (Version& version : versions)
+            if (version.number > 1)
+                version.suits = [](const Problem& p) { return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0; };
+#else
         struct Idea {
             int number;
             const char* idea;
