@@ -3202,8 +3202,8 @@ static const Flag FLAGS[] = {
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
     {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, MAX_LOCAL, "of this machine, to train or draw with"},
-    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, MAX_LOCAL, "likewise, where there is no GPU"},
+    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, 64, "of this machine, to train or draw with"},
+    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, 64, "likewise, where there is no GPU"},
     {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
@@ -3567,8 +3567,8 @@ static Dataset read_images(const std::string& path, const Config& c) {
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
     if (H != W || H % wanted || factor < 1)
-        fail("%s holds %d x %d images; make a file that fits: prepare_data.py with --image_size %d", name, H,
-             W, wanted);
+        fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
+             name, H, W, wanted);
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 

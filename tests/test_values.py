@@ -154,7 +154,7 @@ def test_suggestion_overwrites_nothing(tmp_path, images8):
     odd = write_toy_images(tmp_path / "my odd.bin", size=12)
     (tmp_path / "my odd_8.bin").write_text("mine too")
     message = refused(*toy(odd, tmp_path / "run", 1), says=["12 x 12", "--image_size 8"])
-    suggested = re.search(r"--output_name '?([^']+)'?$", message)[1]
+    suggested = re.search(r"--output_name '?([^' ]+)'?", message)[1]
     assert suggested.endswith(".bin") and not pathlib.Path(suggested).exists()
 
 
