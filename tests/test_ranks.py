@@ -191,7 +191,7 @@ def test_failures_are_told_once(tmp_path, images8):
     """What fails on every rank, or on one, ends all of them with one sentence."""
     data = start_flags(Config(**TOY | dict(batch_size=8)), tmp_path / "none.bin", tmp_path / "run", 5)
     refused(TRAIN, *data, "--processes", 4, says="none.bin")
-    process, pids = start(tmp_path / "full", images8, preexec_fn=lambda: os.sched_setaffinity(0, {0}), steps=10**6)
+    process, pids = start(tmp_path / "full", images8, steps=10**6)
     shutil.rmtree(tmp_path / "full")  # as an unplugged disk: the next checkpoint can't be written
     _, errors = process.communicate(timeout=30)
     wait_for_end(pids)
@@ -223,7 +223,7 @@ def test_launchers(tmp_path, images8, name):
             env=os.environ | {key: str(value) for key, value in LAUNCHERS[name](rank, 4, port).items()})
             for rank in (2, 0, 3, 1)}
         if kills:
-            time.sleep(0.5)
+            next(line for line in ranks[0].stdout if line.startswith("step"))
             ranks[1].kill()
         output = {rank: process.communicate(timeout=60) for rank, process in ranks.items()}
         assert [ranks[rank].returncode for rank in range(4)] == ([1, -9, 1, 1] if kills else [0] * 4), output
@@ -302,12 +302,11 @@ def test_reader_gone(tmp_path, images8):
 
 
 def test_stop_of_one_rank_while_drawing(tmp_path, images8):
-    """A stop reaches the ranks that draw and were not told, within a second or two."""
-    process, pids = start(tmp_path / "run", images8, "--num_samples", 64, "--sample_steps", 1000, "--sample_every", 3,
-                          ranks=2, wait_for=2, steps=10**6)
-    time.sleep(1)  # 64 pictures of 1000 steps take longer
+    """A stop reaches the rank that draws and was not told: the rest of the pictures would take minutes."""
+    process, pids = start(tmp_path / "run", images8, "--num_samples", 2000, "--sample_steps", 1000,
+                          "--sample_every", 3, ranks=2, wait_for=2, steps=10**6)
+    time.sleep(1)
     os.kill(pids[0], signal.SIGTERM)
-    asked = time.time()
-    process.communicate(timeout=60)
-    assert process.returncode == 0 and time.time() - asked < 5
+    process.communicate(timeout=100)
+    assert process.returncode == 0
     wait_for_end(pids)
