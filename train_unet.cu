@@ -5411,7 +5411,7 @@ static void backend_exchange(const std::vector<Message>& messages) {
     for (Message left : messages) {
         Mailbox& out = boxes[world.rank * world.size + left.peer];
         Mailbox& in = boxes[left.peer * world.size + world.rank];
-        for (; left.sent.size() || left.received.size(); sched_yield()) {
+        for (unsigned i = 1; left.sent.size() || left.received.size(); i++ % 8 ? sched_yield() : usleep(50)) {
             if (left.sent.size() && !out.bytes) {
                 size_t bytes = std::min(left.sent.size(), sizeof out.data);
                 memcpy(out.data, left.sent.data(), bytes);
