@@ -2428,7 +2428,7 @@ static int most_images(const Config& c) {
 }
 
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
-    double available = (double)host_memory_available() / (world.forked ? world.size : 1);
+    double available = (double)host_memory_available();
     if (available && bytes > available)
         fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
              human_bytes(available).c_str(), instead);
@@ -2439,7 +2439,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
              m.plan.num_parameters, INT32_MAX);
-    size_t available = backend_memory_available() / (ON_GPU ? 1 : world.size);
+    size_t available = backend_memory_available();
     auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
     int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
     if (!has_memory(m) || fits < batch) {
@@ -4256,7 +4256,6 @@ static void start_ranks(const Config& c) {
         if (!forked_ranks.back()) world.rank = world.local = rank;
     }
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
-    if (world.rank) forked_ranks.clear();
     board_path = text("/dev/shm/train_unet_%u_%d", getuid(), world.port);
     std::thread(watch_ranks, open_board()).detach();
 }
@@ -4273,7 +4272,7 @@ static std::string meet_ranks() {
 // An orderly end, also of those that this rank has started.
 static void leave_ranks() {
     if (board) board->there[world.local] = 0;
-    for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);
+    for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);  // at once where it is another's child
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
@@ -5398,10 +5397,11 @@ static size_t host_memory_available() {
     std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
     for (std::string word; memory >> word && word != "MemAvailable:";) continue;
     memory >> kilobytes, own >> pages;
+    size_t share = kilobytes * 1024 / (world.forked || !ON_GPU ? world.size : 1);  // ranks of this machine
     rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return kilobytes * 1024;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return share;
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
-    return std::min(kilobytes * 1024, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
+    return std::min(share, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
 }
 
 #ifndef __CUDACC__
