@@ -31,15 +31,18 @@ ifeq ($(filter $(PRECISION),bf16 fp32),)
 $(error PRECISION is bf16 or fp32, not '$(PRECISION)')
 endif
 
+# g++ uses half of AVX-512's width unless told
+CXXFLAGS += $(if $(call compiles,int main() {},-mprefer-vector-width=512),-mprefer-vector-width=512)
+
 OMP_FLAGS := $(if $(OPENMP),-fopenmp,-Wno-unknown-pragmas)
 
 # A python3 with PyTorch 2.4 or later and the small packages of requirements.txt is used as it is. One that only lacks some
 # of these gets them in a .venv that still sees its PyTorch; otherwise the .venv holds everything.
 SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))' 2>/dev/null
-SMALL_PACKAGES := numpy PIL tqdm safetensors matplotlib tensorboard pytest
+SMALL_PACKAGES := numpy PIL tqdm safetensors matplotlib tensorboard pytest ninja
 SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(SMALL_PACKAGES) 2>/dev/null
 
-.PHONY: train test bench profile toc check_toc data clean report python settings all_archs bench_dev
+.PHONY: train test bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -81,6 +84,26 @@ train_unet: train_unet.cu $(BUILD)/settings | report data
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
 endif
 
+# Another network, whose file includes the program.
+DIT_SOURCES := dev/train_dit.cu dev/gelu.h train_unet.cu
+train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
+ifeq ($(DEVICE),cuda)
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
+else
+	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
+endif
+$(BUILD)/train_dit_cpu: $(DIT_SOURCES) $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
+$(BUILD)/dit_layers: tests/dit_layers.cu $(DIT_SOURCES) $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
+$(BUILD)/dit_layers_cuda_%: tests/dit_layers.cu $(DIT_SOURCES) $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),$*) $< -o $@
+$(BUILD)/train_dit_fp32: $(DIT_SOURCES) $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
+$(BUILD)/train_dit_asan: $(DIT_SOURCES) $(BUILD)/settings
+	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined,float-cast-overflow \
+		-fno-sanitize-recover=all $< -o $@
+
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
 $(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
@@ -110,16 +133,23 @@ $(PROFILE_OBJECTS): $(BUILD)/profile_%.o: dev/profile.cu dev/work.h train_unet.c
 	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+# The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops.py.
+OPS_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/torch_ops_$(arch)_$(precision).o))
+$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/gelu.h train_unet.cu $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -Xcompiler -fPIC,-fvisibility=hidden -c $< -o $@
+DIT_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/train_dit_$(arch)_$(precision).o))
+$(DIT_OBJECTS): $(BUILD)/train_dit_%.o: $(DIT_SOURCES) $(BUILD)/settings
+	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
 # NCCL's place in the tests of several ranks on one GPU.
 $(BUILD)/one_gpu_nccl.so: tests/one_gpu_nccl.cu $(BUILD)/settings
 	$(NVCC) -std=c++20 -O2 -shared -Xcompiler -fPIC,-Wall,-Wextra $(if $(ALL_ARCHS),-Xcompiler -Werror) $< -o $@
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(OPS_OBJECTS) $(DIT_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
 
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
-# A ladder is a .cu with a .py of the same name; the other .py of dev/ are tools.
-LADDERS := $(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py)))
+# A ladder is a .cu with a .py of the same name, but for the programs; the other .py of dev/ are tools.
+LADDERS := $(filter-out torch_ops train_dit,$(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py))))
 # What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
@@ -137,16 +167,34 @@ $(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h)
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 	@$(RUN_PYTHON) $<
 
-# Every ladder in turn, then dev/README.md from what they printed.
+# Every ladder in turn, then dev/README.md from what they printed. On a CPU those that have a ladder there, into a
+# table of their own.
+ifeq ($(DEVICE),cpu)
+bench_dev: python $(BUILD)/ladders
+	@export OMP_NUM_THREADS=$$(nproc) CUDA_VISIBLE_DEVICES= DEV_DATA=$(BUILD)/dev_cpu; \
+		for ladder in conv3x3 conv1x1 groupnorm attention; do $(RUN_PYTHON) dev/$$ladder.py && \
+		$(BUILD)/ladders $$ladder > $$DEV_DATA/$$ladder.txt || { tail -n 20 $$DEV_DATA/$$ladder.txt; exit 1; }; done
+	@$(RUN_PYTHON) dev/ladders.py cpu
+else
 bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
 	@for ladder in $(LADDERS); do echo "$$ladder"; \
 		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
 	@$(RUN_PYTHON) dev/ladders.py
+endif
 
 # The tests and the program under AddressSanitizer and UndefinedBehaviorSanitizer; a NaN made an integer counts too.
 $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan: $(BUILD)/%_asan: %.cu train_unet.cu $(BUILD)/settings
 	$(CXX) -x c++ $(CXXFLAGS) -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined,float-cast-overflow \
 		-fno-sanitize-recover=all $< -o $@
+
+# The CPU's layers for the vectors of other processors: AVX2's, and NEON's where Debian's cross compiler is found.
+OTHER_FLAGS = $(filter-out -march=native -mprefer-vector-width=512,$(CXXFLAGS)) $(OMP_FLAGS)
+NEON_CXX := $(shell command -v aarch64-linux-gnu-g++ 2>/dev/null)
+OTHER_TESTS := $(if $(call compiles,int main() {},-march=x86-64-v3),$(BUILD)/test_unet_avx2) $(if $(NEON_CXX),$(BUILD)/test_unet_neon)
+$(BUILD)/test_unet_avx2: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(CXX) -x c++ $(OTHER_FLAGS) -march=x86-64-v3 $< -o $@
+$(BUILD)/test_unet_neon: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(NEON_CXX) -x c++ $(OTHER_FLAGS) -Wno-psabi $< -o $@
 
 # ---- the demo -----------------------------------------------------------------------------------------------
 
@@ -176,16 +224,20 @@ python:
 RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet $(if $(CUDA_TESTS),$(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32 $(BUILD)/one_gpu_nccl.so) test_unet $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile
+TEST_BINARIES := $(CUDA_TESTS) train_unet train_dit $(if $(CUDA_TESTS),$(BUILD)/train_dit_cpu $(BUILD)/train_dit_fp32 $(BUILD)/dit_layers_cuda_bf16 $(BUILD)/dit_layers_cuda_fp32 $(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32 $(BUILD)/one_gpu_nccl.so) test_unet $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile $(BUILD)/dit_layers $(BUILD)/train_dit_asan $(OTHER_TESTS)
 
 test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
-	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu) $(RUN_PYTHON) test_unet.py
+	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) test_unet.py
 
 # Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
 bench: python train_unet dev/profile $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
 	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES)) $(if $(PRESETS),--presets $(PRESETS))
+
+# PyTorch's operators and ours, on a GPU, into dev/README.md.
+bench_ops: python
+	@$(RUN_PYTHON) dev/bench_ops.py $(if $(BATCHES),--batches $(BATCHES))
 
 # What a step's time goes to; FLAGS: the program's, such as --batch_size 32.
 profile: dev/profile
@@ -200,4 +252,4 @@ check_toc:
 	@python3 dev/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet train_dit __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile) data/emoji.bin data/faces.bin

@@ -1,4 +1,4 @@
-# Completes the flags of ./train_unet, their choices, presets and file names.
+# Completes the flags of ./train_unet and ./train_dit, their choices, presets and file names.
 #
 #   bash   source completion.bash
 #   zsh    autoload -U compinit bashcompinit && compinit && bashcompinit && source completion.bash
@@ -26,10 +26,10 @@ _train_unet() {
         # The values of this flag: names, or the word FILES, or nothing that we could know.
         words=$(awk -v flag="$flag" '
             /^[A-Z]/ { group = $1 }
-            group == "Presets" && /^  [a-z0-9_]+:/ { presets = presets substr($1, 1, length($1) - 1) "\n" }
+            group == "Presets" && /^  [A-Za-z0-9_\/-]+:/ { presets = presets substr($1, 1, length($1) - 1) "\n" }
             $1 == flag && /^  --/ { choices = /^  --[a-z0-9_]+ [^ ]/ ? $2 : ""; from = group }
             END {
-                if (flag == "--preset") printf "%s", presets
+                if (flag == "--preset" || flag == "--model") printf "%s", presets
                 else if (choices ~ /\|/) { gsub(/\|/, "\n", choices); print choices }
                 else if (from == "Files" || flag ~ /(_file|_dir|_names?|_weights|_image|^--mask|^--config|^--resume)$/) print "FILES"
             }' <<< "$help")
@@ -45,4 +45,4 @@ _train_unet() {
     fi
 }
 
-complete -F _train_unet train_unet ./train_unet
+complete -F _train_unet train_unet ./train_unet train_dit ./train_dit

@@ -953,14 +953,17 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Pair<StepState> state(std::vector<StepState>(1, some_step));
     check("add noise", shape, {{&x_t, KEPT, "x_t", LIMIT}, {&target, KEPT, "target", FLOAT_LIMIT}},
           [&](auto on) {
-              Noising by = {on(chain), predict, channels, 0.3f, 77};
               on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
                                                         .images = on(images),
-                                                        .by = by,
-                                                        .first = 5,
+                                                        .chain = on(chain),
                                                         .timesteps = on(t),
-                                                        .step = with_state ? &on(state)->step : nullptr});
+                                                        .step = with_state ? &on(state)->step : nullptr,
+                                                        .first = 5,
+                                                        .predict = predict,
+                                                        .channels = channels,
+                                                        .offset_noise = 0.3f,
+                                                        .seed = 77});
           });
     target.upload();
 
@@ -1012,7 +1015,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         std::vector<Output> outputs = {{&losses, WRITTEN, "losses", FLOAT_LIMIT}};
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
         check("mean squared error", shape, outputs, [&](auto on) {
-            BatchLoss batch = {on(losses), on(t), on(chain, training), B, H * W, channels, 1000};
+            BatchLoss batch = {on(losses), on(t), on(chain), B, H * W, channels, 1000};
             on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target),
                                                             on(dout, training)});
         });
@@ -1033,8 +1036,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                               on(images)});
           });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
-        Dropping by = {0.3f, 99, 77, 5, &on(state)->step};
-        on.run(Dropout<typename decltype(on)::T>{{on(dout), B, H, W, PIXEL}, by});
+        on.run(Dropout<typename decltype(on)::T>{
+            {on(dout), B, H, W, PIXEL}, 0.3f, 99, 77, 5, &on(state)->step});
     });
 }
 
@@ -1664,15 +1667,20 @@ static Flags with(Flags flags, const Flags& more) {
     return flags;
 }
 
+static void build_model(Model* m, const Config& config, int batch, bool training) {
+    *m = plan_model(config, batch, training);
+    check_memory(*m);
+    allocate_model(m);
+}
+
 // Fresh weights and N(0, 0.02^2) on every parameter: as initialised, nearly every gradient is exactly zero.
 static void perturbed_weights(Model* m, uint32_t seed) {
     initialise_weights(m, seed);
     for (const Parameter& t : m->plan.tensors) {
-        std::vector<float> noise = normals_of(seed + 77 + (uint32_t)t.offset, t.count), weights(t.size),
-                           reordered(t.size);
-        reorder(reordered.data(), noise.data(), t, true);
+        std::vector<float> noise = reordered(normals_of(seed + 77 + (uint32_t)t.offset, t.count), t, true),
+                           weights(t.size);
         backend_download(weights.data(), m->master + t.offset, t.size * sizeof(float));
-        for (size_t i = 0; i < t.size; i++) weights[i] += 0.02f * reordered[i];
+        for (size_t i = 0; i < t.size; i++) weights[i] += 0.02f * noise[i];
         backend_upload(m->master + t.offset, weights.data(), t.size * sizeof(float));
     }
 }
@@ -1697,26 +1705,28 @@ static void random_batch(Model* m, int B, uint32_t seed) {
     backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
 }
 
-static double forward_loss(Model* m, int B) {
-    BatchLoss batch = batch_loss(m, B);
-    unet_forward(m, B);
-    if (!m->plan.training) {
-        run(PredictionLoss<floatX>{batch, 0, B, unet_output(m), m->target});
-        return loss_of(m, B);
-    }
-    loss_backward(m, batch, 0, B);
-    double variance = 0;
-    std::vector<float> parts((size_t)B * loss_parts(batch.pixels));
-    if (m->variance_losses) backend_download(parts.data(), m->variance_losses, parts.size() * sizeof(float));
-    for (float part : parts) variance += part;
-    return loss_of(m, B) + variance / batch.elements();
-}
-
 static std::vector<float> downloaded(const float* from, size_t n) {
     std::vector<float> values(n);
     backend_download(values.data(), from, n * sizeof(float));
     return values;
 }
+
+// The mean loss of the first B images, and where the model trains the gradient of its output.
+static double forward_loss(Model* m, int B) {
+    BatchLoss batch = batch_loss(m, B);
+    floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
+    const float* images = m->variance_losses ? m->images : nullptr;
+    unet_forward(m, B);
+    run(PredictionLoss<floatX>{batch, 0, B, unet_output(m), m->target, dout, images});
+    double loss = 0;
+    for (const float* losses : {m->losses, m->variance_losses}) {
+        if (!losses) continue;
+        std::vector<float> parts = downloaded(losses, (size_t)B * loss_parts(batch.pixels));
+        loss += std::accumulate(parts.begin(), parts.end(), 0.0) / batch.elements();
+    }
+    return loss;
+}
+
 static std::vector<float> gradients_of(const Model* m) {
     return downloaded(m->gradients, m->plan.num_floats);
 }
@@ -1731,13 +1741,7 @@ static void poison(Model* m) {
 }
 
 enum { TEST_THREADS = 4 };
-static void set_threads(int threads) {
-#ifdef _OPENMP
-    omp_set_num_threads(threads);
-#else
-    (void)threads;
-#endif
-}
+static void set_threads(int threads) { omp_set_num_threads(threads); }
 
 static void test_error_measure() {
     std::vector<double> r(1000, 1.0), zeros(1000, 0.0);
@@ -2423,8 +2427,7 @@ static void test_refusals() {
 
 static Dataset random_images(int count, int size, uint32_t seed) {
     Dataset data;
-    data.count = count, data.size = size;
-    data.channels = 3;
+    data.count = count;
     data.bytes.resize((size_t)count * 3 * size * size);
     for (size_t i = 0; i < data.bytes.size(); i++) data.bytes[i] = random_word(seed, 1003, i, 0, 0) >> 24;
     return data;
@@ -2558,7 +2561,7 @@ static const char* const KIND_NAMES[] = {"images", "labelled images", "old image
 struct Victim {
     FileKind kind;
     std::string path;
-    int image_size;  // asked for when reading images
+    int image_size;  // asked for when reading images; 0: theirs
     int fd;
     size_t size;
     std::vector<char> content;  // all of it; of the old weights, whose data are a hole, the first bytes
@@ -2695,12 +2698,12 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
 static std::string use_file(const Victim& v, bool read_data) {
     if (v.kind <= OLD_IMAGES) {
         Config config = {};
-        config.image_size = v.image_size, config.in_channels = 3;
+        config.image_size = v.image_size ? v.image_size : Reader(v.path).header[3], config.in_channels = 3;
         Dataset data = read_images(v.path, config);
-        size_t elements = (size_t)data.count * 3 * data.size * data.size;
-        if (data.count < 1 || data.size < 1 || data.bytes.size() + data.floats.size() != elements)
+        size_t elements = (size_t)3 * config.image_size * config.image_size;
+        if (data.count < 1 || data.bytes.size() + data.floats.size() != data.count * elements)
             return "a set of images with wrong sizes";
-        std::vector<float> image((size_t)3 * data.size * data.size);
+        std::vector<float> image(elements);
         for (int index : {0, data.count - 1}) {
             for (size_t e = 0; e < image.size(); e++) image[e] = data.value(index * image.size() + e);
             for (float value : image)
@@ -2718,7 +2721,7 @@ static std::string use_file(const Victim& v, bool read_data) {
     const Flag &heads = flag_named("num_heads"), &upsample = flag_named("num_heads_upsample");
     if (!header[heads.field]) header[upsample.field] = 0;  // without the former the latter means nothing
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
-        if (header[0] == UNET_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
+        if (header[0] == NETWORK_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
             memcmp(header + flag.field, fields + flag.field, flag.size))
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);
@@ -2864,8 +2867,7 @@ static void test_valid_files(std::vector<Victim>* victims) {
     std::map<long, double> validated;
     {
         Metrics log;
-        read_metrics(&log, metrics, 10, &validated);
-        open_metrics(&log);
+        open_metrics(&log, metrics, read_text(metrics), 10, &validated);
         add_metrics(&log, "{\"step\": 11, \"loss\": 0.2}\n");
     }
     kept = file_text(metrics);
@@ -3572,6 +3574,7 @@ static void test_model(const char* weights, const char* state) {
     Model m = Model();
     build_model(&m, file.config, B, true);
     read_parameters(m, m.master, file, "weights");
+    start_from_master(&m);
     poison(&m);
     auto interleaved = [&](const std::string& what) {  // (B, C, H, W) -> (B, H, W, PIXEL)
         std::vector<double> to(n);
@@ -3606,12 +3609,11 @@ static void test_model(const char* weights, const char* state) {
     double largest = 0;
     size_t stored = 0;
     for (const Parameter& tensor : m.plan.tensors)
-        largest = std::max(largest, largest_of(c.at(std::string("grad.") + tensor.name)));
+        largest = std::max(largest, largest_of(c.at("grad." + tensor.name)));
     for (const Parameter& tensor : m.plan.tensors) {
         std::string name = tensor.name;
         const std::vector<double>& r = c.at("grad." + name);
-        std::vector<float> a(tensor.count);
-        reorder(a.data(), &flat[tensor.offset], tensor, false);
+        std::vector<float> a = reordered({&flat[tensor.offset], tensor.size}, tensor, false);
         stored += r.size();
         bool is_qkv = name.find(".qkv.") != std::string::npos;
         for (int third = 0; third < (is_qkv ? 3 : 1); third++) {
@@ -3624,7 +3626,7 @@ static void test_model(const char* weights, const char* state) {
             std::vector<float> got(a.begin() + first, a.begin() + first + part);
             std::string what = is_qkv ? name + " " + "qkv"[third] : name;
             // adding the same to every key changes no softmax
-            if (is_qkv && third == 1 && tensor.ndim == 1)
+            if (is_qkv && third == 1 && tensor.shape.size() == 1)
                 gradient.compare_zero(what, got, largest);
             else
                 gradient.compare(what, got, expected);
@@ -3767,11 +3769,11 @@ static void test_images(const char* path, int size, const char* expected) {
     config.image_size = size, config.in_channels = 3;
     Dataset data = read_images(path, config);
     const std::vector<double>&upright = c.at("upright"), &mirrored = c.at("mirrored");
-    size_t elements = (size_t)3 * data.size * data.size, wrong = 0;
+    size_t elements = (size_t)3 * size * size, wrong = 0;
     std::vector<float> image(elements);
     BatchSource source = BatchSource();
     source.bytes = data.bytes.empty() ? nullptr : data.bytes.data(), source.floats = data.floats.data();
-    source.batch = 1, source.size = data.size, source.channels = 3;
+    source.batch = 1, source.size = size, source.channels = 3;
     bool ok = upright.size() == data.count * elements && mirrored.size() == upright.size();
     for (int i = 0; ok && i < data.count; i++)
         for (bool flipped : {false, true}) {
@@ -3780,8 +3782,7 @@ static void test_images(const char* path, int size, const char* expected) {
             for (size_t e = 0; e < elements; e++)
                 wrong += !(image[e] == (flipped ? mirrored : upright)[i * elements + e]);
         }
-    report(ok && !wrong, c.name, "%d images of %dx%d, %zu values differ", data.count, data.size, data.size,
-           wrong);
+    report(ok && !wrong, c.name, "%d images of %dx%d, %zu values differ", data.count, size, size, wrong);
 }
 
 static void test_same_weights(const char* first, const char* second) {
@@ -3792,7 +3793,7 @@ static void test_same_weights(const char* first, const char* second) {
     read_parameters(one, x.data(), a, "weights"), read_parameters(two, y.data(), b, "weights");
     bool named = plan.tensors.size() == other.tensors.size();
     for (size_t i = 0; named && i < plan.tensors.size(); i++)
-        named = !strcmp(plan.tensors[i].name, other.tensors[i].name);
+        named = plan.tensors[i].name == other.tensors[i].name;
     bool model = true;
     for (const Flag& flag : FLAGS)
         if (flag.group == MODEL) model &= flag_text(a.config, flag) == flag_text(b.config, flag);
@@ -3822,7 +3823,7 @@ static const struct {
 
 static int run_tests(int argc, char** argv) {
 #ifdef _OPENMP
-    // as in train_unet.cu: threads that spin while they wait are slow where there are more threads than cores
+    // as in train_unet.cu, but at once: threads that spin are slow where there are more threads than cores
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
 #endif
     std::string mode = argc > 1 ? argv[1] : "";
@@ -3897,7 +3898,8 @@ static void test_microbatch(double limit) {
         Trainer t;
         Model* m = &t.model;
         config.microbatch = microbatch;
-        build_model(m, config, microbatch_of(config), true);
+        *m = plan_model(config, microbatch_of(config), true);
+        allocate_model(m);
         initialise_weights(m, 1);
         std::vector<float> values(m->plan.num_floats);
         backend_download(values.data(), m->master, values.size() * sizeof(float));
@@ -3908,8 +3910,7 @@ static void test_microbatch(double limit) {
         }
         backend_upload(m->master, values.data(), values.size() * sizeof(float));
         use_weights(m, m->master);
-        t.images.count = 7, t.images.size = config.image_size;
-        t.images.bytes.resize((size_t)7 * 3 * 16 * 16), t.images.channels = 3;
+        t.images.count = 7, t.images.bytes.resize((size_t)7 * 3 * 16 * 16);
         for (size_t i = 0; i < t.images.bytes.size(); i++)
             t.images.bytes[i] = (uint8_t)random_word(2, STREAM_PERTURB, (uint32_t)i, 0, 0);
         prepare_steps(&t);

@@ -56,7 +56,8 @@
 //  10  COMMAND LINE AND MAIN: flags as they are typed; what a run prints; how long a step takes; ranks; from
 //        flags to a run; the loop; main
 //  11  LAYERS ON THE CPU: CPU workspace; layers written once; matrix product; bias gradient; group norm +
-//        SiLU; linear layers, 1x1 and 3x3 convolutions; attention; the machine
+//        SiLU; 3x3 convolutions by Winograd's algorithm; linear layers, 1x1 and 3x3 convolutions; attention;
+//        the machine
 //  12  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; weight gradient; launchers
@@ -76,6 +77,7 @@
 #include <cstring>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <charconv>
@@ -109,6 +111,7 @@
 #elif !defined(__CUDACC__) || defined(TESTING)
 static int omp_get_max_threads() { return 1; }
 static int omp_get_thread_num() { return 0; }
+static void omp_set_num_threads(int) {}
 #endif
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -123,12 +126,11 @@ static int omp_get_thread_num() { return 0; }
 // ---- errors -----------------------------------------------------------------------------------------------
 // The processes that train together, one a GPU, and which of them this is: `local` among those of its machine.
 // They run the same program on the same files. Only rank 0 writes any.
-struct World {
+static struct World {
     int rank = 0, size = 1, local = 0;
     int port = 0;         // that they know each other by
     bool forked = false;  // by rank 0, and not started by a launcher
-};
-static World world;
+} world;
 
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     char buffer[4096];
@@ -170,25 +172,6 @@ static std::string failure_of(auto work) {
     return "";
 }
 
-static bool first_to_tell(int status);  // among the ranks of this machine: what fails on all is told once
-
-// What main returns: the status of `program`, or of what it fails with, once that is told.
-static int guarded(auto program) {
-    Failure failure = {
-        1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
-    try {
-        return program();
-    } catch (const Failure& thrown) {
-        failure = thrown;
-    } catch (const std::bad_alloc&) {
-    } catch (const std::length_error&) {
-    }
-    fflush(stdout);
-    if (first_to_tell(failure.status)) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
-    if (world.size > 1) _exit(failure.status);  // what is on the device may wait for other ranks
-    return failure.status;
-}
-
 // A line for the reader that may hold names.
 #define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
 // What went wrong without ending the program.
@@ -209,11 +192,10 @@ static std::string float_text(float value) {
 static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
 static std::vector<std::string> split(const std::string& whole, char mark) {
-    std::vector<std::string> parts;
-    for (size_t start = 0, end = 0; end != std::string::npos; start = end + 1) {
-        end = whole.find(mark, start);
-        parts.push_back(whole.substr(start, end - start));
-    }
+    std::vector<std::string> parts(1);
+    for (char c : whole)
+        if (c == mark) parts.emplace_back();
+        else parts.back() += c;
     return parts;
 }
 
@@ -239,7 +221,7 @@ static std::string human_bytes(double bytes) {
 
 static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
-    if (s < 60) return text("%lds", s);
+    if (s < 60) return text("%.*fs", s < 10, seconds);
     if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
     return text("%ldh %02ldm", s / 3600, s / 60 % 60);
 }
@@ -267,6 +249,19 @@ struct Hyper {
 };
 
 typedef char Path[MAX_PATH_LENGTH];
+
+// Another file may put its own network in place of the UNet. It defines OTHER_NETWORK and what stands here,
+// includes this file, and defines make_plan and with_module; it may change FLAGS and PRESETS.
+#ifndef OTHER_NETWORK
+#define PROGRAM "train_unet"
+#define NETWORK "UNet"
+#define IMPORTER "python generate.py --import"
+#define NETWORK_FIELDS                // of Config, besides
+enum { NETWORK_MAGIC = 0x54454E55 };  // "UNET", what its weights files begin with
+enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
+static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
+#endif
+
 struct Config {
     // files
     Path preset, data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
@@ -276,6 +271,7 @@ struct Config {
     int resblock_updown, conv_resample, learn_sigma, use_new_attention_order;
     float cond_drop_prob, dropout, channel_mult[MAX_LEVELS];  // lists are ended by a 0 where shorter
     int attention_resolutions[MAX_LEVELS];
+    NETWORK_FIELDS
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
@@ -338,11 +334,11 @@ static bool attends(const Config& c, int size) { return std::ranges::count(c.att
 
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
-    int levels = list_length(c.channel_mult);
+    int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
     if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
-    if (c.image_size % (1 << (levels - 1)))
+    if (int multiple = 1 << levels >> 1; levels && c.image_size % multiple)
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
-             c.image_size, levels, 1 << (levels - 1));
+             c.image_size, levels, multiple);
     if (c.num_heads_upsample && !c.num_heads)
         fail("--num_heads_upsample %d does nothing without --num_heads", c.num_heads_upsample);
     for (int i = 0; i < levels; i++) {
@@ -492,9 +488,8 @@ static void backend_join(int call = INT_MAX);
 // A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
 // launch sets up once), recorded as a graph the second, replayed from then on.
 struct Recording {
-    void* graph = nullptr;  // cudaGraphExec_t; on the CPU nothing is recorded
+    std::shared_ptr<void> graph;  // cudaGraphExec_t; on the CPU nothing is recorded
     int runs = 0;
-    ~Recording();
 };
 static void backend_replay(Recording* recording, auto launches);
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
@@ -532,8 +527,8 @@ struct Mailbox {
     std::atomic<uint32_t> bytes;  // that wait in it
     char data[65536];
 };
-inline Board* board;  // not static: g++ would take it for null in tests that have none
-static bool first_to_tell(int status) {
+inline Board* board;                     // not static: g++ would take it for null in tests that have none
+static bool first_to_tell(int status) {  // among the ranks of this machine: what fails on all is told once
     int nobody = 0;
     return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
 }
@@ -544,8 +539,7 @@ struct Message {
     std::span<const std::byte> sent;
     std::span<std::byte> received;
 };
-// In the order of the calls, like everything on the device, where these are. Each pair of ranks has the
-// messages between them in the same order.
+// In the order of the calls, like everything on the device, where these are; both of a pair have the same.
 static void backend_exchange(const std::vector<Message>& messages);
 
 // Adds what gives every rank all of `whole` (n), of which each has its share, from element `first` on.
@@ -571,31 +565,36 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 
 // A parameter. It is declared once, by the plan; optimiser, files, tests and reports iterate over the list.
 struct Parameter {
-    char name[64] = "";           // as PyTorch's named_parameters() calls it
-    int shape[4] = {}, ndim = 0;  // in PyTorch's order
+    std::string name;             // as PyTorch's named_parameters() calls it
+    std::vector<int> shape = {};  // in PyTorch's order
     size_t count = 0;             // elements, as in files
     size_t offset = 0, size = 0;  // in memory, in floats; without gaps, in join_projections' order
+    bool joined = false;          // to others like it: see join_projections
     Init init;
+    float scale = 1;  // of its first values
 };
 
-static bool is_conv3x3(const Parameter& t) { return t.ndim == 4 && t.shape[2] == 3; }
+static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's counts as one
+static bool is_conv2d(const Parameter& t) { return t.shape.size() == 4; }
 
 // Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: zeros follow an
 // image's. The weights of these are zeros too, and stay zeros, because their gradients are.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
 static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
 
-// From PyTorch's order, (count), to memory's, (size), or back: there 3x3 weights are (O, 3, 3, C), padded.
-static void reorder(float* to, const float* from, const Parameter& t, bool to_memory) {
-    if (to_memory) std::fill(to, to + t.size, 0.0f);
-    bool conv = is_conv3x3(t);
-    size_t taps = conv ? 9 : 1, C = conv ? t.shape[1] : t.count, pitch = conv ? padded(C) : C, i = 0;
+// From PyTorch's order, (count), to memory's, (size), or back: there convolutions are (O, 3, 3, C), padded.
+static std::vector<float> reordered(std::span<const float> from, const Parameter& t, bool to_memory) {
+    std::vector<float> to(to_memory ? t.size : t.count);
+    bool conv = is_conv2d(t);
+    size_t taps = conv ? t.shape[2] * t.shape[3] : 1, C = conv ? t.shape[1] : t.count, i = 0;
+    size_t pitch = conv ? padded(C) : C;
     for (size_t o = 0; o < t.count / C / taps; o++)
         for (size_t c = 0; c < C; c++)
             for (size_t tap = 0; tap < taps; tap++, i++) {
                 size_t memory = (o * taps + tap) * pitch + c;
                 to[to_memory ? memory : i] = from[to_memory ? i : memory];
             }
+    return to;
 }
 
 // ---- randomness -------------------------------------------------------------------------------------------
@@ -712,6 +711,7 @@ template <typename Real> struct JoinedOf {
 template <typename Real> struct RowsOf {
     Real* data = nullptr;
     int pitch = 0;
+    HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
 };
 
 // The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O).
@@ -722,8 +722,7 @@ template <typename Real, int TAPS> struct ProductOf {
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
 // x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who
-// read x again: statistics, its group's mean and rstd; affine: before SiLU the norm is 2 (x .x + .y), and
-// where no SiLU follows x .x + .y.
+// read x again: statistics, its group's mean and rstd; affine: the norm is x .x + .y, before SiLU twice that.
 template <typename Real> struct NormOf {
     JoinedOf<Real> x = {};
     int groups = 1;
@@ -763,7 +762,8 @@ template <typename Real> struct NormOptionsOf {
     bool accumulate = false;
 };
 
-#define LAYER_TYPES(Real)                                      \
+#define LAYER_TYPES(device, Real)                              \
+    namespace device {                                         \
     typedef TensorOf<Real> Tensor;                             \
     typedef JoinedOf<Real> Joined;                             \
     typedef RowsOf<Real> Rows;                                 \
@@ -773,18 +773,14 @@ template <typename Real> struct NormOptionsOf {
     typedef NormOf<Real> Norm;                                 \
     typedef ForwardOptionsOf<Real> Forward;                    \
     typedef BackwardOptionsOf<Real> Backward;                  \
-    typedef NormOptionsOf<Real> NormOptions;
+    typedef NormOptionsOf<Real> NormOptions;                   \
+    }
+LAYER_TYPES(cpu, float)
+LAYER_TYPES(gpu, floatX)
 
 // A norm's sums and moments go by parts of an image, of so many pixels; the last may have fewer.
 enum { NORM_PART = 128 };
 HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
-
-namespace cpu {
-LAYER_TYPES(float)
-}  // namespace cpu
-namespace gpu {
-LAYER_TYPES(floatX)
-}  // namespace gpu
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
@@ -813,8 +809,7 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is an image's, modulated, and dw and dbias count each image's sums so.
-// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, of dy x^, by
-// part and channel.
+// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, and of dy x^.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
 // normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
@@ -830,6 +825,8 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads);
 
+template <typename Layer> static void run(Layer layer);  // a layer that is a struct: see below
+
 }  // namespace DEVICE
 using namespace DEVICE;
 
@@ -840,9 +837,6 @@ static const float NORM_EPS = 1e-5f;
 // fields are its arguments, outputs first, and operator() does one item. run() does all of them, on the CPU
 // in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
 // where the tests of a CUDA build also run the layer on the CPU, it is float there.
-namespace DEVICE {
-template <typename Layer> static void run(Layer layer);
-}
 
 // A layer that adds up is a struct as well, whose operator() is done by a team of threads: one on the CPU, a
 // block of Layer::THREADS on a GPU, where thread i does items i, i + threads, ... items() counts the teams.
@@ -1018,26 +1012,23 @@ template <typename T> struct ModulationBackward {
     }
 };
 
-// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step and element (H, W, C).
-struct Dropping {
+// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step, element. Items: four.
+template <typename T> struct Dropout {
+    TensorOf<T> x;
     float p;
     uint32_t seed, block;
     int first;  // sample of the batch
     const int64_t* step;
-};
-template <typename T> struct Dropout {  // an item is four elements
-    TensorOf<T> x;
-    Dropping by;
 
     size_t items() const { return x.count() / 4; }
     HOST_DEVICE void operator()(size_t item) const {
         uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
-                 key = STREAM_DROPOUT | by.block << 8;
-        Philox words = philox(by.seed, key, (uint32_t)(item % quads), by.first + b, (uint32_t)*by.step);
+                 key = STREAM_DROPOUT | block << 8;
+        Philox words = philox(seed, key, (uint32_t)(item % quads), first + b, (uint32_t)*step);
         Vector<T, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
-            bool kept = (words.word[i] >> 8) * 0x1p-24f >= by.p;
-            values.of[i] = (T)(kept ? (float)values.of[i] / (1 - by.p) : 0.0f);
+            bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
+            values.of[i] = (T)(kept ? (float)values.of[i] / (1 - p) : 0.0f);
         }
         store(x.data + 4 * item, values);
     }
@@ -1079,9 +1070,6 @@ template <typename T> struct Resample {
 
 // ==== 4  BLOCKS ============================================================================================
 
-enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
-static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
-
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
 // moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may overlap.
 struct Buffer {
@@ -1095,7 +1083,7 @@ struct Block {
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = 0;                // residual: its first channel of block 0's output
+    int emb = -1;               // its first channel of block 0's output; -1: it reads none
     int heads = 0;              // attention
     bool accumulate = false;    // the input is the decoder's too: its gradient is added to, not overwritten
     int param = 0;              // its first tensor; the others follow
@@ -1118,13 +1106,13 @@ struct Plan {
     size_t num_parameters = 0;
     size_t num_floats = 0;   // that they take in memory
     size_t num_decayed = 0;  // of them the first: weight decay is for matrices
+    double flops = 0;        // of training on one image, an addition and a multiplication being two
     size_t arena_bytes = 0;
     int batch = 0;
     bool training = false;
 };
 
-// What an update of the weights reads and writes, all (num_floats), or of several ranks each its share; a
-// checkpoint holds all but the gradients.
+// What an update of the weights reads and writes, all (num_floats) or a rank's share; files lack gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1186,13 +1174,12 @@ static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
 
-// A block under way, as PyTorch's nn.Module. Each kind of block is such a struct: what its forward and its
-// backward share, and these two.
+// A block under way, as PyTorch's nn.Module. Each kind is such a struct: forward, backward, what these share.
 struct Module {
     Model* m;
     const Block& block;
     int B;
-    Joined x = block.kind == BLOCK_CONV_IN ? unet_input(m, B) : of_inputs(output_of);
+    Joined x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
     Joined dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
 
@@ -1215,7 +1202,7 @@ struct Module {
     // Layer `n`, a norm of `input`; the block's norms before it are of so many channels.
     Norm norm_of(int n, Joined input, int before = 0) const {
         Norm norm = layer<Norm>(n, m->fp32_params);
-        norm.x = input, norm.groups = m->config.norm_groups, norm.silu = block.kind != BLOCK_ATTENTION;
+        norm.x = input, norm.groups = m->config.norm_groups, norm.silu = !block.heads;
         norm.statistics = (float2*)(m->arena + block.stats.offset) + (size_t)2 * B * before;
         norm.affine = norm.statistics + (size_t)B * input.C();
         return norm;
@@ -1234,10 +1221,9 @@ struct Module {
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
 // With --class_cond a row a class is added before the second SiLU.
-enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
-
 struct EmbedBlock : Module {
-    int E = embedding_width(m->config);
+    enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
+    int E = m->plan.tensors[block.param].shape[0];
     Tensor sinusoids = tensor(block.inner, 1, block.C);
     Tensor hidden = tensor(block.hidden, 1, E, 0), linear2 = tensor(block.hidden, 1, E, 1);
     Tensor embedding = tensor(block.hidden, 1, E, 2);
@@ -1275,6 +1261,7 @@ struct EmbedBlock : Module {
     }
 };
 
+#ifndef OTHER_NETWORK
 // ---- first convolution ------------------------------------------------------------------------------------
 struct ConvInBlock : Module {
     Conv conv = layer<Conv>(0);
@@ -1288,9 +1275,8 @@ struct ConvInBlock : Module {
 // through a 1x1 convolution where the width changes. With --use_scale_shift_norm the linear layer's twice as
 // many outputs modulate the second norm instead. With --resblock_updown some blocks change the size, of what
 // conv1 reads and of x. Kept for backward: h and the norms' statistics.
-enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
-
 struct ResBlock : Module {
+    enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
     Tensor h = tensor(block.hidden, block.out_H, block.O);
     Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h, x.C());
     Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
@@ -1301,9 +1287,12 @@ struct ResBlock : Module {
     bool modulates = m->config.use_scale_shift_norm;
     Rows emb = own_channels(output_of(m, m->plan.blocks[0], B));
     bool drops = m->dropping && m->config.dropout > 0;
-    Dropping dropping = {m->config.dropout, m->config.seed, (uint32_t)block.param, m->first, m->dropping};
 
     Rows own_channels(Tensor projections) const { return {projections.data + block.emb, projections.C}; }
+    void drop(Tensor y) const {
+        const Config& c = m->config;
+        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropping});
+    }
 
     void forward() {
         Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));
@@ -1323,7 +1312,7 @@ struct ResBlock : Module {
         product_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
-            run(Dropout<floatX>{normed2, dropping});
+            drop(normed2);
         }
         Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
         backend_join();
@@ -1340,7 +1329,7 @@ struct ResBlock : Module {
         Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
         input_gradient(dnormed2, dout, conv2, {.norm = drops ? nullptr : &norm2});
         if (drops) {
-            run(Dropout<floatX>{dnormed2, dropping});
+            drop(dnormed2);
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
@@ -1349,7 +1338,7 @@ struct ResBlock : Module {
             input_gradient(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
-        if (drops) run(Dropout<floatX>{normed2, dropping});
+        if (drops) drop(normed2);
         weight_gradient(conv2, dout, normed2);
         input_gradient(dnormed1, dh, conv1, {.norm = resizes ? nullptr : &norm1});
         if (resizes) {
@@ -1366,9 +1355,8 @@ struct ResBlock : Module {
 
 // ---- attention block --------------------------------------------------------------------------------------
 // out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
-enum { ATT_NORM, ATT_QKV, ATT_PROJ };
-
 struct AttentionBlock : Module {
+    enum { ATT_NORM, ATT_QKV, ATT_PROJ };
     Tensor qkv = tensor(block.hidden, block.H, 3 * block.C), joined = tensor(block.inner, block.H, block.C);
     Norm norm = norm_of(ATT_NORM, x);
     float* lse = (float*)(norm.affine + (size_t)B * block.C);
@@ -1434,9 +1422,8 @@ struct ResampleBlock : Module {
 };
 
 // ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
-enum { OUT_NORM, OUT_CONV };
-
 struct OutBlock : Module {
+    enum { OUT_NORM, OUT_CONV };
     Norm norm = norm_of(OUT_NORM, x);
     Conv conv = layer<Conv>(OUT_CONV);
 
@@ -1453,119 +1440,29 @@ struct OutBlock : Module {
         weight_gradient(conv, dout, normed);
     }
 };
+#endif
 
 // ==== 5  PLAN AND WALK =====================================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
 // Declares a parameter, as named_parameters() calls it.
 static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
-    Parameter t = {.ndim = (int)shape.size(), .count = 1, .init = init};
-    snprintf(t.name, sizeof t.name, "%s", name.c_str());
-    for (int i = 0; i < t.ndim; i++) t.shape[i] = shape[i], t.count *= shape[i];
-    t.size = is_conv3x3(t) ? (size_t)padded(shape[0]) * 9 * padded(shape[1])
-                           : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
+    Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
+    for (int size : shape) t.count *= size;
+    t.size = is_conv2d(t) ? (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3]
+                          : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
     plan->num_parameters += t.count, plan->num_floats += t.size;
-    if (t.ndim > 1) plan->num_decayed += t.size;
+    if (is_matrix(t)) plan->num_decayed += t.size;
     plan->tensors.push_back(t);
-}
-
-// Adds a block behind the last one, declares its tensors in the order of PyTorch's named_parameters() and
-// counts the memory it works in; take() stops the program where that is too little for its scratch. The block
-// comes with its kind and O, and with skip and out_H where it has a skip or changes the size.
-static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
-    snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    if (block.kind == BLOCK_EMBED) {
-        block.C = c.num_channels, block.H = 1;
-    } else if (block.kind == BLOCK_CONV_IN) {
-        block.C = c.in_channels, block.H = c.image_size;
-    } else {
-        const Block& previous = plan->blocks.back();
-        block.C = previous.O, block.H = previous.out_H, block.input = (int)plan->blocks.size() - 1;
-    }
-    bool decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);  // has begun
-    if (block.skip >= 0) {
-        block.C2 = plan->blocks[block.skip].O;
-        plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
-    }
-    if (!block.out_H) block.out_H = block.H;
-    // a weight and its bias; `layer` is empty or ends in a dot
-    auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
-        layer = name + "." + layer;
-        add_parameter(plan, layer + "weight", shape, init);
-        add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
-    };
-    int C = block.C, K = C + block.C2, O = block.O;
-    size_t B = plan->batch, T = (size_t)block.H * block.H, out_T = (size_t)block.out_H * block.out_H;
-    size_t larger = std::max(T, out_T), float2s = B * norm_parts((int)larger) * sizeof(float2);
-    size_t norm = 2 * B * sizeof(float2);  // what it leaves of a channel
-    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
-    size_t &hidden = block.hidden.bytes, &inner = block.inner.bytes, &stats = block.stats.bytes;
-    size_t &forward = block.scratch_forward.bytes, &backward = block.scratch_backward.bytes;
-    size_t& late = block.late.bytes;
-    size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
-    block.param = (int)plan->tensors.size();
-    switch (block.kind) {
-        case BLOCK_EMBED:
-            add_layer("0.", {O, C});
-            add_layer("2.", {O, O});
-            if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
-            hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
-            break;
-        case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
-        case BLOCK_RES:
-            add_layer("in_layers.0.", {K}, INIT_ONES);
-            add_layer("in_layers.2.", {O, K, 3, 3});
-            add_layer("emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)});
-            add_layer("out_layers.0.", {O}, INIT_ONES);
-            add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
-            if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
-            hidden = bytes_of(B * out_T * O), late = bytes_of(B * out_T * K), stats = aligned(norm * (K + O));
-            forward = bytes_of(B * out_T * std::max(K, O)) + resized + aligned(float2s * O);
-            backward = hidden + resized + aligned(float2s * std::max(K, O));
-            break;
-        case BLOCK_ATTENTION:
-            add_layer("norm.", {K}, INIT_ONES);
-            add_layer("qkv.", {3 * K, K, 1});
-            add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
-            block.heads = heads_of(c, K, decoder);
-            hidden = bytes_of(3 * B * T * C), inner = forward = bytes_of(B * T * C), late = hidden + inner;
-            backward = inner + aligned(float2s * C);
-            stats = aligned(norm * C + B * block.heads * T * sizeof(float));
-            break;
-        case BLOCK_DOWN:
-        case BLOCK_UP:
-            if (!c.conv_resample) break;
-            add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
-            forward = bytes_of(B * larger * C), backward = 2 * forward;
-            break;
-        case BLOCK_OUT:
-            add_layer("0.", {K}, INIT_ONES);
-            add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
-            forward = late = bytes_of(B * T * C), backward = aligned(float2s * C), stats = aligned(norm * C);
-            break;
-    }
-    block.num_params = (int)plan->tensors.size() - block.param;
-    if (!plan->training) backward = late = 0;
-    plan->blocks.push_back(block);
 }
 
 // Makes the residual blocks' embedding layers one layer, of which block 0 has all outputs: of the matrices,
 // which come first, and of the other parameters, theirs are the first. Files keep PyTorch's order.
 static void join_projections(Plan* plan) {
-    Block& embedding = plan->blocks[0];
-    std::set<const Parameter*> joined;
-    embedding.O = 0;
-    for (Block& b : plan->blocks) {
-        if (b.kind != BLOCK_RES) continue;
-        const Parameter* weight = &plan->tensors[b.param + 2 * RES_EMB];
-        joined.insert({weight, weight + 1});
-        b.emb = embedding.O, embedding.O += weight->shape[0];
-    }
     size_t offset = 0;
     for (bool matrices : {true, false})
-        for (bool projections : {true, false})
+        for (bool joined : {true, false})
             for (Parameter& t : plan->tensors)
-                if ((t.ndim > 1) == matrices && joined.contains(&t) == projections)
-                    t.offset = offset, offset += t.size;
+                if (is_matrix(t) == matrices && t.joined == joined) t.offset = offset, offset += t.size;
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -1582,23 +1479,22 @@ static void time_buffers(Plan* plan, const Config& c) {
     auto during = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        int back = 2 * n - 1 - i;                                       // the block's moment in backward
-        int kept = plan->training || b.kind == BLOCK_EMBED ? back : i;  // the embedding is still being made
+        int back = 2 * n - 1 - i;                        // the block's moment in backward
+        int kept = plan->training || i == 0 ? back : i;  // the embedding is still being made
         size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
         b.out = {0, aligned(B * pixels * padded(b.O) * sizeof(floatX)), i, i < n - 1 ? i : 2 * n};
-        if (b.kind != BLOCK_EMBED && b.kind != BLOCK_OUT)  // a norm reads `out`
+        if (i && i < n - 1 && c.norm_groups)  // a group norm reads `out`
             b.moments = {0, aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2)), i, i};
         if (plan->training)  // before the walk back the network's gradient is given; the ends' stay on
-            b.gradient = {0, b.out.bytes, i == n - 1 ? n : back, i == n - 1 || i == 1 ? back + 1 : back};
-        during(&b.hidden, i, kept + (plan->training && b.kind == BLOCK_RES));  // dh, read as `late` is
+            b.gradient = {0, b.out.bytes, back, i == n - 1 || i == 1 ? back + 1 : back};
+        during(&b.hidden, i, kept + (plan->training && b.emb >= 0));  // a gradient, read as `late` is
         during(&b.inner, i, kept), during(&b.stats, i, kept);
         during(&b.scratch_forward, i, i), during(&b.scratch_backward, back, back);
         during(&b.late, back, back + 1);
-        for (int source : {b.input, b.skip, b.kind == BLOCK_RES ? 0 : -1}) {
+        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool resamples = (b.kind == BLOCK_DOWN || b.kind == BLOCK_UP) && !b.num_params;
-            bool once = resamples || (!source && !c.use_scale_shift_norm);
+            bool once = !b.num_params || (!source && !c.use_scale_shift_norm);
             read.out.last = std::max(read.out.last, once ? i : kept);
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
@@ -1620,12 +1516,98 @@ static void place_buffers(Plan* plan) {
     }
 }
 
+static Plan make_plan(const Config& c, int batch, bool training);
+#ifndef OTHER_NETWORK
+// Adds a block behind the last one, declares its tensors in the order of PyTorch's named_parameters() and
+// counts the memory it works in; take() stops the program where that is too little for its scratch. Operations
+// are those of every product forward, and as many for each of its two gradients. The block comes with its kind
+// and O, and with skip and out_H where it has a skip or changes the size.
+static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
+    snprintf(block.name, sizeof block.name, "%s", name.c_str());
+    bool embeds = block.kind == BLOCK_EMBED, follows = !embeds && block.kind != BLOCK_CONV_IN;
+    if (follows) block.input = (int)plan->blocks.size() - 1;
+    block.C = follows ? plan->blocks.back().O : embeds ? c.num_channels : c.in_channels;
+    block.H = follows ? plan->blocks.back().out_H : embeds ? 1 : c.image_size;
+    bool decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);  // has begun
+    if (block.skip >= 0) {
+        block.C2 = plan->blocks[block.skip].O;
+        plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
+    }
+    if (!block.out_H) block.out_H = block.H;
+    int C = block.C, K = C + block.C2, O = block.O;
+    size_t B = plan->batch, T = (size_t)block.H * block.H, out_T = (size_t)block.out_H * block.out_H;
+    size_t larger = std::max(T, out_T), float2s = B * norm_parts((int)larger) * sizeof(float2);
+    size_t norm = 2 * B * sizeof(float2);  // what it leaves of a channel
+    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
+    size_t &hidden = block.hidden.bytes, &inner = block.inner.bytes, &stats = block.stats.bytes;
+    size_t &forward = block.scratch_forward.bytes, &backward = block.scratch_backward.bytes;
+    size_t& late = block.late.bytes;
+    size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
+    block.param = (int)plan->tensors.size();
+    int products = block.input < 0 ? 2 : 3;  // of its first layer: what nothing comes before has no gradient
+    // a weight and its bias; `layer` is empty or ends in a dot
+    auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
+        layer = name + "." + layer;
+        add_parameter(plan, layer + "weight", shape, init);
+        double pixels = shape.size() == 2 ? 1 : (double)out_T;  // that the weight meets; an embedding's: one
+        if (shape.size() > 1)
+            plan->flops += products * 2.0 * (double)plan->tensors.back().count * pixels, products = 3;
+        add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
+    };
+    switch (block.kind) {
+        case BLOCK_EMBED:
+            add_layer("0.", {O, C});
+            add_layer("2.", {O, O});
+            if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
+            hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
+            block.O = 0;  // residual blocks add theirs
+            break;
+        case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
+        case BLOCK_RES:
+            add_layer("in_layers.0.", {K}, INIT_ONES);
+            add_layer("in_layers.2.", {O, K, 3, 3});
+            add_layer("emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)});
+            for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
+            block.emb = plan->blocks[0].O, plan->blocks[0].O += (int)plan->tensors.back().count;
+            add_layer("out_layers.0.", {O}, INIT_ONES);
+            add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
+            if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
+            hidden = bytes_of(B * out_T * O), late = bytes_of(B * out_T * K), stats = aligned(norm * (K + O));
+            forward = bytes_of(B * out_T * std::max(K, O)) + resized + aligned(float2s * O);
+            backward = hidden + resized + aligned(float2s * std::max(K, O));
+            break;
+        case BLOCK_ATTENTION:
+            add_layer("norm.", {K}, INIT_ONES);
+            add_layer("qkv.", {3 * K, K, 1});
+            add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
+            block.heads = heads_of(c, K, decoder);
+            plan->flops += 3.0 * 4 * (double)T * (double)T * C;  // scores, and their values
+            hidden = bytes_of(3 * B * T * C), inner = forward = bytes_of(B * T * C), late = hidden + inner;
+            backward = inner + aligned(float2s * C);
+            stats = aligned(norm * C + B * block.heads * T * sizeof(float));
+            break;
+        case BLOCK_DOWN:
+        case BLOCK_UP:
+            if (!c.conv_resample) break;
+            add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
+            forward = bytes_of(B * larger * C), backward = 2 * forward;
+            break;
+        case BLOCK_OUT:
+            add_layer("0.", {K}, INIT_ONES);
+            add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
+            forward = late = bytes_of(B * T * C), backward = aligned(float2s * C), stats = aligned(norm * C);
+            break;
+    }
+    block.num_params = (int)plan->tensors.size() - block.param;
+    if (!plan->training) backward = late = 0;
+    plan->blocks.push_back(block);
+}
+
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
     int levels = list_length(c.channel_mult), width = level_width(c, 0), count = 0, part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
-    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
         add_block(&plan, c, text("%s.%d", group.c_str(), part++),
                   {.kind = kind, .O = width, .out_H = out_H, .skip = skip});
@@ -1634,33 +1616,32 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         int H = plan.blocks.back().out_H;
         add(c.resblock_updown ? BLOCK_RES : kind, -1, kind == BLOCK_UP ? 2 * H : H / 2);
     };
-    auto add_attention = [&] {
+    auto add_residual = [&](int skip = -1) {
+        add(BLOCK_RES, skip);
         if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
     };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
     for (int level = 0; level < levels; level++)
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            begin_group(text("input_blocks.%d", count++));
+            group = text("input_blocks.%d", count++), part = 0;
             if (i > 0) {
-                add(BLOCK_RES);
-                add_attention();
+                add_residual();
             } else {
                 level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
                 width = level_width(c, level);
             }
             skips.push_back((int)plan.blocks.size() - 1);
         }
-    begin_group("middle_block");
+    group = "middle_block", part = 0;
     for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
     count = 0;
     for (int level = levels - 1; level >= 0; level--) {
         width = level_width(c, level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            begin_group(text("output_blocks.%d", count++));
-            add(BLOCK_RES, skips.back());
+            group = text("output_blocks.%d", count++), part = 0;
+            add_residual(skips.back());
             skips.pop_back();
-            add_attention();
             if (level && i == c.num_res_blocks) add_resize(BLOCK_UP);
         }
     }
@@ -1670,23 +1651,6 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     time_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
-}
-
-// Operations of training on one image, a multiplication and an addition being two: every product forward, and
-// as many for each of its two gradients. A weight meets every pixel, but an embedding's every image.
-static double training_flops(const Plan& plan) {
-    double flops = 0;
-    for (const Block& b : plan.blocks) {
-        double pixels = (double)b.out_H * b.out_H;
-        for (int k = 0; k < b.num_params; k++) {
-            const Parameter& t = plan.tensors[b.param + k];
-            int products = k == 0 && b.input < 0 ? 2 : 3;
-            if (t.ndim > 1 && t.init != INIT_NORMAL)  // rows of a table are no product
-                flops += products * 2.0 * (double)t.count * (t.ndim == 2 ? 1 : pixels);
-        }
-        if (b.kind == BLOCK_ATTENTION) flops += 3 * 4 * pixels * pixels * b.C;  // scores, and their values
-    }
-    return flops;
 }
 
 // ---- walk -------------------------------------------------------------------------------------------------
@@ -1702,7 +1666,9 @@ static void with_module(Model* m, const Block& block, int B, auto pass) {
         case BLOCK_OUT: return pass(OutBlock{{m, block, B}});
     }
 }
+#endif
 
+static void with_module(Model* m, const Block& block, int B, auto pass);
 static Arena part_of_arena(const Model* m, const Buffer& b) { return {m->arena + b.offset, b.bytes, 0}; }
 
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
@@ -1799,47 +1765,42 @@ struct FourPixels {
     }
 };
 
-// What noising goes by at every step.
-struct Noising {
-    const Timestep* chain;  // (diffusion_steps)
-    int predict, channels;
-    float offset;
-    uint32_t seed;
-};
-
 // x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
 // sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
-// eps has `offset` times one more normal, the same for a channel's pixels: a picture's mean is learnt too.
+// eps has offset_noise times another normal, one for a channel's pixels: a picture's mean is learnt too.
 template <typename T> struct AddNoise {
     TensorOf<T> x_t;
-    float* target;        // (B, H, W, PIXEL)
-    const float* images;  // (B, C, H, W): x0
-    Noising by;
-    int first;             // sample of the batch
-    const int* timesteps;  // (B)
-    const int64_t* step;   // null: validation, whose noise never changes, without offset
+    float* target;          // (B, H, W, PIXEL)
+    const float* images;    // (B, C, H, W): x0
+    const Timestep* chain;  // (diffusion_steps)
+    const int* timesteps;   // (B)
+    const int64_t* step;    // null: validation, whose noise never changes, without offset
+    int first;              // sample of the batch
+    int predict, channels;
+    float offset_noise;
+    uint32_t seed;
 
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
         uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
         int t = timesteps[four.b];
-        float alpha = by.chain[t].signal, sigma = by.chain[t].noise, offset = step ? by.offset : 0,
+        float alpha = chain[t].signal, sigma = chain[t].noise, offset = step ? offset_noise : 0,
               shift[4] = {};
-        if (offset > 0) random_normals(shift, by.seed, STREAM_OFFSET, 0, sample, s);
+        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
         Vector<T, MAX_CHANNELS> noised[4] = {};
         Vector<float, MAX_CHANNELS> wanted[4] = {};
-        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < by.channels; c++) {
+        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < channels; c++) {
             float normal[4];
-            random_normals_at(normal, by.seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c),
-                              sample, s);
+            random_normals_at(normal, seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c), sample,
+                              s);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
-                float x0 = images[(size_t)four.b * by.channels * four.pixels + four.element(c) + i];
+                float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
                 noised[i].of[c] = (T)(alpha * x0 + sigma * eps);
-                wanted[i].of[c] = by.predict == PREDICT_EPS ? eps
-                                  : by.predict == PREDICT_V ? alpha * eps - sigma * x0
-                                                            : x0;
+                wanted[i].of[c] = predict == PREDICT_EPS ? eps
+                                  : predict == PREDICT_V ? alpha * eps - sigma * x0
+                                                         : x0;
             }
         }
         UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
@@ -1857,7 +1818,7 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 struct BatchLoss {
     float* parts;                     // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
     const int* timesteps = nullptr;   // (B)
-    const Timestep* chain = nullptr;  // (diffusion_steps): w_b = chain[t_b].weight; null: 1
+    const Timestep* chain = nullptr;  // (diffusion_steps): w_b = chain[t_b].weight
     int B, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
@@ -1909,8 +1870,7 @@ template <typename T> struct PredictionLoss {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements());
-        if (batch.chain) scale *= batch.chain[t].weight;
+        float scale = (float)(2.0 / batch.elements()) * batch.chain[t].weight;
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -2104,13 +2064,6 @@ template <typename T> struct Drawing {
         }
         return s.from_x * x[at] + s.from_out * answer;
     }
-    // The same kept within [-1, 1].
-    HOST_DEVICE float thresholded_x0(const SamplerStep& s, size_t at, float limit) const {
-        float x0 = predicted_x0(s, at);
-        if (s.threshold == THRESHOLD_NONE) return x0;
-        if (s.threshold == THRESHOLD_CLAMP) limit = 1;
-        return (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;  // a NaN stays one
-    }
 };
 
 // limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et
@@ -2145,8 +2098,7 @@ template <typename T> struct ThresholdLimits {
     }
 };
 
-// x and what is saved become what SamplerStep says. Then the step is done. A picture depends on its Beginning
-// alone, whatever the batch it is drawn in.
+// x and what is saved become what SamplerStep says, of each picture by its Beginning alone: the step is done.
 template <typename T> struct UpdatePictures {
     Drawing<T> drawing;
 
@@ -2155,6 +2107,7 @@ template <typename T> struct UpdatePictures {
         const SamplerStep step = drawing.state->step;
         if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
+        const float limit = step.threshold == THRESHOLD_DYNAMIC ? drawing.limits[four.b] : 1;
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
             float normal[4] = {}, other[4] = {}, masked[4] = {};
             const float* known = drawing.known;
@@ -2167,7 +2120,9 @@ template <typename T> struct UpdatePictures {
             if (known) random_normals_at(masked, from.seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
-                float x0 = drawing.thresholded_x0(step, at, drawing.limits[four.b]);
+                float x0 = drawing.predicted_x0(step, at);
+                if (step.threshold != THRESHOLD_NONE)  // kept within [-1, 1]; a NaN stays one
+                    x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
@@ -2357,14 +2312,13 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
 // In how many parts a batch goes through the network, on this rank: see share_batch.
-static unsigned parts_of(const Model* m) {
+static int parts_of(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
 // And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
-static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1); }
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1u); }
 
-// Whether each rank has only its share of the weights as they are trained, and whether what the layers read is
-// a copy of them.
+// Whether each rank has only its share of the trained weights, and whether what the layers read is a copy.
 static bool is_shared(const Model* m) { return m->plan.training && world.size > 1; }
 static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
 
@@ -2380,8 +2334,6 @@ static size_t lay_out_model(Model* m, char* memory) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
     place(m->mine.count(), m->master);
-    m->weights = (floatX*)m->master;
-    m->fp32_params = m->master;
     if (is_copied(m)) place(P, m->weights);
     if (is_shared(m)) {
         place(world.size * share_of(P, 0, NORM_CHUNK).count(), m->received);
@@ -2423,7 +2375,7 @@ static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 // Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a lane's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
-    int widest = (int)((float)c.num_channels * std::ranges::max(c.channel_mult));
+    int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
@@ -2478,12 +2430,6 @@ static void allocate_model(Model* m) {
     backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
 }
 
-static void build_model(Model* m, const Config& config, int batch, bool training) {
-    *m = plan_model(config, batch, training);
-    check_memory(*m);
-    allocate_model(m);
-}
-
 // to = from, (n), rounded to the layers' precision.
 template <typename T> struct RoundWeights {
     T* to;
@@ -2532,8 +2478,8 @@ static void initialise_weights(Model* m, uint32_t seed) {
     size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
     for (size_t index = 0; index < m->plan.tensors.size(); index++) {
         const Parameter& t = m->plan.tensors[index];
-        if (t.ndim > 1) fan_in = t.count / t.shape[0];
-        std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f), reordered(t.size);
+        if (is_matrix(t)) fan_in = t.count / t.shape[0];
+        std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
         float bound = (float)(1.0 / sqrt((double)fan_in));
         for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
             uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
@@ -2541,8 +2487,8 @@ static void initialise_weights(Model* m, uint32_t seed) {
         }
         for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
             random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
-        reorder(reordered.data(), values.data(), t, true);
-        upload_tensor(*m, m->master, t, reordered.data());
+        for (float& value : values) value *= t.scale;
+        upload_tensor(*m, m->master, t, reordered(values, t, true).data());
     }
     start_from_master(m);
 }
@@ -2552,13 +2498,6 @@ static BatchLoss batch_loss(const Model* m, int B) {
     const Config& c = m->config;
     return {m->losses,     m->timesteps,      m->chain,          B, c.image_size * c.image_size,
             c.in_channels, c.diffusion_steps, m->variance_losses};
-}
-// Mean of the squared error of the first B samples against their targets, without weights.
-static double loss_of(const Model* m, int B) {
-    BatchLoss batch = batch_loss(m, B);
-    std::vector<float> losses((size_t)B * loss_parts(batch.pixels));
-    backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
-    return std::accumulate(losses.begin(), losses.end(), 0.0) / batch.elements();
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -2657,20 +2596,32 @@ struct FinishStep {
 // ---- a training step --------------------------------------------------------------------------------------
 // The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
 struct Dataset {
-    int count = 0, size = 0, channels = 0;  // images; height and width
+    int count = 0;  // images
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
     std::vector<int> labels = {};  // (N), where there are classes
 };
 
+struct Section {
+    size_t offset, bytes;
+};
+
+// What a weights file says of itself, everything checked against its length; the sections are read later.
+struct WeightsFile {
+    std::string path;
+    Config config;  // the default one with what the file stores
+    long step = 0;
+    float smoothed = 0;
+    History history = History();
+    std::map<std::string, Section> sections = {};  // by name
+};
+
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
 // attempt, as on a disk that is full for a while; the file holds whole lines only.
 struct Metrics {
     std::string path, waiting;
-    std::string kept;  // of the file that is there
     int file = -1;
-    off_t end = 0;  // of the last whole line
     bool warned = false;
     ~Metrics();  // after a last attempt at what the file lacks
 };
@@ -2682,16 +2633,14 @@ struct Trainer {
     Model model = Model();
     Dataset images, validation;
     BatchSource source;
-    std::shared_ptr<char[]> pixels;        // the images where the device reads them, if that is a copy
-    std::shared_ptr<int[]> labels;         // (N): the images', where the network is told
-    std::shared_ptr<int[]> order;          // (slots, count), the host's, which the device reads
-    std::shared_ptr<StepState[]> results;  // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
-    std::shared_ptr<int[]> stop;           // (1), the host's: stop_asked, for the step's recording
-    long epochs;                           // whose orders were sent
+    std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
+    std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
+    std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's recording
+    long epochs;                                  // whose orders were sent
     Recording recording;
-    int folder = -1;                // the run's, locked against other processes as long as it is open
     std::vector<long> checkpoints;  // that lay there when the run was configured
-    bool had_ended = false;         // the run that is resumed, at its last step
+    WeightsFile start = {};         // that the run starts from; without a path: from fresh weights
     long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
     long begun = 0;                 // steps given to the device
     long step = 0;                  // optimiser steps done, as far as the host knows
@@ -2710,47 +2659,36 @@ static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     const Dataset& data = t->images;
-    bool floats = data.bytes.empty();
-    const void* pixels = floats ? (const void*)data.floats.data() : data.bytes.data();
-    if (ON_GPU) {
-        size_t bytes = floats ? data.floats.size() * sizeof(float) : data.bytes.size();
-        t->pixels = allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9);
-        backend_upload(t->pixels.get(), pixels, bytes);
-        pixels = t->pixels.get();
-    }
+    auto for_device = [&]<typename T>(const std::vector<T>& values) -> const T* {
+        size_t bytes = values.size() * sizeof(T);
+        if (!bytes) return nullptr;
+        if (!ON_GPU) return values.data();
+        t->copies.push_back(allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9));
+        backend_upload(t->copies.back().get(), values.data(), bytes);
+        return (const T*)t->copies.back().get();
+    };
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     BatchSource* source = &t->source;
-    source->bytes = floats ? nullptr : (const uint8_t*)pixels;
-    source->floats = floats ? (const float*)pixels : nullptr;
+    source->bytes = for_device(data.bytes), source->floats = for_device(data.floats);
     source->order = t->order.get(), source->count = data.count, source->slots = slots;
     source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
     source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
-    if (m->labels) {
-        t->labels = allocate<int>(data.count);
-        backend_upload(t->labels.get(), data.labels.data(), data.count * sizeof(int));
-    }
-    source->labels = t->labels.get(), source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
+    if (m->labels) source->labels = for_device(data.labels);
+    source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
     StepState state = StepState();
     state.step = t->begun = t->step, state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
-    t->epochs = (long)((uint64_t)t->step * c.batch_size / data.count);
+    t->epochs = t->step * c.batch_size / data.count;
 }
 
 // Noises the model's B images, samples of the batch from `first` on.
 static void add_noise(Model* m, int B, int first, const int* timesteps, const int64_t* step) {
     const Config& c = m->config;
-    Noising by = {m->chain, c.predict, c.in_channels, c.offset_noise, c.seed};
-    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, by, first, timesteps, step});
-}
-
-// The losses of the B samples under way, from `first` on, and the gradient of the network's output.
-static void loss_backward(Model* m, const BatchLoss& loss, int first, int B) {
-    floatX *out = unet_output(m), *dout = output_gradient_of(m, m->plan.blocks.back(), 1).data;
-    const float* images = m->config.learn_sigma ? m->images : nullptr;
-    run(PredictionLoss<floatX>{loss, first, B, out, m->target, dout, images});
+    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, m->chain, timesteps, step, first, c.predict,
+                         c.in_channels, c.offset_noise, c.seed});
 }
 
 // m->gradients = those of the batch's parts from `part` on: of the first half of them plus of the others, so
@@ -2770,14 +2708,16 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
     m->dropping = &m->state->step;
     unet_forward(m, B, first);
-    loss_backward(m, loss, first, B);
+    floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
+    const float* images = m->config.learn_sigma ? m->images : nullptr;
+    run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
     unet_backward(m, B);
     m->dropping = nullptr;
 }
 
 // The gradient's share of this rank, of which every rank has a summand: added as gradient_of_parts would go
-// on, in pairs of neighbours, pairs of these, and so on. The losses of the others come along.
-static float* gradient_of_ranks(Model* m) {
+// on, in pairs of neighbours, pairs of these, and so on. With it come the others' losses, and their `stop`.
+static float* gradient_of_ranks(Model* m, const int* stop) {
     const Config& c = m->config;
     size_t P = m->plan.num_floats, n = m->mine.count(), parts = loss_parts(c.image_size * c.image_size);
     auto from = [&](int rank) {
@@ -2792,6 +2732,8 @@ static float* gradient_of_ranks(Model* m) {
     }
     for (float* losses : {m->losses, m->variance_losses})
         if (losses) add_gather(&messages, losses, c.batch_size * parts, m->plan.batch * parts);
+    backend_copy(m->stops + world.rank, stop, sizeof *stop);
+    add_gather(&messages, m->stops, world.size);
     backend_exchange(messages);
     for (int stride = 1; stride < world.size; stride *= 2)
         for (int rank = 0; rank < world.size; rank += 2 * stride)
@@ -2817,38 +2759,25 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     size_t P = m->plan.num_floats, decayed = m->plan.num_decayed;
     size_t first = m->mine.first, n = m->mine.count();
-    int parts = (int)parts_of(m);
     BatchLoss loss = batch_loss(m, c.batch_size);
     OptimiserMemory memory = *m;
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, world.rank * parts, parts);
-    if (is_shared(m)) memory.gradients = gradient_of_ranks(m);
+    gradient_of_parts(t, loss, world.rank * parts_of(m), parts_of(m));
+    if (is_shared(m)) memory.gradients = gradient_of_ranks(m, t->stop.get());
     run(SquaredNorm{.parts = m->norm_parts + first / NORM_CHUNK, .x = memory.gradients, .n = n});
-    if (is_shared(m)) {
-        std::vector<Message> messages;
-        backend_copy(m->stops + world.rank, t->stop.get(), sizeof(int));
-        add_gather(&messages, m->stops, world.size);
-        add_gather(&messages, m->norm_parts, ceil_div(P, NORM_CHUNK));
-        backend_exchange(messages);
-    }
-    run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser, m->stops, is_shared(m) ? world.size : 0});
+    if (is_shared(m)) gather(m->norm_parts, ceil_div(P, NORM_CHUNK));
+    run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser, m->stops, world.size});
     run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, n,
                               decayed - std::min(decayed, first), m->state});
     if (is_shared(m)) gather_weights(m);
 }
 
-static void send_orders(Trainer* t, long last_epoch) {
-    int count = t->images.count;
-    for (; t->epochs <= last_epoch; t->epochs++) {
-        int* order = t->order.get() + (size_t)(t->epochs % t->source.slots) * count;
-        random_permutation(order, count, t->source.seed, (uint32_t)t->epochs);
-    }
-}
-
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
+    const BatchSource& s = t->source;
     int slot = (int)(t->begun % STEPS_IN_FLIGHT);
-    send_orders(t, (long)((((uint64_t)t->begun + 1) * t->source.batch - 1) / t->images.count));
+    for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
+        random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
     backend_replay(&t->recording, [&] { enqueue_step(t); });
     backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
@@ -2882,7 +2811,7 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// What each rank says, and whether one says yes: all of them ask.
+// What each rank says: all of them ask.
 static std::vector<int> of_ranks(Model* m, int here) {
     std::vector<int> answers(world.size, here);
     if (world.size == 1) return answers;
@@ -2891,9 +2820,8 @@ static std::vector<int> of_ranks(Model* m, int here) {
     backend_download(answers.data(), m->stops, world.size * sizeof(int));
     return answers;
 }
-static bool on_any_rank(Model* m, bool here) { return std::ranges::count(of_ranks(m, here), 1); }
 static bool agree_to_stop(Model* m) {
-    if (on_any_rank(m, stop_asked)) stop_requested = stop_asked = 1;
+    if (std::ranges::max(of_ranks(m, stop_asked))) stop_requested = stop_asked = 1;
     return stop_requested;
 }
 
@@ -2937,8 +2865,11 @@ static double validation_loss(Trainer* t) {
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
         add_noise(m, B, first, m->timesteps, nullptr);
         unet_forward(m, B);
-        run(PredictionLoss<floatX>{batch_loss(m, B), 0, B, unet_output(m), m->target});
-        sums[batch] = loss_of(m, B) * B;
+        BatchLoss loss = batch_loss(m, B);
+        run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+        std::vector<float> losses((size_t)B * loss_parts(loss.pixels));  // without weights
+        backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
+        sums[batch] = std::accumulate(losses.begin(), losses.end(), 0.0) / loss.elements() * B;
     }
     if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);
@@ -3087,7 +3018,7 @@ struct Flag {
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
-static const Flag FLAGS[] = {
+static std::vector<Flag> FLAGS = {
     {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
     {FIELD(data_file), PATH, FILES, FREE, -1, "data/emoji.bin", 0, 0, "training images of prepare_data.py"},
     {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
@@ -3223,9 +3154,10 @@ enum {
     "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
 #define IN_MINUTES "--predict v --noise_schedule cosine --lr 3e-4 --lr_schedule cosine --warmup_steps 500 "
 // A preset is a text of flags that come before those of --config and those the user types.
-static const struct Preset {
+struct Preset {
     const char *name, *flags;
-} PRESETS[] = {
+};
+static std::vector<Preset> PRESETS = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
@@ -3250,7 +3182,8 @@ static const struct Preset {
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
-static bool begins_group(const Flag& flag) { return &flag == FLAGS || flag.group != (&flag)[-1].group; }
+static bool is_preset(const Flag& flag) { return is_named(flag, "preset") || is_named(flag, "model"); }
+static bool begins_group(const Flag& flag) { return &flag == &FLAGS[0] || flag.group != (&flag)[-1].group; }
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
@@ -3313,8 +3246,7 @@ static double parse_number(const Flag& flag, const std::string& value) {
     }
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool whole = real || number == floor(number);
-    if (value.empty() || *end || !whole || !in_range(flag, number))
+    if (value.empty() || *end || !(real || number == floor(number)) || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
                    real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
     return number;
@@ -3420,13 +3352,11 @@ struct Reader {
 // Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
 // writer stream: data first, then the header with a 0 in that field, which stays there.
 static bool checksum_matches(Reader* in, int field) {
-    std::vector<char> buffer(std::min(in->size, (size_t)1 << 20));
     uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
     in->seek(HEADER_BYTES);
     for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
-        bytes = std::min(left, buffer.size());
-        in->read(buffer.data(), bytes);
-        crc = crc32(buffer.data(), bytes, crc);
+        bytes = std::min(left, (size_t)1 << 20);
+        crc = crc32(in->take<std::vector<char>>(bytes).data(), bytes, crc);
     }
     return crc32(in->header, HEADER_BYTES, crc) == stored;
 }
@@ -3522,23 +3452,22 @@ static void write_text(const std::string& path, const std::string& contents) {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// Averages the images over factor x factor pixels.
-static void shrink(Dataset* data, int factor) {
+// Averages the images, of this width, over factor x factor pixels.
+static void shrink(Dataset* data, int width, int factor) {
     bool bytes = data->floats.empty();
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    size_t values = bytes ? data->bytes.size() : data->floats.size(), width = data->size;
-    data->size /= factor;
+    size_t values = bytes ? data->bytes.size() : data->floats.size();
     std::vector<float> smaller(values / factor / factor);
     for (size_t i = 0; i < values; i++) {
         size_t row = i / width / factor, x = i % width / factor;
-        smaller[row * data->size + x] += bytes ? (float)data->bytes[i] : data->floats[i];
+        smaller[row * (width / factor) + x] += bytes ? (float)data->bytes[i] : data->floats[i];
     }
     for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
     data->bytes = std::vector<uint8_t>();
     data->floats.swap(smaller);
 }
 
-// The format: FORMATS.md. Images `factor` times as large as image_size (0: any) are shrunk, others refused.
+// The format: FORMATS.md. Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))
@@ -3565,14 +3494,14 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
     if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
-    int wanted = c.image_size ? c.image_size : H, factor = H / wanted;
-    if (H != W || H % wanted || factor < 1)
+    int wanted = c.image_size, factor = H / wanted;
+    if (H != W || H % wanted)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
              name, H, W, wanted);
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
-    Dataset data = {.count = N, .size = H, .channels = C};
+    Dataset data = {.count = N};
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
     data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
@@ -3587,7 +3516,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (c.class_cond && (!classes || classes > c.num_classes))
         fail("%s has %d classes and the model %d; see prepare_data.py --labels", name, classes,
              c.num_classes);
-    if (factor > 1) shrink(&data, factor);
+    if (factor > 1) shrink(&data, W, factor);
     return data;
 }
 
@@ -3598,24 +3527,10 @@ static int classes_in(const std::string& path) {
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
-enum { UNET_MAGIC = 0x54454E55, UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
+enum { UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
 enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
-
-struct Section {
-    size_t offset, bytes;
-};
-
-// What a weights file says of itself, everything checked against its length; the sections are read later.
-struct WeightsFile {
-    std::string path;
-    Config config;  // the default one with what the file stores
-    long step = 0;
-    float smoothed = 0;
-    History history = History();
-    std::map<std::string, Section> sections = {};  // by name
-};
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
@@ -3678,18 +3593,8 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
              file->path.c_str(), size);
 }
 
-static void read_history(WeightsFile* file, Reader* in) {
-    if (!file->sections.contains("state")) return;
-    auto [offset, bytes] = file->sections["state"];
-    History* h = &file->history;
-    in->seek(offset);
-    in->read(h, std::min(bytes, sizeof *h));
-    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
-        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
-        fail("%s is damaged: its section state makes no sense", file->path.c_str());
-}
-
-static void read_text_flags(WeightsFile* file, Reader* in) {
+// What the sections besides the parameters hold: the flags that are texts, and a run's history.
+static void read_texts_and_history(WeightsFile* file, Reader* in) {
     for (const Flag& flag : FLAGS) {
         if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
         auto [offset, bytes] = file->sections[flag.name];
@@ -3700,31 +3605,39 @@ static void read_text_flags(WeightsFile* file, Reader* in) {
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
     }
+    if (!file->sections.contains("state")) return;
+    auto [offset, bytes] = file->sections["state"];
+    History* h = &file->history;
+    in->seek(offset);
+    in->read(h, std::min(bytes, sizeof *h));
+    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
+        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
+        fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
     Reader in(path);
-    WeightsFile file = {.path = path, .config = default_config()};
     const int32_t* header = in.header;
+    float smoothed = std::bit_cast<float>(header[FIELD_SMOOTHED]);
+    WeightsFile file = {path, default_config(), header[FIELD_STEP], smoothed};
     if (header[0] == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (header[0] == OLD_WEIGHTS_MAGIC)
         fail("%s has the first format; python generate.py --model_filename %s --export NEW.bin makes today's",
              name, shell_word(path).c_str());
-    if (in.size < HEADER_BYTES || header[0] != UNET_MAGIC)
-        fail("%s is no weights file (of a .pt or .safetensors, python generate.py --import makes one)", name);
+    if (in.size < HEADER_BYTES || header[0] != NETWORK_MAGIC)
+        fail("%s is no weights file of a " NETWORK " (of .pt or .safetensors, " IMPORTER " makes one)", name);
     if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
         fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
              header[FIELD_VERSION], UNET_VERSION);
     read_sections(&file, header, in.size);
     if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
     fields_to_flags(&file.config, header, path);
-    file.step = header[FIELD_STEP];
-    memcpy(&file.smoothed, header + FIELD_SMOOTHED, sizeof file.smoothed);
-    std::string why = failure_of([&] { check_config(file.config); });
+    Plan plan;
+    std::string why = failure_of([&] { check_config(file.config), plan = make_plan(file.config, 1, false); });
     if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
-    size_t parameters = make_plan(file.config, 1, false).num_parameters;
+    size_t parameters = plan.num_parameters;
     if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              header[FIELD_PARAMETERS], file.step, file.smoothed);
@@ -3732,8 +3645,7 @@ static WeightsFile open_weights(const std::string& path) {
     for (const char* section : ARRAY_SECTIONS)
         if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
-    read_history(&file, &in);
-    read_text_flags(&file, &in);
+    read_texts_and_history(&file, &in);
     return file;
 }
 
@@ -3742,25 +3654,22 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
     Reader in(file.path);
     in.seek(file.sections.at(section).offset);
     for (const Parameter& t : m.plan.tensors) {
-        std::vector<float> stored = in.take<std::vector<float>>(t.count), reordered(t.size);
+        auto stored = in.take<std::vector<float>>(t.count);
         if (!all_finite(stored.data(), t.count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
-                 file.path.c_str(), t.name, section);
-        reorder(reordered.data(), stored.data(), t, true);
-        upload_tensor(m, to, t, reordered.data());
+                 file.path.c_str(), t.name.c_str(), section);
+        upload_tensor(m, to, t, reordered(stored, t, true).data());
     }
 }
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
-    std::vector<float> held, reordered;
     for (const Parameter& t : plan.tensors) {
-        held.resize(t.size), reordered.resize(t.count);
+        std::vector<float> held(t.size);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
             fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
-                 t.name, out->path.c_str());
-        reorder(reordered.data(), held.data(), t, false);
-        out->write(reordered.data(), t.count * sizeof(float));
+                 t.name.c_str(), out->path.c_str());
+        out->write(reordered(held, t, false).data(), t.count * sizeof(float));
     }
 }
 
@@ -3771,11 +3680,11 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
         for (auto [section, parameters] : arrays_of(m)) whole_of(&m, parameters);
         return;
     }
-    int32_t header[HEADER_INTS] = {UNET_MAGIC, UNET_VERSION};
+    int32_t header[HEADER_INTS] = {NETWORK_MAGIC, UNET_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
-    memcpy(header + FIELD_SMOOTHED, &smoothed, sizeof smoothed);
+    header[FIELD_SMOOTHED] = std::bit_cast<int32_t>(smoothed);
     flags_to_fields(header, m.config);
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
@@ -3883,11 +3792,12 @@ static void write_grid(const std::string& path, const std::vector<float>& pictur
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
-// Keeps what steps up to resumed_step logged, and their validation losses. open_metrics is what writes.
-static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
+// Keeps what steps up to resumed_step logged, and their validation losses.
+static void open_metrics(Metrics* m, const std::string& path, const std::string& there, long resumed_step,
                          std::map<long, double>* validated) {
     m->path = path;
-    std::vector<std::string> lines = split(read_text(path), '\n');
+    std::string kept;
+    std::vector<std::string> lines = split(there, '\n');
     lines.pop_back();  // what follows the last line feed was cut short
     for (const std::string& line : lines) {
         long step;
@@ -3895,16 +3805,12 @@ static void read_metrics(Metrics* m, const std::string& path, long resumed_step,
         double loss = NAN;  // of weights that are no numbers it says null
         int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
         if (read < 1 || step > resumed_step) continue;
-        m->kept += line + "\n";
+        kept += line + "\n";
         if (validates) (*validated)[step] = loss;
     }
-}
-
-static void open_metrics(Metrics* m) {
-    if (fs::exists(m->path) && fs::file_size(m->path) != m->kept.size()) write_text(m->path, m->kept);
-    m->file = open(m->path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (m->file < 0 || (m->end = lseek(m->file, 0, SEEK_END)) < 0)
-        fail("can't write %s: %s", m->path.c_str(), strerror(errno));
+    if (kept != there) write_text(path, kept);
+    m->file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (m->file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
 }
 
 static void add_metrics(Metrics* m, const std::string& lines) {
@@ -3919,9 +3825,10 @@ static void add_metrics(Metrics* m, const std::string& lines) {
         if (!std::exchange(m->warned, true))
             note("could not write " + m->path + ": " + strerror(errno) +
                  "; what is missing there follows later");
-        if (!ftruncate(m->file, m->end)) written = 0;  // otherwise the next attempt continues the line
+        off_t before = lseek(m->file, 0, SEEK_END) - (off_t)written;
+        if (!ftruncate(m->file, before)) written = 0;  // otherwise the next attempt continues the line
     }
-    waiting.erase(0, written), m->end += (off_t)written;
+    waiting.erase(0, written);
 }
 
 inline Metrics::~Metrics() {
@@ -3936,12 +3843,13 @@ inline Metrics::~Metrics() {
 // ---- flags as they are typed ------------------------------------------------------------------------------
 static void print_help() {
     printf(
-        "train_unet: trains a UNet diffusion model on images\n\n"
-        "  ./train_unet --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
+        "%1$s: trains a %2$s diffusion model on images\n\n"
+        "  ./%1$s --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
         "--output_name X.bin)\n"
-        "  ./train_unet --resume              continue\n"
-        "  ./train_unet --generate 64         draw pictures with the newest checkpoint\n\n"
-        "Flags are written --name value or --name=value.\n");
+        "  ./%1$s --resume              continue\n"
+        "  ./%1$s --generate 64         draw pictures with the newest checkpoint\n\n"
+        "Flags are written --name value or --name=value.\n",
+        PROGRAM, NETWORK);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
@@ -4000,7 +3908,7 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
         std::string why = failure_of([&] {
             given.push_back(parse_config_line(line, origin));
             set_flag(&scratch, *given.back().flag, given.back().value);
-            if (is_named(*given.back().flag, "preset")) preset_flags(given.back().value);
+            if (is_preset(*given.back().flag)) preset_flags(given.back().value);
         });
         if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
     }
@@ -4010,25 +3918,13 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
 // Every setting as a file that --config reads, under the titles of --help.
 static std::string config_text(const Config& config) {
     std::string lines =
-        "# Flags of train_unet, read with --config FILE; flags typed beside it come over these.\n";
+        "# Flags of " PROGRAM ", read with --config FILE; flags typed beside it come over these.\n";
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (flag.group != OTHER && !is_named(flag, "preset"))
+        if (flag.group != OTHER && !is_preset(flag))
             lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
     }
     return lines;
-}
-
-// config.txt of a run's folder: its configuration, and in comments what was changed on resuming.
-static void write_config(const Config& config, long step, const std::vector<std::string>& changes) {
-    std::string path = text("%s/config.txt", config.out_dir), contents = config_text(config);
-    for (const std::string& line : split(read_text(path), '\n')) {
-        long changed;
-        if (sscanf(line.c_str(), "# from step %ld on:", &changed) == 1 && changed <= step)
-            contents += line + "\n";
-    }
-    for (const std::string& change : changes) contents += text("# from step %ld on: ", step) + change + "\n";
-    write_text(path, contents);
 }
 
 // Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
@@ -4052,13 +3948,24 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
     }
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
-    if (const GivenFlag* preset = was_given(given, "preset"))
-        put_first(parse_flags(split(preset_flags(preset->value), ' '), "--preset " + preset->value));
+    for (const Flag& flag : FLAGS)
+        if (const GivenFlag* preset = was_given(given, flag.name); preset && is_preset(flag))
+            put_first(parse_flags(split(preset_flags(preset->value), ' '),
+                                  text("--%s %s", flag.name, preset->value.c_str())));
     return given;
 }
 
 // ---- what a run prints ------------------------------------------------------------------------------------
-static void print_plan(const Plan& plan) {
+static void print_run(const Model& m) {
+    const Config& c = m.config;
+    const Plan& plan = m.plan;
+    int column = 0;
+    for (const Flag& flag : FLAGS) {
+        std::string value = flag_text(c, flag);
+        if (flag.group == OTHER || value.empty()) continue;
+        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
+    }
+    printf("%s\n", column % 3 ? "\n" : "");
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
     for (size_t i = 0; i < plan.blocks.size(); i++) {
@@ -4073,19 +3980,6 @@ static void print_plan(const Plan& plan) {
                text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
-}
-
-static void print_run(const Model& m) {
-    const Config& c = m.config;
-    const Plan& plan = m.plan;
-    int column = 0;
-    for (const Flag& flag : FLAGS) {
-        std::string value = flag_text(c, flag);
-        if (flag.group == OTHER || value.empty()) continue;
-        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
-    }
-    printf("%s\n", column % 3 ? "\n" : "");
-    print_plan(plan);
     std::string copies;
     if (plan.training && !is_shared(&m))
         copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
@@ -4110,8 +4004,7 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
     if (!is_asked(g) || g->origin.starts_with("--")) return;
     int smallest = c.image_size >> (list_length(c.channel_mult) - 1);
     for (int size : c.attention_resolutions)
-        if (size &&
-            (size < smallest || c.image_size % size || !std::has_single_bit(c.image_size / size + 0u)))
+        if (size && (size % smallest || size > c.image_size || !std::has_single_bit(size / smallest + 0u)))
             printf("note: no level has the size %d of --attention_resolutions; they halve from %d to %d\n",
                    size, c.image_size, smallest);
 }
@@ -4120,10 +4013,12 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 // A new run of this configuration on grey images.
 static void prepare_trial_run(Trainer* t, const Config& config) {
     int B = config.batch_size, H = config.image_size;
-    t->images.count = B, t->images.size = H, t->images.channels = config.in_channels;
+    t->images.count = B;
     t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
-    build_model(&t->model, config, microbatch_of(config), true);
+    t->model = plan_model(config, microbatch_of(config), true);
+    check_memory(t->model);
+    allocate_model(&t->model);
     initialise_weights(&t->model, config.seed);
     prepare_steps(t);
 }
@@ -4169,7 +4064,7 @@ static const char* const LAUNCHERS[][3] = {
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // other mpiruns
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
 enum { MEETING_SECONDS = 120 };
-static std::string board_path;
+static std::string board_path() { return text("/dev/shm/train_unet_%u_%d", getuid(), world.port); }
 static std::vector<pid_t> forked_ranks;
 static std::atomic<bool> ranks_met = false;
 
@@ -4183,13 +4078,13 @@ static bool lock_board(int file, int command, int first, int bytes = 1) {
 // Opens the board of this machine's ranks, one after the other; the first empties what a killed run left.
 static int open_board() {
     size_t bytes = sizeof(Board) + (ON_GPU ? 0 : world.size * world.size * sizeof(Mailbox));
-    int file = open(board_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    int file = open(board_path().c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     void* memory = MAP_FAILED;
     if (file >= 0 && !flock(file, LOCK_EX) && (lock_board(file, F_GETLK, 0, 0) || !ftruncate(file, 0)) &&
         !(errno = posix_fallocate(file, 0, (off_t)bytes)) && lock_board(file, F_SETLK, world.local))
         memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (memory == MAP_FAILED)
-        fail("several processes need %s, which they share: %s", board_path.c_str(), strerror(errno));
+        fail("several processes need %s, which they share: %s", board_path().c_str(), strerror(errno));
     board = (Board*)memory;
     board->there[world.local] = world.rank + 1;
     flock(file, LOCK_UN);
@@ -4213,13 +4108,12 @@ static void watch_ranks(int file) {
         if (first_to_tell(EXIT_FAILURE))
             fprintf(stderr, "error: %s, and the others end with it; the last checkpoint stands\n",
                     why.c_str());
-        if (!ranks_met) unlink(board_path.c_str());
+        if (!ranks_met) unlink(board_path().c_str());
         _exit(board->told);
     }
 }
 
-// Becomes one of the ranks that --gpus or --processes asks for, or that a launcher started. Before the first
-// call of CUDA, which no forked process could use.
+// Becomes one of the ranks asked for, or that a launcher started; before CUDA is used, which can't be forked.
 static void start_ranks(const Config& c) {
     int asked = ON_GPU ? c.gpus : c.processes;
     if ((ON_GPU ? c.processes : c.gpus) > 1)
@@ -4256,7 +4150,6 @@ static void start_ranks(const Config& c) {
         if (!forked_ranks.back()) world.rank = world.local = rank;
     }
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
-    board_path = text("/dev/shm/train_unet_%u_%d", getuid(), world.port);
     std::thread(watch_ranks, open_board()).detach();
 }
 
@@ -4264,7 +4157,7 @@ static void start_ranks(const Config& c) {
 static std::string meet_ranks() {
     if (!board) return "";
     std::string through = backend_meet();
-    unlink(board_path.c_str());
+    unlink(board_path().c_str());
     ranks_met = true;
     return text(", %d ranks through %s", world.size, through.c_str());
 }
@@ -4276,23 +4169,19 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Refuses a given flag that contradicts what a file stores, with both values; config is what was given.
-static void refuse_contradiction(const Flag& flag, const Config& config, const std::vector<GivenFlag>& given,
-                                 const WeightsFile& file) {
-    const GivenFlag* g = was_given(given, flag.name);
-    std::string asked = flag_text(config, flag), stored = flag_text(file.config, flag);
-    if (g && asked != stored)
-        fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-             flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
-             file.path.c_str(), stored.empty() ? "none" : stored.c_str());
-}
-
-// The model of a file, which the given flags must not contradict.
-static void take_model(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file) {
+// The model of a file, or all that a resumed run keeps, which the given flags must not contradict.
+static void take_from_file(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file,
+                           bool resumes = false) {
     for (const Flag& flag : FLAGS) {
-        if (flag.group != MODEL && flag.group != DIFFUSION) continue;
-        refuse_contradiction(flag, *config, given, file);
-        set_flag(config, flag, flag_text(file.config, flag));
+        bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
+        if (!of_model && !(resumes && flag.on_resume == FIXED)) continue;
+        const GivenFlag* g = was_given(given, flag.name);
+        std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
+        if (g && asked != stored)
+            fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
+                 flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
+                 file.path.c_str(), stored.empty() ? "none" : stored.c_str());
+        set_flag(config, flag, stored);
     }
 }
 
@@ -4309,19 +4198,17 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     std::vector<uint32_t> numbers;
     bool is_name = std::ranges::count(names, list);  // all of it, commas too
     for (const std::string& range : is_name ? std::vector{list} : split(list, ',')) {
-        char digits[2][11] = {};  // no number has more
-        int read = 0,
-            ends = sscanf(range.c_str(), "%10[0-9]%n-%10[0-9]%n", digits[0], &read, digits[1], &read);
-        uint64_t first = strtoull(digits[0], nullptr, 10),
-                 last = ends == 2 ? strtoull(digits[1], nullptr, 10) : first;
+        unsigned long first = 0, last = 0;
+        int read = 0, ends = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &read, &last, &read);
+        if (ends == 1) last = first;
+        bool is_number = range.find_first_not_of("0123456789-") == range.npos;
         auto name = std::ranges::find(names, range);
-        if (name != names.end() && range.find_first_not_of("0123456789-") != range.npos)
-            first = last = name - names.begin();
-        else if (ends < 1 || range[read] || first > last || last > most)
+        if (name != names.end() && !is_number) first = last = name - names.begin();
+        else if (!is_number || ends < 1 || range[read] || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
-        for (uint64_t number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+        for (unsigned long number = first; number <= last; number++) numbers.push_back((uint32_t)number);
     }
     return numbers;
 }
@@ -4392,31 +4279,31 @@ static std::string sampler_text(const Config& c) {
     return line + THRESHOLDS[c.threshold];
 }
 
-// What pictures are drawn by: the flags, and the model that the weights are of.
-static Config drawing_config(const std::vector<GivenFlag>& given, WeightsFile* file) {
+// What pictures are drawn by: the flags with the model that the weights are of, and these.
+static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_given(given, "seed");
     if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    *file = *config.model_weights ? open_weights(config.model_weights)
-                                  : newest_checkpoint(config.out_dir, otherwise);
-    take_model(&config, given, *file);
-    memcpy(config.optimiser.ema_rate, file->config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
+    WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
+                                             : newest_checkpoint(config.out_dir, otherwise);
+    take_from_file(&config, given, file);
+    memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     using Needs = std::pair<const char*, const char*>;
     for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
                                 Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
         if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
-    if (config.use_ema == 1 && !file->sections.contains("ema")) config.use_ema = 0;
+    if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
-    if (!file->sections.contains(section))
-        fail("%s has no section %s: --use_ema %d can't be had", file->path.c_str(), section, config.use_ema);
+    if (!file.sections.contains(section))
+        fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
     std::string grid = config.output_name;
     if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
         fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
-    return config;
+    return {config, file};
 }
 
 // The grid, and what --strip and --output_dir ask for.
@@ -4432,8 +4319,8 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     std::vector<std::string> names = class_names(c);
     if (columns && !names.empty())
         for (uint32_t number : wanted_classes(c)) rows += (rows.empty() ? " (rows: " : ", ") + names[number];
-    say("%s: %s in %s%s", grid.c_str(), counted(count, "picture").c_str(), human_time(seconds).c_str(),
-        (rows + (rows.empty() ? "" : ")")).c_str());
+    say("%s: %s in %s, %.3fs each%s", grid.c_str(), counted(count, "picture").c_str(),
+        human_time(seconds).c_str(), seconds / count, (rows + (rows.empty() ? "" : ")")).c_str());
     if (c.strip) {
         grid.insert(grid.size() - strlen(".png"), "_strip");
         write_grid(grid, strip, count * c.strip, c, c.strip);
@@ -4478,8 +4365,7 @@ static void load_guide(Model* guide, const Config& c) {
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
-    WeightsFile file;
-    Config config = drawing_config(given, &file);
+    auto [config, file] = drawing_config(given);
     std::vector<Beginning> begins = wanted_pictures(config);
     int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config));
     int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
@@ -4517,71 +4403,62 @@ static void run_generate(const std::vector<GivenFlag>& given) {
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
-static WeightsFile resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
+static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
     const GivenFlag* out_dir = was_given(given, "out_dir");
     if (out_dir && out_dir->origin.empty() && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
              out_dir->value.c_str(), config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
-    WeightsFile file = newest_checkpoint(
+    const WeightsFile& file = t->start = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
-    for (const Flag& flag : FLAGS)
-        if (flag.on_resume == FIXED) refuse_contradiction(flag, *config, given, file);
+    take_from_file(config, given, file, true);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
-    for (const Flag& flag : FLAGS) {
-        std::string was = flag_text(file.config, flag), now = flag_text(*config, flag);
-        if (flag.field && was != now)
-            t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
-    }
-    t->step = file.step, t->smoothed = file.smoothed, t->history = file.history;
-    t->had_ended = file.step == file.config.steps;
-    return file;
+    t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
 }
 
 // Each rank has as many of the parts that a batch goes through the network in: see gradient_of_ranks.
-static void share_batch(Trainer* t, Config* c) {
+static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
     if (!std::has_single_bit(ranks + 0u))
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
-    if (ranks > 1 && !c->microbatch) {
-        c->microbatch = std::max(1, batch / ranks);
-        if (c->resume_given) t->changes.push_back(text("--microbatch %d (was 0)", c->microbatch));
-    }
+    if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
     int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1 << std::countr_zero(parts + 0u);
     if (parts % ranks)
         fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
              batch, part, parts, ranks, fit);
 }
 
-// A run's configuration and plan from its flags. Returns the file that it starts from, if there is one.
-static WeightsFile plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
+// A run's configuration and plan from its flags, and the file that it starts from, if there is one.
+static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
-    WeightsFile file;
     if (config.resume_given) {
-        file = resume_run(t, &config, given);
+        resume_run(t, &config, given);
     } else if (*config.model_weights) {
-        file = open_weights(config.model_weights);
-        take_model(&config, given, file);
+        t->start = open_weights(config.model_weights);
+        take_from_file(&config, given, t->start);
     }
     if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
     *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
-    share_batch(t, &config);
+    share_batch(&config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
+    for (const Flag& flag : FLAGS)
+        if (std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
+            config.resume_given && flag.field && was != now)
+            t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     t->model = plan_model(config, microbatch_of(config), true);
-    return file;
 }
 
 // Locks the run's folder. Its checkpoints must be those that the run was configured with: none, if it is new.
 static void lock_folder(Trainer* t) {
     const char* folder = t->model.config.out_dir;
     make_folder(folder);
-    t->folder = open(folder, O_RDONLY | O_CLOEXEC);
-    if (t->folder < 0 || flock(t->folder, LOCK_EX | LOCK_NB)) {
+    int lock = open(folder, O_RDONLY | O_CLOEXEC);  // and never closed: it is held to the program's end
+    if (lock < 0 || flock(lock, LOCK_EX | LOCK_NB)) {
         if (errno == EWOULDBLOCK)
             fail("another process is training in %s; name another folder with --out_dir", folder);
         note(text("%s can't be locked (%s): see that no other run is started", folder, strerror(errno)));
@@ -4593,8 +4470,9 @@ static void lock_folder(Trainer* t) {
 }
 
 // The weights that a run starts from: fresh ones, a file's, or with all that belongs to them a checkpoint's.
-static void load_start(Trainer* t, const WeightsFile& file) {
+static void load_start(Trainer* t) {
     Model* m = &t->model;
+    const WeightsFile& file = t->start;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
     if (!m->config.resume_given) {
         read_parameters(*m, m->master, file, "weights");
@@ -4610,7 +4488,7 @@ static void load_start(Trainer* t, const WeightsFile& file) {
 }
 
 // Everything between the plan of a run and its first step.
-static void prepare_run(Trainer* t, const WeightsFile& file) {
+static void prepare_run(Trainer* t) {
     const Config& c = t->model.config;
     check_memory(t->model, c.num_samples, "lower --num_samples");
     wanted_classes(c);
@@ -4622,13 +4500,20 @@ static void prepare_run(Trainer* t, const WeightsFile& file) {
         if (step != t->step)
             fail("the ranks see other checkpoints, of step %ld and of %ld: they must share %s", step, t->step,
                  c.out_dir);
-    load_start(t, file);
+    load_start(t);
     prepare_steps(t);
     if (world.rank) return;
+    // config.txt: the configuration, and in comments what was changed on resuming, now and before
+    std::string path = text("%s/config.txt", c.out_dir), config = config_text(c);
+    for (const std::string& line : split(read_text(path), '\n'))
+        if (long step; sscanf(line.c_str(), "# from step %ld on:", &step) == 1 && step <= t->step)
+            config += line + "\n";
+    for (const std::string& change : t->changes)
+        config += text("# from step %ld on: ", t->step) + change + "\n";
     // both of the old files are read before either is replaced
-    read_metrics(&t->metrics, text("%s/metrics.jsonl", c.out_dir), t->step, &t->validated);
-    write_config(c, t->step, t->changes);
-    open_metrics(&t->metrics);
+    std::string log = text("%s/metrics.jsonl", c.out_dir), logged = read_text(log);
+    write_text(path, config);
+    open_metrics(&t->metrics, log, logged, t->step, &t->validated);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
@@ -4687,29 +4572,26 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     std::string checkpoint = checkpoint_path(c.out_dir, t.step);
     long steps = t.step - first;
     printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1) {
-        double ms = 1e3 * seconds / (steps - 1);
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, ms,
-               c.batch_size * 1e3 / ms);
-    }
+    if (steps > 1)
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps,
+               1e3 * seconds / (steps - 1), c.batch_size * (steps - 1) / seconds);
     printf("\n");
-    long best = -1;
-    for (auto [step, loss] : t.validated)
-        if (std::isfinite(loss) && (best < 0 || loss < t.validated.at(best))) best = step;
-    if (best >= 0)
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", t.validated.at(best), best,
-               file_exists(checkpoint_path(c.out_dir, best)) ? "there" : "not kept");
+    auto finite = [](auto& entry) { return std::isfinite(entry.second) ? entry.second : INFINITY; };
+    auto best = std::ranges::min_element(t.validated, {}, finite);
+    if (best != t.validated.end() && std::isfinite(best->second))
+        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best->second, best->first,
+               file_exists(checkpoint_path(c.out_dir, best->first)) ? "there" : "not kept");
     say("checkpoint: %s", checkpoint.c_str());
     std::string samples = samples_path(c.out_dir, t.step);
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./train_unet --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+    say("pictures:   ./" PROGRAM " --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
     std::string more;
     if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
     if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
         more += " --lr_schedule constant";  // the schedule has come to its end
-    say("continue:   ./train_unet --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
+    say("continue:   ./" PROGRAM " --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
 }
 
 static void validate(Trainer* t) {
@@ -4722,22 +4604,12 @@ static void validate(Trainer* t) {
     t->validated[t->step] = loss;
 }
 
-// The step up to which the device can be kept busy: after it the host works with the weights.
-static long next_pause(const Trainer& t) {
-    const Config& c = t.model.config;
-    long next = c.steps;
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) next = std::min(next, (t.step / every + 1) * every);
-    return next;
-}
-
 // A loss or gradient that is not finite ends the run, with what to do about it.
 static void give_up(Trainer* t, const StepState& result) {
-    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved),
-                advice = "the weights before it are " + saved + ": resume from there";
+    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved), advice;
     if (!t->saved) advice = "nothing was saved before it: start again";
-    if (t->saved && t->saved == t->step)
-        advice = "the weights of " + saved + " lead to it: resume from an older one";
+    else if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
+    else advice = "the weights of " + saved + " lead to it: resume from an older one";
     fail("the %s became %s in step %ld; %s with a lower --lr",
          std::isfinite(result.loss) ? "gradient" : "loss",
          std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
@@ -4771,7 +4643,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * training_flops(t->model.plan) * images_per_s;  // of the model's own operations
+           tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
     static const double peak = backend_peak() * world.size;
     std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "", each,
                 each_json;
@@ -4793,11 +4665,11 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    t->saved = t->step;
     auto due = [&](int every) { return every && t->step % every == 0; };
-    auto finds = [&](bool here) { return on_any_rank(&t->model, here && !world.rank); };  // rank 0
+    auto finds = [&](bool here) { return of_ranks(&t->model, here)[0]; };  // rank 0's answer
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->had_ended, lacks = finds(!file_exists(samples_path(c.out_dir, t->step)));
+        bool ended = t->step == t->start.config.steps,
+             lacks = finds(!file_exists(samples_path(c.out_dir, t->step)));
         if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
             validate(t);
         if ((ended || due(c.sample_every)) && lacks) save_samples(t);
@@ -4805,7 +4677,11 @@ static void train(Trainer* t) {
     }
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
-        while (t->begun < std::min(next_pause(*t), t->step + STEPS_IN_FLIGHT)) begin_next_step(t);
+        // the device is kept busy, but not past a step after which the host works with the weights
+        long busy = std::min(t->step + STEPS_IN_FLIGHT, (long)c.steps);
+        for (int every : {c.save_every, c.sample_every, t->validation.count ? c.val_every : 0})
+            if (every) busy = std::min(busy, (t->step / every + 1) * every);
+        while (t->begun < busy) begin_next_step(t);
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
@@ -4829,27 +4705,43 @@ static void train(Trainer* t) {
 // Ctrl-C and SIGTERM, a closed terminal and a pipe whose reader has gone finish the step, save and end (with
 // the last two, whatever is still printed is lost). One such event often sends several signals, as the shell
 // and the kernel do, or timeout: only a second later another Ctrl-C or SIGTERM ends at once.
-static void request_stop(int signal_number) {
-    stop_asked = 1;
-    if (world.size == 1) stop_requested = 1;
-    if (signal_number == SIGINT || signal_number == SIGTERM) alarm(1);
-}
-
 static void handle_signals() {
+    auto request_stop = [](int number) {
+        stop_asked = 1;
+        if (world.size == 1) stop_requested = 1;
+        if (number == SIGINT || number == SIGTERM) alarm(1);
+    };
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
     signal(SIGALRM, [](int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); });
+}
+
+// What main returns: the status of `program`, or of what it fails with, once that is told.
+static int guarded(auto program) {
+    Failure failure = {
+        1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
+    try {
+        return program();
+    } catch (const Failure& thrown) {
+        failure = thrown;
+    } catch (const std::bad_alloc&) {
+    } catch (const std::length_error&) {
+    }
+    fflush(stdout);
+    if (first_to_tell(failure.status)) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+    if (world.size > 1) _exit(failure.status);  // what is on the device may wait for other ranks
+    return failure.status;
 }
 
 #ifndef TESTING
 static void run_training(const std::vector<GivenFlag>& given) {
     Trainer trainer;
     const Config& config = trainer.model.config;
-    WeightsFile file = plan_run(&trainer, given);
-    if (!config.dry_run) prepare_run(&trainer, file);
+    plan_run(&trainer, given);
+    if (!config.dry_run) prepare_run(&trainer);
     for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
     note_attention(config, given);
-    if (file.path.empty() && file_exists("unet_init.bin"))
+    if (trainer.start.path.empty() && file_exists("unet_init.bin"))
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
@@ -4875,12 +4767,10 @@ static void run_program(int argc, char** argv) {
     bool draws = config.generate || *config.seeds || config.interpolate;
     for (const char* name :  // that was typed, and would do nothing
          {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
-          "jump_n_sample"}) {
-        const GivenFlag* g = was_given(given, name);
-        if (!draws && g && g->origin.empty())
+          "jump_n_sample"})
+        if (const GivenFlag* g = was_given(given, name); !draws && g && g->origin.empty())
             fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
                        name, g->value.c_str());
-    }
     if (config.print_config) {
         Trainer trainer;
         plan_run(&trainer, given);
@@ -4891,7 +4781,7 @@ static void run_program(int argc, char** argv) {
     backend_init();
     handle_signals();
     std::string ranks = meet_ranks();
-    printf("train_unet on %s%s\n", backend_name().c_str(), ranks.c_str());
+    printf(PROGRAM " on %s%s\n", backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
     leave_ranks();
 }
@@ -4900,12 +4790,11 @@ static void run_program(int argc, char** argv) {
 int main(int argc, char** argv) {
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
     // A file must not become standard output because that was closed: its descriptors are taken first.
-    int taken = 0;
-    while (taken >= 0 && taken < 3) taken = open("/dev/null", O_RDWR);
-    if (taken > 2) close(taken);
+    for (int taken : {0, 1, 2})
+        if (fcntl(taken, F_GETFD) < 0) open("/dev/null", O_RDWR);
 #ifdef _OPENMP
-    // Threads that spin while they wait are no faster here, and many times slower where something else runs
-    // beside us. OpenMP reads this setting before main, so the program starts itself again with it.
+    // Threads that wait spin for some 30 us, then sleep for what runs beside us. OpenMP reads it before main.
+    setenv("GOMP_SPINCOUNT", "10000", 0);
     if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
 #endif
     return guarded([&] {
@@ -4922,25 +4811,43 @@ int main(int argc, char** argv) {
 // ==== 11  LAYERS ON THE CPU ================================================================================
 
 #if !defined(__CUDACC__) || defined(TESTING)  // the specification of every layer
+// Loops whose rounds are registers of vectors, and loops that become vectors.
+#define REGISTER_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
+#define SIMD_FOR(...) _Pragma("omp simd") for (__VA_ARGS__)
 namespace cpu {
 
 // ---- CPU workspace ----------------------------------------------------------------------------------------
-// Each thread's own scratch: gathered inputs of a product, attention scores, and matmul's packed panels.
-enum { THREAD_FLOATS = 1 << 19, KC = 256, NC = 512, SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
+// What a layer's threads share, the parts of a weight gradient; then each thread's own scratch: transformed
+// operands of a convolution, attention scores, and matmul's packed panels.
+enum { SHARED_FLOATS = 1 << 20, THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
+enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };  // of a thread
 static float* cpu_workspace;
 
-static size_t cpu_workspace_bytes() { return sizeof(float) * SCRATCH_FLOATS * omp_get_max_threads(); }
+static float* thread_floats() {
+    return cpu_workspace + SHARED_FLOATS + (size_t)omp_get_thread_num() * SCRATCH_FLOATS;
+}
+static size_t cpu_workspace_bytes() {
+    return sizeof(float) * (SHARED_FLOATS + (size_t)omp_get_max_threads() * SCRATCH_FLOATS);
+}
 static void allocate_cpu_workspace() {
     if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes(), true);
 }
-static float* thread_floats() { return cpu_workspace + (size_t)omp_get_thread_num() * SCRATCH_FLOATS; }
 
-// work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads. Shapes
-// decide what a tile is, never the number of threads.
-static void each_tile(int M, int rows, int N, int columns, auto work) {
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int m = 0; m < M; m += rows)
-        for (int n = 0; n < N; n += columns) work(m, std::min(m + rows, M), n, std::min(n + columns, N));
+// work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads; before
+// its first one of some columns a thread calls prepare(n0, n1), if given, to have weights in its scratch.
+// Shapes decide what a tile is, never the number of threads.
+static void each_tile(int M, int rows, int N, int columns, auto work, auto... prepare) {
+#pragma omp parallel
+    {
+        int prepared = -1;
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int n = 0; n < N; n += columns)
+            for (int m = 0; m < M; m += rows) {
+                int end = std::min(n + columns, N);
+                if (std::exchange(prepared, n) != n) (prepare(n, end), ...);
+                work(m, std::min(m + rows, M), n, end);
+            }
+    }
 }
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
@@ -4963,150 +4870,145 @@ enum { VECTOR = 16, TILE_ROWS = 12 };
 #else
 enum { VECTOR = 8, TILE_ROWS = 6 };
 #endif
-enum { TILE_COLUMNS = 2 * VECTOR, ROW_BLOCK = 10 * TILE_ROWS };
+enum { TILE_COLUMNS = 2 * VECTOR };
 typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
 
 // A row-major matrix whose rows in memory are ld apart, or its transpose, as an operand of a product: how far
-// it is to the element in the next row, and in the next column.
+// it is to the next row's element and to the next column's; 0 tells matmul_pack's panels, of `row` rows.
 struct Matrix {
     const float* data;
     ptrdiff_t row, column = 1;
     Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
 };
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
+static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; }
+static Matrix pixels_of(Tensor x, int p = 0, int c = 0) { return {x.data + (size_t)p * x.C + c, x.C}; }
+static int round_up(int n, int unit) { return ceil_div(n, unit) * unit; }
 
-// c (R, TILE_COLUMNS) = a (R, K) times panel (K, TILE_COLUMNS).
-template <int R> static void matmul_tile(float* c, Matrix a, const float* panel, int K) {
+// c (R, TILE_COLUMNS), its rows ldc apart, = [c +] a (R, K) times panel (K, TILE_COLUMNS).
+template <int R> static void multiply(float* c, int ldc, Matrix a, const float* panel, int K, bool add) {
     Vector sum0[R] = {}, sum1[R] = {};
+    REGISTER_FOR (int r = 0; r < R; r++)
+        __builtin_prefetch(c + r * ldc, 1), __builtin_prefetch(c + r * ldc + VECTOR, 1);
     for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
         Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
+        REGISTER_FOR (int r = 0; r < R; r++) {
             sum0[r] += a.data[r * a.row] * b0;
             sum1[r] += a.data[r * a.row] * b1;
         }
     }
-    for (int r = 0; r < R; r++, c += TILE_COLUMNS) *(Vector*)c = sum0[r], *(Vector*)(c + VECTOR) = sum1[r];
-}
-
-// b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS).
-static void matmul_pack(float* panels, Matrix b, int K, int N) {
-    for (int n = 0; n < N; n += TILE_COLUMNS, panels += (size_t)K * TILE_COLUMNS) {
-        int width = std::min((int)TILE_COLUMNS, N - n);
-        if (width < TILE_COLUMNS) memset(panels, 0, (size_t)K * TILE_COLUMNS * sizeof(float));
-        if (b.column == 1)
-            for (int k = 0; k < K; k++)
-                memcpy(panels + (size_t)k * TILE_COLUMNS, b.from(k, n).data, width * sizeof(float));
-        else  // a transposed b: blocks of 16 keep the lines being written in the first-level cache
-            for (int k0 = 0; k0 < K; k0 += 16)
-                for (int j = 0; j < width; j++)
-                    for (int k = k0; k < std::min(k0 + 16, K); k++)
-                        panels[(size_t)k * TILE_COLUMNS + j] = *b.from(k, n + j).data;
+    REGISTER_FOR (int r = 0; r < R; r++, c += ldc) {
+        Vector &c0 = *(Vector*)c, &c1 = *(Vector*)(c + VECTOR);
+        c0 = add ? c0 + sum0[r] : sum0[r], c1 = add ? c1 + sum1[r] : sum1[r];
     }
 }
 
-struct ProductSize {
-    int M, N, K;
-};
+// A vector's first n elements, if it has so many; zeros behind them.
+static Vector load_some(const float* from, int n) {
+    if (n >= VECTOR) return *(const Vector*)from;
+    Vector v = {};
+    memcpy(&v, from, std::max(0, n) * sizeof(float));
+    return v;
+}
+static void store_some(float* to, Vector v, int n) {
+    if (n >= VECTOR) *(Vector*)to = v;
+    else memcpy(to, &v, n * sizeof(float));
+}
+// b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), zeros behind N.
+static void matmul_pack(float* panels, Matrix b, int K, int N) {
+    for (int n = 0; n < N; n += TILE_COLUMNS)
+        for (int k = 0; k < K; k++, panels += TILE_COLUMNS) {
+            const float* row = b.from(k, n).data;
+            int width = std::min((int)TILE_COLUMNS, N - n);
+            if (b.column == 1 && width == TILE_COLUMNS) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
+            else
+                SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = j < width ? row[j * b.column] : 0;
+        }
+}
 
 // c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
 // their parallel loops. The order of a sum depends on K alone; a long one is added up block by block.
-static void matmul(ProductSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
+static void matmul(std::array<int, 3> size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     auto [M, N, K] = size;
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
-    float tile[TILE_ROWS * TILE_COLUMNS];
+    float corner[TILE_ROWS * TILE_COLUMNS];           // a tile of which c has some columns only
     for (int n0 = 0; n0 < N; n0 += NC)
         for (int k0 = 0; k0 < K; k0 += KC) {
             int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
             bool add = accumulate || k0;
-            matmul_pack(panels, b.from(k0, n0), block_k, block_n);
-            for (int m0 = 0; m0 < M; m0 += ROW_BLOCK)
-                for (int n = 0; n < block_n; n += TILE_COLUMNS)
-                    for (int m = m0, rows; m < std::min(m0 + ROW_BLOCK, M); m += rows) {
-                        const float* panel = panels + (size_t)n * block_k;
-                        Matrix a_rows = a.from(m, k0);
-                        rows = M - m >= TILE_ROWS ? TILE_ROWS : M - m >= 4 ? 4 : 1;
-                        if (rows == TILE_ROWS) matmul_tile<TILE_ROWS>(tile, a_rows, panel, block_k);
-                        if (rows == 4) matmul_tile<4>(tile, a_rows, panel, block_k);
-                        if (rows == 1) matmul_tile<1>(tile, a_rows, panel, block_k);
-                        for (int r = 0; r < rows; r++)
-                            for (int j = 0; j < std::min((int)TILE_COLUMNS, block_n - n); j++) {
-                                float *target = c + (size_t)(m + r) * ldc + n0 + n + j,
-                                      value = tile[r * TILE_COLUMNS + j];
-                                *target = add ? *target + value : value;
-                            }
+            if (b.column) matmul_pack(panels, b.from(k0, n0), block_k, block_n);
+            for (int n = 0; n < block_n; n += TILE_COLUMNS)
+                for (int m = 0, rows; m < M; m += rows) {
+                    rows = M - m >= TILE_ROWS ? TILE_ROWS : M - m >= 4 ? 4 : 1;
+                    auto tile = rows == 1 ? multiply<1> : rows == 4 ? multiply<4> : multiply<TILE_ROWS>;
+                    const float* panel = panels + (size_t)n * block_k;
+                    if (!b.column) panel = b.data + (n0 + n) * b.row + k0 * TILE_COLUMNS;
+                    float* to = c + (size_t)m * ldc + n0 + n;
+                    int columns = block_n - n;
+                    if (columns >= TILE_COLUMNS) tile(to, ldc, a.from(m, k0), panel, block_k, add);
+                    else {
+                        tile(corner, TILE_COLUMNS, a.from(m, k0), panel, block_k, false);
+                        for (int r = 0; r < rows; r++, to += ldc)
+                            for (int j = 0; j < columns; j++)
+                                to[j] = corner[r * TILE_COLUMNS + j] + (add ? to[j] : 0);
                     }
+                }
         }
 }
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
-// total (N) += sums over pixels [begin, end), add(sum, t) adding pixel t's: short in float, long in double.
-template <size_t N, typename Add> static void sum_pixels(double (&total)[N], int begin, int end, Add add) {
-    for (int t0 = begin; t0 < end; t0 += 64) {
-        float sum[N] = {};
-        for (int t = t0; t < std::min(t0 + 64, end); t++) add(sum, t);
-        for (size_t i = 0; i < N; i++) total[i] += sum[i];
-    }
-}
-
+// A product with ones, an image at a time.
 static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
-    int B = dout.B, T = dout.H * dout.W, O = dout.C;
-    each_tile(1, 1, O, 16, [&](int, int, int o0, int o1) {
-        int n = o1 - o0;
-        double total[16] = {};
-        for (int b = 0; b < B; b++) {
-            double image[16] = {};
-            sum_pixels(image, 0, T, [&](float* sum, int t) {
-                const float* row = dout.data + ((size_t)b * T + t) * O + o0;
-#pragma omp simd
-                for (int o = 0; o < n; o++) sum[o] += row[o];
-            });
-            for (int o = 0; o < n; o++) {
-                total[o] += image[o];
-                if (per_image.data) per_image.data[(size_t)b * per_image.pitch + o0 + o] = (float)image[o];
+    each_tile(1, 1, dout.C, TILE_COLUMNS, [&](int, int, int o0, int o1) {
+        const float one = 1;
+        float image[TILE_COLUMNS];
+        double total[TILE_COLUMNS] = {};
+        for (int b = 0; b < dout.B; b++) {
+            matmul({1, o1 - o0, dout.T()}, image, 0, {&one, 0, 0}, pixels_of(dout, b * dout.T(), o0), false);
+            for (int o = o0; o < o1; o++) {
+                total[o - o0] += image[o - o0];
+                if (per_image.data) per_image.row(b)[o] = image[o - o0];
             }
         }
-        for (int o = 0; o < n; o++) layer.dbias[o0 + o] = (float)total[o];
+        for (int o = o0; o < o1; o++) layer.dbias[o] = (float)total[o - o0];
     });
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// work(b, c, n, x) for every image b and every n <= SLAB channels from c on that lie together in one of the
-// two tensors: x(t) is where they lie at pixel t.
-enum { SLAB = 32 };
-static void each_slab(const Joined& x, auto work) {
-    for (int c0 : {0, x.first.C}) {
-        const Tensor& of = x.of(c0);
-        each_tile(of.B, 1, of.C, SLAB, [&](int b, int, int c, int end) {
-            float* first = of.data + (size_t)b * of.T() * of.C + c;
-            work(b, c0 + c, end - c, [first, C = of.C](int t) { return first + (size_t)t * C; });
-        });
+// work(c, n, row) for every n <= SLAB channels of x from c on that lie together in one of the two tensors:
+// row(t) is where they lie at pixel t of image b. What adds up SLAB channels does it in registers.
+enum { SLAB = 64 };
+static void each_slab(const Joined& x, int b, auto work) {
+    for (int c = 0, n; c < x.C(); c += n) {
+        const Tensor& of = x.of(c);
+        auto row = [&, at = x.within(c)](int t) { return of.data + ((size_t)b * of.T() + t) * of.C + at; };
+        n = std::min((int)SLAB, of.C - x.within(c));
+        if (n == SLAB) work(c, std::integral_constant<int, SLAB>(), row);
+        else if (n == SLAB / 2) work(c, std::integral_constant<int, SLAB / 2>(), row);
+        else work(c, n, row);
     }
 }
 
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(float) * x.count()});
-    int T = x.H * x.W, parts = norm_parts(T);
-    each_slab(x, [&](int b, int c, int n, auto row) {
-        for (int part = 0; part < parts; part++) {
-            int t0 = part * NORM_PART, t1 = std::min(t0 + NORM_PART, T);
+    each_tile(x.B, 1, x.T(), NORM_PART, [&](int b, int, int t0, int t1) {
+        each_slab(x, b, [&](int c, auto n, auto row) {
             const float* pivot = row(t0);
-            double total[2 * SLAB] = {};  // of x - pivot, which is one of them, so that little cancels
-            sum_pixels(total, t0, t1, [&](float* sum, int t) {
+            float sum[SLAB] = {}, squares[SLAB] = {};  // of x - pivot, which is one of them: little cancels
+            for (int t = t0; t < t1; t++) {
                 const float* x_t = row(t);
-#pragma omp simd
-                for (int k = 0; k < n; k++) {
+                SIMD_FOR (int k = 0; k < n; k++) {
                     float d = x_t[k] - pivot[k];
-                    sum[k] += d, sum[SLAB + k] += d * d;
+                    sum[k] += d, squares[k] += d * d;
                 }
-            });
-            float2* moments = x.moments + ((size_t)b * parts + part) * x.C + c;
-            for (int k = 0; k < n; k++) {
-                double shift = total[k] / (t1 - t0), squares = total[SLAB + k] - total[k] * shift;
-                moments[k] = {(float)(pivot[k] + shift), (float)std::max(0.0, squares)};
             }
-        }
+            float2* moments = x.moments + ((size_t)b * norm_parts(x.T()) + t0 / NORM_PART) * x.C + c;
+            for (int k = 0; k < n; k++) {
+                float shift = sum[k] / (t1 - t0);
+                moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
+            }
+        });
     });
 }
 
@@ -5134,17 +5036,15 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
     each_tile(out.B, 1, out.C, width, [&](int b, int, int c0, int end) {
-        double n = (double)T * width, mean = 0, squares = 0;
-        auto each_moment = [&](auto use) {
-            for (int part = 0; part < parts; part++)
-                for (int c = c0; c < end; c++) {
-                    const Tensor& x = norm.x.of(c);
-                    const float2* moments = x.moments + ((size_t)b * parts + part) * x.C;
-                    use(std::min((int)NORM_PART, T - part * NORM_PART), moments[norm.x.within(c)]);
-                }
-        };
-        each_moment([&](int pixels, float2 m) { mean += pixels * m.x / n; });
-        each_moment([&](int pixels, float2 m) { squares += m.y + pixels * (m.x - mean) * (m.x - mean); });
+        double n = 0, mean = 0, squares = 0;
+        for (int part = 0; part < parts; part++)
+            for (int c = c0; c < end; c++) {
+                const Tensor& x = norm.x.of(c);
+                float2 more = x.moments[((size_t)b * parts + part) * x.C + norm.x.within(c)];
+                double pixels = std::min((int)NORM_PART, T - part * NORM_PART), apart = more.x - mean;
+                n += pixels, mean += apart * pixels / n;
+                squares += more.y + apart * apart * pixels * (n - pixels) / n;
+            }
         float2 group = {(float)mean, (float)(1.0 / sqrt(squares / n + NORM_EPS))};
         for (int c = c0; c < end; c++) {
             float2 layer = norm.modulated(b, c);
@@ -5153,13 +5053,14 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
             norm.statistics[at] = group, norm.affine[at] = {part * scale, part * shift};
         }
     });
-    each_slab(norm.x, [&](int b, int c, int n, auto row) {
-        NormMap map(norm, b, c, n);
-        for (int t = 0; t < T; t++) {
-            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
-#pragma omp simd
-            for (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
-        }
+    each_tile(out.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
+        each_slab(norm.x, b, [&](int c, auto n, auto row) {
+            NormMap map(norm, b, c, n);
+            for (int t = t0; t < t1; t++) {
+                float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
+                SIMD_FOR (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
+            }
+        });
     });
 }
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
@@ -5169,27 +5070,26 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
-    int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C;
-    each_slab(norm.x, [&](int b, int c, int n, auto row) {
-        NormMap map(norm, b, c, n);
-        for (int part = 0; part < parts; part++) {
-            double total[2 * SLAB] = {};
-            sum_pixels(total, part * NORM_PART, std::min((part + 1) * NORM_PART, T), [&](float* sum, int t) {
+    int T = dy.T(), parts = norm_parts(T), C = dy.C;
+    each_tile(dy.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
+        each_slab(norm.x, b, [&](int c, auto n, auto row) {
+            NormMap map(norm, b, c, n);
+            float sum[SLAB] = {}, product[SLAB] = {};
+            for (int t = t0; t < t1; t++) {
                 size_t at = ((size_t)b * T + t) * C + c;
                 const float *x_t = row(t), *upstream = dout.data + at;
                 float d[SLAB];
                 std::copy(upstream, upstream + n, d);
                 if (norm.silu)
-#pragma omp simd
-                    for (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
-#pragma omp simd
-                for (int k = 0; k < n; k++)
-                    sum[k] += d[k], sum[SLAB + k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+                    SIMD_FOR (int k = 0; k < n; k++)
+                        d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
+                SIMD_FOR (int k = 0; k < n; k++)
+                    sum[k] += d[k], product[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
                 std::copy(d, d + n, dy.data + at);
-            });
-            float2* sums = norm.sums + ((size_t)b * parts + part) * C + c;
-            for (int k = 0; k < n; k++) sums[k] = {(float)total[k], (float)total[SLAB + k]};
-        }
+            }
+            for (int k = 0; k < n; k++)
+                norm.sums[((size_t)b * parts + t0 / NORM_PART) * C + c + k] = {sum[k], product[k]};
+        });
     });
 }
 
@@ -5197,37 +5097,6 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
     PROFILE("group norm backward",
             {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C, width = C / norm.groups;
-    each_slab(norm.x, [&](int b, int c0, int n, auto row) {
-        NormMap map(norm, b, c0, n);
-        float mean_dy[SLAB], mean_dyx[SLAB];  // of w dy and of w dy x^, over a channel's group
-        for (int k = 0, first = c0 / width * width; k < n; first += width) {  // a group from `first` on
-            double a = 0, q = 0;
-            for (int part = 0; part < parts; part++)
-                for (int c = first; c < first + width; c++) {
-                    float2 sum = norm.sums[((size_t)b * parts + part) * C + c];
-                    double weight = norm.w[c] * norm.gain(b, c);
-                    a += weight * sum.x, q += weight * sum.y;
-                }
-            for (; k < n && c0 + k < first + width; k++)
-                mean_dy[k] = (float)(a / T / width), mean_dyx[k] = (float)(q / T / width);
-        }
-        const Tensor& target = dx.of(c0);
-        for (int t = 0; t < T; t++) {
-            size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c0);
-            const float *upstream = dy.data + pixel * C + c0, *x_t = row(t);
-            float again[SLAB];  // for normed may be dy, and dx x
-#pragma omp simd
-            for (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
-#pragma omp simd
-            for (int k = 0; k < n; k++) {
-                float x_hat = x_t[k] * map.slope[k] + map.offset[k];
-                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean_dy[k] + x_hat * mean_dyx[k]);
-                if (options.residual) d += options.residual.data[at + k];
-                target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
-            }
-            std::copy(again, again + n, normed.data + pixel * C + c0);
-        }
-    });
 #pragma omp parallel for
     for (int c = 0; c < C; c++) {
         double dw = 0, dbias = 0;
@@ -5237,94 +5106,254 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
         }
         norm.dw[c] = (float)dw, norm.dbias[c] = (float)dbias;
     }
+    // the means over a group, of w dy and of w dy x^, come in place of the sums of an image's first part
+    each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int end) {
+        double a = 0, q = 0;
+        float2* sums = norm.sums + (size_t)b * parts * C;
+        for (int part = 0; part < parts; part++)
+            for (int c = c0; c < end; c++) {
+                double weight = norm.w[c] * norm.gain(b, c);
+                a += weight * sums[(size_t)part * C + c].x, q += weight * sums[(size_t)part * C + c].y;
+            }
+        std::fill(sums + c0, sums + end, float2{(float)(a / T / width), (float)(q / T / width)});
+    });
+    each_tile(dy.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
+        each_slab(norm.x, b, [&](int c, auto n, auto row) {
+            NormMap map(norm, b, c, n);
+            float2 mean[SLAB];
+            std::copy_n(norm.sums + (size_t)b * parts * C + c, (int)n, mean);
+            const Tensor& target = dx.of(c);
+            for (int t = t0; t < t1; t++) {
+                size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c);
+                const float *upstream = dy.data + pixel * C + c, *x_t = row(t);
+                float again[SLAB];  // for normed may be dy, and dx x
+                SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
+                SIMD_FOR (int k = 0; k < n; k++) {
+                    float x_hat = x_t[k] * map.slope[k] + map.offset[k];
+                    float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
+                    if (options.residual) d += options.residual.data[at + k];
+                    target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
+                }
+                std::copy(again, again + n, normed.data + pixel * C + c);
+            }
+        });
+    });
+}
+
+// ---- 3x3 convolutions by Winograd's algorithm --------------------------------------------------------------
+// By F(2x2, 3x3) of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). An image is
+// cut into tiles of 2x2 pixels; with x the 4x4 patch around the tile y,
+//   y = A^T ((G w G^T) * (B^T x B)) A,   dw = G^T ((A dy A^T) * (B^T x B)) G
+// where * multiplies element by element, 16 times instead of 36; over all tiles and channels it is 16
+// products of matrices.
+static constexpr float B_T[4][4] = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}};
+static constexpr float G[4][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
+static constexpr float G_T[3][4] = {{1, 0.5f, 0.5f, 0}, {0, 0.5f, -0.5f, 0}, {0, 0.5f, 0.5f, 1}};
+static constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
+static constexpr float A_T[2][4] = {{1, 1, 1, 0}, {0, 1, -1, -1}};
+
+// put(i, element i of m x m^T), where get(i) is x's: vectors of channels. As a call it takes twice as long.
+template <const auto& m> [[gnu::always_inline]] static inline void transform(auto get, auto put) {
+    constexpr int M = std::size(m), N = std::size(m[0]);
+    auto dot = [](const float(&row)[N], const Vector* column, int step) {
+        Vector sum = Vector{} * -1.0f;  // -0: adding to it changes nothing and costs nothing
+        REGISTER_FOR (int k = 0; k < N; k++)
+            if (row[k] != 0) sum += row[k] * column[k * step];
+        return sum;
+    };
+    Vector x[N * N], half[M * N];
+    REGISTER_FOR (int i = 0; i < N * N; i++) x[i] = get(i);
+    REGISTER_FOR (int i = 0; i < M * N; i++) half[i] = dot(m[i / N], x + i % N, N);
+    REGISTER_FOR (int i = 0; i < M * M; i++) put(i, dot(m[i % M], half + i / M * N, 1));
+}
+
+// use(t - t0, image, y, x) for tiles [t0, t1), the first pixel of each; the last ones may lie half outside.
+static int tiles_of(Tensor x) { return x.B * ((x.H + 1) / 2) * ((x.W + 1) / 2); }
+static void each_patch(Tensor x, int t0, int t1, auto use) {
+    int H = (x.H + 1) / 2, W = (x.W + 1) / 2;
+    for (int t = t0; t < t1; t++) use(t - t0, t / W / H, t / W % H * 2, t % W * 2);
+}
+// Of pixel (row, column) of an image, where its channels lie; `outside`, if it is, or if there is no x.
+static float* pixel_at(Tensor x, int b, int row, int column, float* outside = nullptr) {
+    bool inside = x && row >= 0 && row < x.H && column >= 0 && column < x.W;
+    return inside ? x.data + (((size_t)b * x.H + row) * x.W + column) * x.C : outside;
+}
+enum { MOST = 512 };       // channels that a convolution adds up at a time
+static float zeros[MOST];  // of a pixel outside, so that reading patches asks nothing of each
+// Floats of one of the 16 matrices; were it a power of two, all would fall into the same lines of a cache.
+static size_t plane_of(int rows, int columns) { return (size_t)rows * columns + 16; }
+
+// to (16, channels / width, tiles, width) = m x m^T of channels [c0, c1) of tiles [t0, t1), or of the patches
+// around them, zero outside the image; zeros behind c1, to whole vectors.
+template <const auto& m>
+static void transform_pixels(float* to, size_t plane, int width, Tensor x, int t0, int t1, int c0, int c1) {
+    constexpr int N = std::size(m[0]), before = N / 4;
+    x.data += c0;
+    each_patch(x, t0, t1, [&](int t, int b, int top, int left) {
+        const float* from[N * N];
+        for (int i = 0; i < N * N; i++)
+            from[i] = pixel_at(x, b, top - before + i / N, left - before + i % N, zeros);
+        for (int c = 0; c < c1 - c0; c += VECTOR) {
+            float* at = to + ((size_t)(c / width) * (t1 - t0) + t) * width + c % width;
+            transform<m>([&](int i) { return load_some(from[i] + c, c1 - c0 - c); },
+                         [&](int i, Vector v) { *(Vector*)(at + i * plane) = v; });
+        }
+    });
+}
+
+// out = the convolution of x by weights (O, 9, C), plus what is there to add; or backward, with taps flipped,
+// by (C, 9, O).
+static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward options) {
+    int O = out.C, C = x.C, tap_step = backward ? -O : C;
+    int outputs = std::clamp(THREAD_FLOATS / 25 / std::min(C, (int)MOST) / TILE_COLUMNS * TILE_COLUMNS,
+                             (int)TILE_COLUMNS, 128);
+    for (int k0 = 0; k0 < C; k0 += MOST) {
+        if (k0) layer.bias = nullptr, options = {.residual = out};
+        int K = std::min((int)MOST, C - k0), width = round_up(K, VECTOR);
+        size_t plane = plane_of(K, outputs);
+        int band = (THREAD_FLOATS - 16 * (int)plane) / (16 * (width + outputs) + 32) / TILE_ROWS;
+        auto transform_weights = [&](int o0, int o1) {
+            float *weights = thread_floats(), *taken = weights + 16 * plane;
+            size_t size = (size_t)K * round_up(o1 - o0, TILE_COLUMNS);
+            Matrix taps = backward ? Matrix{layer.w + 8 * O + (size_t)k0 * 9 * O + o0, 9 * O}
+                                   : transposed(layer.w + (size_t)o0 * 9 * C + k0, 9 * C);
+            for (int tap = 0; tap < 9; tap++, taps.data += tap_step)
+                matmul_pack(taken + tap * size, taps, K, o1 - o0);
+            for (size_t i = 0; i < size; i += VECTOR)
+                transform<G>([&](int tap) { return *(Vector*)(taken + tap * size + i); },
+                             [&](int f, Vector v) { *(Vector*)(weights + f * plane + i) = v; });
+        };
+        auto convolve_tiles = [&](int first, int last, int o0, int o1) {
+            float *weights = thread_floats(), *patches = weights + 16 * plane;
+            int n = round_up(o1 - o0, TILE_COLUMNS);
+            for (int t0 = first, t1; t0 < last; t0 = t1) {
+                t1 = std::min(t0 + std::clamp(band, 1, 4) * TILE_ROWS, last);
+                size_t from = plane_of(t1 - t0, width), to = plane_of(t1 - t0, n);
+                float* products = patches + 16 * from;
+                transform_pixels<B_T>(patches, from, width, x, t0, t1, k0, k0 + K);
+                for (int f = 0; f < 16; f++)
+                    matmul({t1 - t0, n, K}, products + f * to, n, {patches + f * from, width},
+                           packed(weights + f * plane, K), false);
+                each_patch(x, t0, t1, [&](int t, int b, int top, int left) {
+                    const float* emb = options.emb.row(b);
+                    for (int o = o0; o < o1; o += VECTOR)
+                        transform<A_T>(
+                            [&](int f) { return *(Vector*)(products + f * to + (size_t)t * n + o - o0); },
+                            [&](int i, Vector y) {
+                                float* at = pixel_at(out, b, top + i / 2, left + i % 2);
+                                if (!at) return;
+                                const float* rest = pixel_at(options.residual, b, top + i / 2, left + i % 2);
+                                for (const float* more : {layer.bias, emb, rest})
+                                    if (more) y += load_some(more + o, o1 - o);
+                                store_some(at + o, y, o1 - o);
+                            });
+                });
+            }
+        };
+        each_tile(tiles_of(x), 264, O, outputs, convolve_tiles, transform_weights);
+    }
+}
+
+// Each thread owns a tile of dw and walks over all pixels; where tiles are few, over a part of them, which
+// has sums of its own.
+static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
+    enum { OUTPUTS = 64, INPUTS = 64, TILES = 128 };
+    int C = x.C, O = dout.C, tiles = tiles_of(x);
+    size_t size = (size_t)O * 9 * C;
+    int parts = std::clamp((int)(SHARED_FLOATS / size), 1, std::min(8, tiles));
+    float* sums = parts > 1 ? cpu_workspace : dw;  // (parts, O, 9, C)
+    each_tile(ceil_div(O, OUTPUTS) * parts, 1, C, INPUTS, [&](int task, int, int c0, int c1) {
+        int part = task % parts, o0 = task / parts * OUTPUTS, o1 = std::min(o0 + OUTPUTS, O);
+        int begin = (int)((size_t)tiles * part / parts), end = (int)((size_t)tiles * (part + 1) / parts);
+        int n = round_up(o1 - o0, VECTOR), k = round_up(c1 - c0, TILE_COLUMNS);
+        size_t plane = plane_of(n, k), left_plane = plane_of(TILES, n), right_plane = plane_of(TILES, k);
+        float *sum = thread_floats(), *left = sum + 16 * plane, *right = left + 16 * left_plane;
+        for (int t0 = begin; t0 < end; t0 += TILES) {
+            int t1 = std::min(t0 + TILES, end);
+            transform_pixels<A>(left, left_plane, n, dout, t0, t1, o0, o1);
+            transform_pixels<B_T>(right, right_plane, TILE_COLUMNS, x, t0, t1, c0, c1);
+            for (int f = 0; f < 16; f++)
+                matmul({o1 - o0, k, t1 - t0}, sum + f * plane, k, transposed(left + f * left_plane, n),
+                       packed(right + f * right_plane, t1 - t0), t0 > begin);
+        }
+        for (int o = o0; o < o1; o++)
+            for (int c = c0; c < c1; c += VECTOR) {
+                const float* from = sum + (o - o0) * k + c - c0;
+                float* to = sums + part * size + (size_t)o * 9 * C + c;
+                transform<G_T>([&](int f) { return *(const Vector*)(from + f * plane); },
+                               [&](int tap, Vector v) { store_some(to + tap * C, v, c1 - c); });
+            }
+    });
+#pragma omp parallel for
+    for (size_t i = 0; i < size * (parts > 1); i++) {
+        dw[i] = sums[i];
+        for (int part = 1; part < parts; part++) dw[i] += sums[part * size + i];
+    }
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-// Columns [j0, j1) of what a product multiplies for pixels [p0, p1) of x (B, H, W, C): their channels, or
-// with nine taps their 3x3 neighbourhoods, (9, C), zero outside the image, gathered in the thread's scratch.
-static Matrix pixels_of(int taps, Tensor x, int p0, int p1, int j0, int j1) {
-    int H = x.H, W = x.W, C = x.C;
-    if (taps == 1) return {x.data + (size_t)p0 * C + j0, C};
-    float* columns = thread_floats();
-    for (int p = p0; p < p1; p++) {
-        int column = p % W, row = p / W % H;
-        for (int tap = j0 / C; tap * C < j1; tap++) {
-            int first = std::max(j0, tap * C), last = std::min(j1, (tap + 1) * C);
-            int dy = tap / 3 - 1, dx = tap % 3 - 1;
-            bool inside = row + dy >= 0 && row + dy < H && column + dx >= 0 && column + dx < W;
-            const float* source = x.data + ((ptrdiff_t)p + dy * W + dx) * C + (first - tap * C);
-            int n = last - first;
-            columns = inside ? std::copy_n(source, n, columns) : std::fill_n(columns, n, 0.0f);
-        }
-    }
-    return {thread_floats(), j1 - j0};
-}
-// So many pixels at a time that they fit there.
-static int band_of(int taps, int C) { return taps == 1 ? 252 : std::min(252, THREAD_FLOATS / (taps * C)); }
+enum { BAND = 252 };  // pixels of a task's products
 
 template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
-    int O = out.C, C = TAPS * x.first.C, C2 = x.second.C, K = C + C2, T = out.H * out.W;
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), O));
-    bool in_place = options.residual.data == out.data;
-    const float* residual = in_place ? nullptr : options.residual.data;
-    each_tile(out.rows(), band_of(TAPS, x.first.C), O, 128, [&](int p0, int p1, int o0, int o1) {
-        float* target = out.data + (size_t)p0 * O + o0;
-        const float* w = layer.w + (size_t)o0 * K;
-        Matrix pixels = pixels_of(TAPS, x.first, p0, p1, 0, C),
-               behind = pixels_of(1, x.second, p0, p1, 0, C2);
-        matmul({p1 - p0, o1 - o0, C}, target, O, pixels, transposed(w, K), in_place);
-        matmul({p1 - p0, o1 - o0, C2}, target, O, behind, transposed(w + C, K), true);
-        for (int p = p0; p < p1; p++) {
-            size_t at = (size_t)p * O, emb_at = (size_t)(p / T) * options.emb.pitch;
-            const float *emb = options.emb.data, *bias = layer.bias;
-#pragma omp simd
-            for (int o = o0; o < o1; o++)
-                out.data[at + o] +=
-                    bias[o] + (emb ? emb[emb_at + o] : 0.0f) + (residual ? residual[at + o] : 0.0f);
-        }
-    });
+    int M = out.rows(), O = out.C, K = x.C();
+    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(M, TAPS, K, O));
+    if constexpr (TAPS == 9) convolve(out, x.first, layer, false, options);
+    else {
+        bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs block by block
+        auto weights = [&](int o0, int c) { return transposed(layer.w + (size_t)o0 * K + c, K); };
+        auto pack = [&](int o0, int o1) { matmul_pack(thread_floats(), weights(o0, 0), fits * K, o1 - o0); };
+        auto multiply_band = [&](int p0, int p1, int o0, int o1) {
+            const float *bias = layer.bias, *residual = options.residual.data;
+            for (size_t p = p0; p < (size_t)p1; p++)
+                SIMD_FOR (int o = o0; o < o1; o++)
+                    out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
+            float* target = out.data + (size_t)p0 * O + o0;
+            for (int c : {0, x.first.C}) {
+                Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
+                matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
+            }
+        };
+        int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
+        each_tile(M, BAND, O, columns, multiply_band, pack);
+    }
     if (out.moments) channel_moments(out);
 }
 
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
-    int O = dout.C, K = TAPS * dx.C();
-    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), O));
-    for (int first : {0, dx.first.C}) {
-        const Tensor& of = dx.of(first);
-        each_tile(dout.rows(), band_of(TAPS, O), of.C, 128, [&](int p0, int p1, int c0, int c1) {
-            Matrix pixels = pixels_of(TAPS, dout, p0, p1, 0, TAPS * O);
-            for (int tap = 0; tap < TAPS; tap++, pixels.data += O)
-                matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels,
-                       {layer.w + (TAPS - 1 - tap) * of.C + first + c0, K}, tap > 0 || options.accumulate);
-        });
-    }
+    int O = dout.C, K = dx.C();
+    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, K, O));
+    if constexpr (TAPS == 9)
+        convolve(dx.first, dout, {layer.w}, true, {.residual = options.accumulate ? dx.first : Tensor()});
+    else
+        for (int first : {0, dx.first.C}) {
+            const Tensor& of = dx.of(first);
+            each_tile(dout.rows(), BAND, of.C, 128, [&](int p0, int p1, int c0, int c1) {
+                matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
+                       {layer.w + first + c0, K}, options.accumulate);
+            });
+        }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
 }
 
-// Each thread owns a tile of dw and walks over all pixels: no partial sums to add up.
 template <int TAPS>
 static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
-    int M = dout.rows(), O = dout.C, K = TAPS * x.C();
+    int M = dout.rows(), O = dout.C, K = x.C();
     bias_backward(layer, demb, dout);
-    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, x.C(), O, sizeof(float)));
-    int rows = TAPS == 1 ? 72 : O, columns = TAPS == 1 ? 128 : 96, step = TAPS == 1 ? M : 2 * KC;
-    for (int first : {0, x.first.C}) {
-        const Tensor& of = x.of(first);
-        each_tile(O, rows, TAPS * of.C, columns, [&](int o0, int o1, int j0, int j1) {
-            for (int p0 = 0; p0 < M; p0 += step) {
-                int p1 = std::min(p0 + step, M);
-                matmul({o1 - o0, j1 - j0, p1 - p0}, layer.dw + (size_t)o0 * K + first + j0, K,
-                       transposed(dout.data + (size_t)p0 * O + o0, O), pixels_of(TAPS, of, p0, p1, j0, j1),
-                       p0 > 0);
-            }
-        });
-    }
+    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, K, O, sizeof(float)));
+    if constexpr (TAPS == 9) convolution_weight_gradient(layer.dw, dout, x.first);
+    else  // each thread owns a tile of dw and walks over all pixels: no partial sums to add up
+        for (int first : {0, x.first.C}) {
+            const Tensor& of = x.of(first);
+            each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
+                matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
+                       transposed(dout.data + o0, O), pixels_of(of, 0, c0), false);
+            });
+        }
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS,
-              "two rows of scores fit a thread's scratch");
+static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS, "two rows of scores fit");
 
 // work(b, head, t0, rows) for every image, head and band of rows of the score matrix, of which a thread holds
 // so many at a time; a head's bands follow each other.
@@ -5346,16 +5375,16 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
         for (int i = 0; i < rows; i++) {
             float* s = scores + (size_t)i * T;
             float top = -FLT_MAX, sum = 0;
+#pragma omp simd reduction(max : top)
             for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
 #pragma omp simd reduction(+ : sum)
             for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
             float inverse = 1.0f / sum;
-#pragma omp simd
-            for (int j = 0; j < T; j++) s[j] *= inverse;
+            SIMD_FOR (int j = 0; j < T; j++) s[j] *= inverse;
             lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
         }
-        float* target = out.data + ((size_t)b * T + t0) * C + head * d;
-        matmul({rows, d, T}, target, C, {scores, T}, {v, 3 * C}, false);
+        matmul({rows, d, T}, out.data + ((size_t)b * T + t0) * C + head * d, C, {scores, T}, {v, 3 * C},
+               false);
     });
 }
 
@@ -5374,10 +5403,10 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
         for (int i = 0; i < rows; i++) {
             float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
+#pragma omp simd reduction(+ : D)
             for (int j = 0; j < d; j++) D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
             float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
-#pragma omp simd
-            for (int j = 0; j < T; j++) {
+            SIMD_FOR (int j = 0; j < T; j++) {
                 p_row[j] = fast_exp(scale * p_row[j] - normaliser);
                 ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
             }
@@ -5425,9 +5454,7 @@ static void backend_exchange(const std::vector<Message>& messages) {
     }
 }
 static std::string backend_meet() {
-#ifdef _OPENMP
     if (world.forked) omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
-#endif
     for (int rank = 0; rank < world.size; rank++)
         while (!board->there[rank]) usleep(1000);
     return "memory";
@@ -5452,7 +5479,6 @@ static void on_side_lane(auto launches, bool) { launches(); }
 static void backend_join(int) {}
 #endif
 static void backend_replay(Recording*, auto launches) { launches(); }
-inline Recording::~Recording() {}
 static void backend_mark(int) {}
 static void backend_await(int) {}
 static double backend_peak() { return 0; }
@@ -5478,22 +5504,22 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 
 // A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher takes
 // from a copy, since the next one has the whole again, and splits no further than fits.
-struct Lane {
+static struct Lane {
     cudaStream_t stream;
     Arena workspace;
-};
-static Lane main_lane, side_lane, *lane = &main_lane;        // lane: the one that launches go to now
+} main_lane, side_lane;
+static thread_local Lane* lane = &main_lane;                 // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
 static int side_joined;                                   // how many calls the main stream has waited for
 static cudaDeviceProp gpu_properties;
-static int gpu_multiprocessors;
+static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
 static cudaEvent_t gpu_marks[STEPS_IN_FLIGHT];
 
 static void backend_init() {
-    const char* instead = "build for the CPU: make train_unet DEVICE=cpu";
+    const char* instead = "build for the CPU: make " PROGRAM " DEVICE=cpu";
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || !count)
@@ -5504,7 +5530,6 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    gpu_multiprocessors = gpu_properties.multiProcessorCount;
     for (Lane* each : {&main_lane, &side_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
@@ -5560,9 +5585,6 @@ static void backend_join(int call) {
 
 // NCCL is found when it is needed, so that the program is built and runs without it.
 static void *nccl_library, *nccl_ranks;
-struct NcclId {
-    char bytes[128];
-};
 template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: version 2.10 or later is needed", name);
@@ -5575,9 +5597,8 @@ static std::string backend_meet() {
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-    std::string place = text("%s:%d", host ? host : "127.0.0.1", world.port);
-    setenv("NCCL_COMM_ID", place.c_str(), 0);
-    NcclId id;
+    setenv("NCCL_COMM_ID", text("%s:%d", host ? host : "127.0.0.1", world.port).c_str(), 0);
+    std::array<char, 128> id;  // ncclUniqueId
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
     int version = 0;
@@ -5607,16 +5628,15 @@ static void backend_replay(Recording* recording, auto launches) {
     if (recording->runs++ == 0) return launches();
     if (!recording->graph) {
         cudaGraph_t graph;
+        cudaGraphExec_t ready;
         CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
         launches();
         CUDA_CHECK(cudaStreamEndCapture(main_lane.stream, &graph));
-        CUDA_CHECK(cudaGraphInstantiate((cudaGraphExec_t*)&recording->graph, graph, 0));
+        CUDA_CHECK(cudaGraphInstantiate(&ready, graph, 0));
         CUDA_CHECK(cudaGraphDestroy(graph));
+        recording->graph = {ready, cudaGraphExecDestroy};
     }
-    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph, main_lane.stream));
-}
-inline Recording::~Recording() {
-    if (graph) cudaGraphExecDestroy((cudaGraphExec_t)graph);
+    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph.get(), main_lane.stream));
 }
 static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
 static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
@@ -5693,9 +5713,6 @@ __device__ inline uint4 pack(Unpacked value) {
     for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
     return bits;
 }
-__device__ inline void store_pair(floatX* to, float first, float second) {
-    store<2>(to, Vector<floatX, 2>{(floatX)first, (floatX)second});
-}
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
 __device__ inline float2 operator*(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
 __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
@@ -5733,24 +5750,21 @@ __device__ inline void await_inputs() {
 #endif
 }
 
-// kernel<<<grid, threads, shared>>>(args...) on lane->stream, in clusters of `cluster` blocks along x.
-template <typename... Parameters, typename... Arguments>
-static void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                            int cluster, Arguments... arguments) {
+// kernel<<<grid, threads, shared>>>(args...) on lane->stream. With CLUSTERS, blocks along x are a cluster.
+template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
+                   Arguments... arguments) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = kernels_await_inputs;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
-    unsigned count = gpu_properties.major < 9 ? 0 : cluster > 1 ? 2 : 1;
+    attributes[1].val.clusterDim = {grid.x, 1, 1};
+    unsigned count = gpu_properties.major < 9 ? 0 : CLUSTERS && grid.x > 1 ? 2 : 1;
     cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, attributes, count};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
     LAUNCH_CHECK();
-}
-static void launch(auto kernel, dim3 grid, dim3 threads, size_t shared, auto... arguments) {
-    launch_clusters(kernel, grid, threads, shared, 1, arguments...);
 }
 
 // ---- layers written once: see room 3 ----------------------------------------------------------------------
@@ -6245,18 +6259,18 @@ __device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], 
 #endif
     }
 }
-// The warp's rows of sum (ROWS, D), times a factor a row of the lane, by way of its rows of `scratch`, to
-// target, in pieces of 16 bytes.
+// The warp's rows of sum (ROWS, D), times a factor a row of the lane, by way of `scratch` to target.
 template <int D>
 __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
                                 const float sum[D / 8][4], float2 factors) {
     int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     __syncwarp();
-    UNROLLED_FOR (int n = 0; n < D / 8; n++) {
-        int c = n * 8 + lane % 4 * 2;
-        store_pair(&scratch[row0 + lane / 4].at[c], sum[n][0] * factors.x, sum[n][1] * factors.x);
-        store_pair(&scratch[row0 + lane / 4 + 8].at[c], sum[n][2] * factors.y, sum[n][3] * factors.y);
-    }
+    UNROLLED_FOR (int n = 0; n < D / 8; n++)
+        UNROLLED_FOR (int i = 0; i < 4; i += 2) {
+            float factor = i ? factors.y : factors.x;
+            floatX* pair = &scratch[row0 + lane / 4 + i * 4].at[n * 8 + lane % 4 * 2];
+            store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
+        }
     __syncwarp();
     UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
         int i = n * 32 + lane, row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
@@ -6322,8 +6336,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
                     {1 / total[0], 1 / total[1]});
 }
 
-// s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse in units of ln 2, +inf past T,
-// so that the probabilities there are 0.
+// s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse / ln 2, +inf past T, where p = 0.
 template <int ROWS, int D>
 __device__ void attention_dots(typename AttentionTile<D>::Backward& s, const AttentionRow<D>* dout,
                                const AttentionRow<D>* out, const float* lse, int t0, int T) {
@@ -6418,7 +6431,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
 
 // launch(D), D being the channels that heads of d are padded to, 32, 64, 128 or 256: a constant of kernels.
 template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
-    assert(d % 16 == 0 && d <= MAX_HEAD);
+    assert(d % 8 == 0 && d <= MAX_HEAD);
     if constexpr (D < MAX_HEAD)
         if (d > D) return with_padded_head<2 * D>(d, launch);
     launch(std::integral_constant<int, D>());
@@ -6493,8 +6506,8 @@ template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address
 struct Pixel {
     int b, y, x;
 };
-// All pixels as one line, for 1x1 products: they know no neighbours.
-static Tensor one_line(const Tensor& x) { return {x.data, 1, 1, x.rows(), x.C}; }
+// For 1x1 products all pixels are one line: they know no neighbours.
+static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 1, 1, x.rows(), x.C}; }
 
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
 // eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
@@ -6528,15 +6541,20 @@ struct Patch {
         return inside ? (b * H + y) * W + x : -1;
     }
 };
+struct Box {
+    int width, height, images;  // pixels of a tile, or of a copy
+};
+// The tiles of x; of Hopper's products, whose tiles are higher, a Patch only counts them.
+static Patch make_patch(const Tensor& x, Box tile) {
+    const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
+    const int sets = ceil_div(x.B, tile.images);
+    return {x.B, x.H, x.W, tile.images, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
+}
 // 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 if the image is no wider. 1x1 products only have tiles.
 static Patch make_patch(const Tensor& x, int taps, int pixels) {
-    const int tiles = ceil_div(x.rows(), pixels);
-    if (taps == 1) return {1, 1, x.rows(), 1, pixels, 1, tiles, tiles};
-    Patch p = {x.B, x.H, x.W, 1, 8, 0, 0, 0};
-    if (pixels == 128) (x.W <= 8 ? p.images : p.width) *= 2;
-    p.tiles_y = ceil_div(x.H, 8), p.tiles_x = ceil_div(x.W, p.width);
-    p.tiles = ceil_div(x.B, p.images) * p.set_tiles();
-    return p;
+    if (taps == 1) return make_patch(shaped(x, 1), {pixels, 1, 1});
+    if (pixels == 128 && x.W <= 8) return make_patch(x, {8, 8, 2});
+    return make_patch(x, {pixels / 8, 8, 1});
 }
 
 // ---- forward and input gradient
@@ -6838,8 +6856,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
-// out = the sum over splits of partial (splits, M, N), in order, and what is added to it, maybe `out` itself.
-// A thread owns VEC outputs.
+// out = the sum over splits of partial (splits, M, N), in order, and what is added. A thread: VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
@@ -6940,14 +6957,14 @@ template <int TAPS_> struct WeightTile {
     static constexpr int SWEEP = THREADS / ROW;  // rows of shared memory that a block loads at a time
     static constexpr int X_SWEEPS = ((TAPS == 1 ? PIXELS : PIXELS / 64 * 100) + SWEEP - 1) / SWEEP;
     static constexpr int X_ROWS = X_SWEEPS * SWEEP;
-};
-template <class Tile> struct WeightShared {
-    // 3x3: the pixel that lies in each row of this tile or of the next, -1: outside; a tile's pixels' rows.
-    alignas(128) int pixel_of_row[2][Tile::TAPS > 1 ? Tile::X_ROWS : 1];
-    int row_of_pixel[Tile::TAPS > 1 ? Tile::PIXELS : 1];
-    struct alignas(128) Stage {
-        unsigned char dout[Tile::PIXELS * Tile::ROW_BYTES], x[Tile::X_ROWS * Tile::ROW_BYTES];
-    } stages[Tile::STAGES];
+    struct Shared {
+        // 3x3: the pixel that lies in each row of this tile or of the next, -1: outside; a tile's pixels' rows.
+        alignas(128) int pixel_of_row[2][TAPS > 1 ? X_ROWS : 1];
+        int row_of_pixel[TAPS > 1 ? PIXELS : 1];
+        struct alignas(128) Stage {
+            unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
+        } stages[STAGES];
+    };
 };
 
 #ifndef PRECISION_FP32
@@ -7060,7 +7077,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS;
     constexpr int ROW = Tile::ROW, THREADS = Tile::THREADS, D_SWEEPS = PIXELS / Tile::SWEEP;
     extern __shared__ __align__(128) unsigned char weight_shared[];
-    auto& shared = *(WeightShared<Tile>*)weight_shared;
+    auto& shared = *(typename Tile::Shared*)weight_shared;
     int tid = threadIdx.x;
     int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
     int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
@@ -7198,23 +7215,6 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
-// 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
-template <int TAPS> static void launch_portable_weight_gradient(WeightGradient g) {
-    using Tile = WeightTile<TAPS>;
-    g.patch = make_patch(g.dout, TAPS, Tile::PIXELS);
-    const int O = g.dout.C, pixel_tiles = g.patch.tiles;
-    // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
-    // shortest where they are equal. The factor was measured on an H100.
-    int tiles = ceil_div(O, 64) * (ceil_div(g.x.first.C, 64) + ceil_div(g.x.second.C, 64));
-    int most = std::min(pixel_tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
-    int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)pixel_tiles / O / g.x.C()));
-    g.splits = std::max(1, std::min(most, balanced + 1));
-    launch_weight_sums(g, [&](const WeightGradient& g) {
-        launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, sizeof(WeightShared<Tile>),
-               g);
-    });
-}
-
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
 template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
@@ -7229,16 +7229,29 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     if (options.norm) g.norm = *options.norm;
     launch_gemm<TAPS, true>(g);
 }
+// 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
-    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW",
-            convolution_work(dout.rows(), TAPS, x.C(), dout.C, sizeof(float)));
-    assert(dout.C % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    const int O = dout.C;
+    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(dout.rows(), TAPS, x.C(), O, sizeof(float)));
+    assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
-    if (TAPS == 1) dout = one_line(dout), x = {one_line(x.first), one_line(x.second)};
+    dout = shaped(dout, TAPS), x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     if (TAPS > 1 && launch_hopper_weight_gradient(g)) return;
-    launch_portable_weight_gradient<TAPS>(g);
+
+    using Tile = WeightTile<TAPS>;
+    g.patch = make_patch(dout, TAPS, Tile::PIXELS);
+    // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
+    // shortest where they are equal. The factor was measured on an H100.
+    int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
+    int most = std::min(g.patch.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
+    int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)g.patch.tiles / O / x.C()));
+    g.splits = std::max(1, std::min(most, balanced + 1));
+    launch_weight_sums(g, [&](const WeightGradient& g) {
+        launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
+               sizeof(typename Tile::Shared), g);
+    });
 }
 
 }  // namespace gpu
@@ -7353,9 +7366,6 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-struct Box {
-    int width, height, images;  // pixels of a copy
-};
 // The map of x for such boxes of 64 channels.
 static CUtensorMap tensor_map(const Tensor& x, Box box) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
@@ -7390,14 +7400,12 @@ struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
     JoinedMaps extra_map = {};  // read where the outputs go: the residual, or a norm's x; 0 columns: none
     CUtensorMap w_map = {};
-    int tiles_x = 0, tiles_y = 0, tiles = 0;
 };
 
 // A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
 // 8 x 8; or two parts of 16 lines of 8, side by side.
 enum TileShape { ONE_PART, TWO_IMAGES, TWO_PARTS };
-// 64 channels by such pixels. With two parts, two warpgroups take tiles in turn: one puts its outputs
-// together while the other multiplies.
+// 64 channels by such pixels. With two parts, two warpgroups take tiles in turn, to hide their outputs.
 template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
@@ -7416,10 +7424,10 @@ template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_
     // Of a buffer: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
     static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
     static constexpr int PATCHES = TAPS == 1 ? STAGES : PARTS == 1 ? 2 : STAGES < 9 ? 4 : 3;
-    __device__ static Pixel origin(const HopperGemm& g, int tile) {
+    __device__ static Pixel origin(const Patch& p, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
-        return {tile / (g.tiles_x * g.tiles_y) * PIXELS.images, tile / g.tiles_x % g.tiles_y * PIXELS.height,
-                tile % g.tiles_x * PIXELS.width};
+        return {tile / p.set_tiles() * PIXELS.images, tile / p.tiles_x % p.tiles_y * PIXELS.height,
+                tile % p.tiles_x * PIXELS.width};
     }
     // A part's first pixel, in a tile that begins at `at`.
     __device__ static Pixel part(Pixel at, int k) { return {at.b, at.y, at.x + k * PART.width}; }
@@ -7469,8 +7477,8 @@ template <class Tile> struct HopperGemmBlock {
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
-        for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
-            const Pixel at = Tile::origin(g, tile);
+        for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
+            const Pixel at = Tile::origin(g.patch, tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 if (patches) load_patch(at, chunk, patch.slot, patch.parity), patch.next();
                 const int channel = first_channel(chunk);
@@ -7516,8 +7524,8 @@ template <class Tile> struct HopperGemmBlock {
             top |= (y == 0) << i, bottom |= (y == Tile::PATCH.height - 1) << i;
         }
         Ring<PATCHES> patch;
-        for (int tile = blockIdx.z; tile < g.tiles; tile += gridDim.z) {
-            const Pixel at = Tile::origin(g, tile);
+        for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
+            const Pixel at = Tile::origin(g.patch, tile);
             const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
                                      (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
                                      (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
@@ -7664,19 +7672,18 @@ template <class Tile> struct HopperEpilogue {
         }
     }
 
-    // The moments of the outputs, by channel and part: now the sum, then the squares about the mean. A norm's
-    // sums are already in `sum` and `product`.
+    // The outputs' moments: now the sum, then the squares about the mean. A norm's sums are already there.
     __device__ __forceinline__ void write_sums(const float* c) {
-        auto total = [](float x) {  // over the four lanes that share a row
-            x += __shfl_xor_sync(~0u, x, 1);
-            return x + __shfl_xor_sync(~0u, x, 2);
+        auto add_up = [&](float(&of)[IMAGES][2]) {  // over the four lanes that share a row, and an image
+            UNROLLED_FOR (int h = 0; h < 2; h++) {
+                UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                    for (int step = 1; step < 4; step *= 2) of[i][h] += __shfl_xor_sync(~0u, of[i][h], step);
+                if (IMAGES == 2 && images == 1) of[0][h] = of[IMAGES - 1][h] = of[0][h] + of[IMAGES - 1][h];
+            }
         };
         if (!Tile::TRANSPOSED)
             UNROLLED_FOR (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
-        UNROLLED_FOR (int h = 0; h < 2; h++) {
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][h] = total(sum[i][h]);
-            if (IMAGES == 2 && images == 1) sum[0][h] = sum[IMAGES - 1][h] = sum[0][h] + sum[IMAGES - 1][h];
-        }
+        add_up(sum);
         if (!Tile::TRANSPOSED) {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
             UNROLLED_FOR (int e = 0; e < 64; e++) {
@@ -7687,9 +7694,8 @@ template <class Tile> struct HopperEpilogue {
         int pixel =
             Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or as many as come before its part
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
-        UNROLLED_FOR (int h = 0; h < 2; h++) {
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++) product[i][h] = total(product[i][h]);
-            if (IMAGES == 2 && images == 1) product[0][h] += product[IMAGES - 1][h];
+        add_up(product);
+        UNROLLED_FOR (int h = 0; h < 2; h++)
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
                 int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
                 if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows() ||
@@ -7698,7 +7704,6 @@ template <class Tile> struct HopperEpilogue {
                 if (gradient) product[i][h] = (product[i][h] - mean[i][h] * sum[i][h]) * rstd[i][h];
                 g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
             }
-        }
     }
 };
 
@@ -7738,9 +7743,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     auto skip = [&](int tiles) { patch.skip(tiles * (chunks + 1)), stage.skip(tiles * chunks * Tile::TAPS); };
     skip(block.warpgroup);
     int parity = block.warpgroup == 0;  // of its turn: the first comes at once
-    for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.tiles;
+    for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.patch.tiles;
          tile += Tile::PARTS * gridDim.z, skip(Tile::PARTS - 1)) {
-        const Pixel at = Tile::origin(g, tile);
+        const Pixel at = Tile::origin(g.patch, tile);
         HopperEpilogue<Tile> epilogue = {g, at};
         epilogue.load();
         float c[Tile::PARTS * 64];
@@ -7768,13 +7773,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 
 template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
-    auto shaped = [](const Tensor& x) { return TAPS == 1 ? one_line(x) : x; };
     auto joined = [&](const Joined& x, Box box) {
-        JoinedMaps maps = {tensor_map(shaped(x.first), box), {}, x.first.C};
-        if (x.second.C) maps.second = tensor_map(shaped(x.second), box);
+        JoinedMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
+        if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
         return maps;
     };
-    const Tensor x = shaped(g.x.first);
     const int columns = ceil_div(g.N(), 64);
     HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::PART)};
     h.x_map.columns = g.chunks1() * 64;
@@ -7783,20 +7786,19 @@ template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     const Joined& extra = g.norm.affine ? g.norm.x : g.residual;
     if (extra.first) h.extra_map = joined(extra, Tile::PART);
     h.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    h.tiles_x = ceil_div(x.W, Tile::PIXELS.width), h.tiles_y = ceil_div(x.H, Tile::PIXELS.height);
-    h.tiles = h.tiles_x * h.tiles_y * ceil_div(x.B, Tile::PIXELS.images);
+    h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     int splits = 1;
-    while (Tile::PARTS == 1 && splits < 4 && 2 * splits * h.tiles * columns <= gpu_multiprocessors &&
+    while (Tile::PARTS == 1 && splits < 4 && 2 * splits * h.patch.tiles * columns <= gpu_multiprocessors &&
            g.chunks() * TAPS >= 18 * splits)
         splits *= 2;
     h.share = ceil_div(g.chunks(), splits);
     splits = ceil_div(g.chunks(), h.share);  // none without a chunk
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.
-    int blocks = std::min(h.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
-    assert(splits == 1 || blocks == h.tiles);
-    launch_clusters(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
-                    sizeof(typename Tile::Shared), splits, h);
+    int blocks = std::min(h.patch.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
+    assert(splits == 1 || blocks == h.patch.tiles);
+    launch<true>(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
+                 sizeof(typename Tile::Shared), h);
 }
 // Whether tiles of two parts occupy all multiprocessors.
 static bool suffice_in_pairs(const Tensor& x, int N) {
@@ -7854,8 +7856,7 @@ template <int WARPGROUPS_> struct HopperWeightTile {
         RingBarriers<STAGES> ring;
         // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
         alignas(16) uint32_t ones[15][4];
-        // Nobody reads this: compute-sanitizer takes the 6144 bytes of x of a product, lines apart in truth,
-        // for one piece that begins at the first.
+        // Nobody reads this: compute-sanitizer takes a product's 6144 bytes of x, lines apart, for one piece.
         unsigned char unread[4096];
     };
 };
@@ -7969,8 +7970,7 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// launch_portable_weight_gradient on Hopper, for 3x3: with the warpgroups a block and the splits that take
-// the least estimated time: of an H100.
+// launch_weight_gradient of 3x3: by the warpgroups and splits that take the least time, estimated of an H100.
 static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;

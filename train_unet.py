@@ -269,6 +269,90 @@ class UNet(nn.Module):
         return self.out(x)
 
 
+# ----------------------------------------------------------------------------------------------------
+# the same model by the kernels of train_unet.cu: --operators native
+
+ops = None  # the module dev/torch_ops.py, once use_native_operators has built it
+
+
+class NativeConv2d(nn.Conv2d):
+    """A 3x3 convolution with a stride of 1."""
+    def forward(self, x):
+        return ops.conv3x3(x, self.weight, self.bias)
+
+
+class NativeLinear(nn.Linear):
+    def forward(self, x):
+        return ops.linear(x, self.weight, self.bias)
+
+
+class NativeDownsample(Downsample):
+    def forward(self, x):
+        return self.op(x) if isinstance(self.op, nn.Conv2d) else ops.downsample(x)
+
+
+class NativeUpsample(Upsample):
+    def forward(self, x):
+        return self.conv(ops.upsample(x))
+
+
+def native_norm_conv(x, norm, conv, between, emb=None, residual=None, scale_shift=None):
+    """conv(between(SiLU(norm(x)))) + emb + residual, in one where there is nothing between."""
+    of_norm = norm.num_groups, norm.weight, norm.bias
+    if isinstance(between, nn.Identity) or isinstance(between, Dropout) and not (between.training and between.p):
+        return ops.norm_conv3x3(x, *of_norm, conv.weight, conv.bias, emb, residual, scale_shift)
+    h = between(ops.group_norm_silu(x, *of_norm, scale_shift))
+    return ops.conv3x3(h, conv.weight, conv.bias, emb, residual)
+
+
+class NativeResBlock(ResBlock):
+    """What follows a convolution, adding the embedding or the skip, is done by it on its way."""
+    def forward(self, x, emb):
+        norm1, _, conv1 = self.in_layers
+        norm2, _, dropout, conv2 = self.out_layers
+        rows = self.emb_layers(emb)
+        emb, scale_shift = (None, rows) if self.modulates else (rows, None)
+        h = native_norm_conv(x, norm1, conv1, self.resample, emb)
+        x = self.resample(x)
+        if skip := list(self.skip_connection.parameters()):
+            x = ops.conv1x1(x, *skip)
+        return native_norm_conv(h, norm2, conv2, dropout, residual=x, scale_shift=scale_shift)
+
+
+class NativeAttentionBlock(AttentionBlock):
+    """The legacy order of channels is undone in the weights of qkv, which are fewer numbers."""
+    def forward(self, x):
+        weight, bias = self.qkv.weight.flatten(1), self.qkv.bias
+        if self.legacy:
+            weight, bias = (t.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2) for t in (weight, bias))
+        h = ops.group_norm(x, self.norm.num_groups, self.norm.weight, self.norm.bias)
+        h = ops.attention(ops.conv1x1(h, weight, bias), self.heads)
+        return ops.conv1x1(h, self.proj_out.weight, self.proj_out.bias, residual=x)
+
+
+class NativeOut(nn.Sequential):
+    def forward(self, x):
+        norm, _, conv = self
+        return native_norm_conv(x, norm, conv, nn.Identity())
+
+
+def use_native_operators(model):
+    """The UNet with its layers computed by dev/torch_ops.py; parameters and their names stay. Returns the model.
+
+    The first call builds the operators, which takes one to three minutes.
+    """
+    global ops
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "dev"))
+    import torch_ops as ops
+    kinds = {Downsample: NativeDownsample, Upsample: NativeUpsample, ResBlock: NativeResBlock,
+             AttentionBlock: NativeAttentionBlock, nn.Linear: NativeLinear}
+    for module in model.modules():
+        plain = type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.stride == (1, 1)
+        module.__class__ = NativeConv2d if plain else kinds.get(type(module), type(module))
+    model.out.__class__ = NativeOut
+    return model.to(memory_format=torch.channels_last)
+
+
 # What channel_mult="" means in guided-diffusion's create_model, by image_size.
 GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
 # Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
@@ -1050,22 +1134,26 @@ def decay_groups(parameters, config):
 class Trainer:
     """A model with its optimiser, average and place in the run; step() does one step of training.
 
-    dtype float64 gives a reference run, precision "bf16" PyTorch's autocast on top of float32 weights.
+    dtype float64 gives a reference run, precision "bf16" PyTorch's autocast on top of float32 weights. operators:
+    "torch", or "native" as in use_native_operators.
     """
     def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
-                 compile=False):
+                 compile=False, operators="torch"):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
         self.model = model.to(device, dtype)
+        if operators == "native":
+            use_native_operators(self.model)
         self.forward = torch.compile(self.model) if compile else self.model
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
         self.parameters = list(self.model.parameters())
         self.diffusion = Diffusion(config, device)
         self.emas = [[p.detach().clone() for p in self.parameters] for _ in config.ema_rate]
         self.history = unet_io.History()
-        self.optimizer = torch.optim.AdamW(decay_groups(self.parameters, config), lr=config.lr,
-                                           betas=(config.beta1, config.beta2), eps=config.adam_eps)
+        adamw = ops.AdamW if operators == "native" else torch.optim.AdamW
+        self.optimizer = adamw(decay_groups(self.parameters, config), lr=config.lr,
+                               betas=(config.beta1, config.beta2), eps=config.adam_eps)
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
 
@@ -1152,6 +1240,7 @@ class Trainer:
         for name, key in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
             moments = [self.optimizer.state[p][key] for p in self.parameters]
             set_tensors(self.model, moments, sections[name], path)
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # as it wants them
 
 
 def to_numpy(tensors):
@@ -1259,6 +1348,8 @@ def parse_flags(argv=None):
                         help="who draws new weights: philox as ./train_unet, or torch (default: philox)")
     parser.add_argument("--compile", type=unet_io.parse_bool, metavar="X",
                         help="use torch.compile (default: 1 on a GPU, else 0)")
+    parser.add_argument("--operators", choices=["torch", "native"],
+                        help="native: the kernels of train_unet.cu, see dev/torch_ops.py (default: torch)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="bf16: autocast (default: fp32)")
     parser.add_argument("--device", help="cpu, cuda, mps ... (default: the best there is)", metavar="X")
     given = vars(parser.parse_args(argv))
@@ -1268,7 +1359,8 @@ def parse_flags(argv=None):
 def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
     values = {name: default for name, (default, _) in RUN_FLAGS.items()}
-    values |= dict(resume=None, preset=None, init="philox", compile=None, precision="fp32", device="")
+    values |= dict(resume=None, preset=None, init="philox", compile=None, precision="fp32", device="",
+                  operators="torch")
     values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
     config = Config(**{name: value for name, value in values.items() if name in fields})
@@ -1406,7 +1498,8 @@ def train(config, run, given):
     if validation:
         validation.check_size(config.image_size, config.in_channels)
     compile = device != "cpu" if run.compile is None else run.compile
-    trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile)
+    trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
+                      operators=run.operators)
     smoothed = None
     if checkpoint:
         trainer.restore(checkpoint, path)

@@ -414,8 +414,55 @@ def _setting(default, index, help=None, choices=None, low=None, high=None):
                                                             low=low, high=high))
 
 
+class Settings:
+    """What the configurations of all networks share; each is a dataclass of _settings. magic: see read_checkpoint."""
+    def __post_init__(self):
+        self.ema_rate = Rates(self.ema_rate)
+
+    def label_rows(self):
+        """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
+        return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
+
+    def timestep_unit(self):
+        """What the network is told of a timestep for each step: 1, or of a thousandth of the chain."""
+        return 1000.0 / self.diffusion_steps if self.rescale_timesteps else 1
+
+    def check(self, where=""):
+        """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
+        prefix = f"{where}: " if where else "--"
+        for field in dataclasses.fields(self):
+            value, rule = getattr(self, field.name), field.metadata
+            low, high = rule["low"], rule["high"]
+            if field.type is str:
+                fine, wanted = value in rule["choices"], " or ".join(rule["choices"])
+            elif field.type is bool:
+                fine, wanted = isinstance(value, (bool, int)) and value in (0, 1), "0 or 1"
+            elif field.type is tuple:
+                fine = isinstance(value, (tuple, list)) and len(value) <= MAX_LEVELS
+                fine = fine and all(is_number(v, type(low)) and (low or 1) <= v <= high for v in value)
+                kind = "whole numbers" if type(low) is int else "numbers"
+                wanted = f"at most {MAX_LEVELS} {kind} from {low or 1} to {high}"
+            elif field.type is Rates:
+                fine = len(value) <= len(EMA_SECTIONS) and all(low < v <= high for v in value)
+                wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and {high}"
+            else:
+                fine, wanted = is_number(value, field.type) and low <= value <= high, f"from {low} to {high}"
+                if fine and 0 < abs(value) < FLOAT_MIN:
+                    fine, wanted = False, f"0 or at least {FLOAT_MIN:.2g}, the least float above it"
+            if not fine:
+                raise UserError(f"{prefix}{field.name} is {value!r:.60}, it must be {wanted}")
+        self.check_network(prefix)
+        if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
+            raise UserError(f"{prefix}diffusion_steps {self.diffusion_steps} is too few for a linear schedule;"
+                            f" use {LEAST_LINEAR_STEPS} or more, or cosine")
+        if self.zero_terminal_snr and self.predict == "eps":
+            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
+                            f" predict eps says nothing of the image; use --predict v or x0")
+        return self
+
+
 @dataclasses.dataclass
-class Config:
+class Config(Settings):
     """Architecture, diffusion, optimiser: what a .bin's header holds, and a flag each where help is given."""
     image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=4, high=1024)
     in_channels: int = _setting(3, 17, "channels of an image: 1 grey, 3 RGB, 4 RGBA or another code", low=1,
@@ -475,16 +522,7 @@ class Config:
     min_snr_gamma: float = _setting(0.0, 71, "min-SNR weights of the loss (5 is usual), 0 for none", low=0,
                                     high=10**6)
 
-    def __post_init__(self):
-        self.ema_rate = Rates(self.ema_rate)
-
-    def label_rows(self):
-        """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
-        return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
-
-    def timestep_unit(self):
-        """What the network is told of a timestep for each step: 1, or of a thousandth of the chain."""
-        return 1000.0 / self.diffusion_steps if self.rescale_timesteps else 1
+    magic = WEIGHTS_MAGIC
 
     def heads(self, channels, decoder):
         """Heads of an attention between so many channels. Raises UserError where these can't be dealt out."""
@@ -503,30 +541,8 @@ class Config:
         """Height and width of each level's images, from the first level to the last, in pixels."""
         return [self.image_size >> level for level in range(len(self.channel_mult))]
 
-    def check(self, where=""):
-        """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
-        prefix = f"{where}: " if where else "--"
-        for field in dataclasses.fields(self):
-            value, rule = getattr(self, field.name), field.metadata
-            low, high = rule["low"], rule["high"]
-            if field.type is str:
-                fine, wanted = value in rule["choices"], " or ".join(rule["choices"])
-            elif field.type is bool:
-                fine, wanted = isinstance(value, (bool, int)) and value in (0, 1), "0 or 1"
-            elif field.type is tuple:
-                fine = isinstance(value, (tuple, list)) and len(value) <= MAX_LEVELS
-                fine = fine and all(is_number(v, type(low)) and (low or 1) <= v <= high for v in value)
-                kind = "whole numbers" if type(low) is int else "numbers"
-                wanted = f"at most {MAX_LEVELS} {kind} from {low or 1} to {high}"
-            elif field.type is Rates:
-                fine = len(value) <= len(EMA_SECTIONS) and all(low < v <= high for v in value)
-                wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and {high}"
-            else:
-                fine, wanted = is_number(value, field.type) and low <= value <= high, f"from {low} to {high}"
-                if fine and 0 < abs(value) < FLOAT_MIN:
-                    fine, wanted = False, f"0 or at least {FLOAT_MIN:.2g}, the least float above it"
-            if not fine:
-                raise UserError(f"{prefix}{field.name} is {value!r:.60}, it must be {wanted}")
+    def check_network(self, prefix):
+        """Raise UserError for an architecture that can't be."""
         if not self.channel_mult:
             raise UserError(f"{prefix}channel_mult is empty, it must name the width of each level, e.g."
                             f" 1,2,3,4")
@@ -549,13 +565,6 @@ class Config:
             raise UserError(f"{prefix}attention_resolutions: attention at {attended}x{attended} does not fit;"
                             f" {MAX_ATTENTION_SIZE}x{MAX_ATTENTION_SIZE} is the largest: use more levels or"
                             f" other sizes (the middle, at the last level, always has attention)")
-        if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
-            raise UserError(f"{prefix}diffusion_steps {self.diffusion_steps} is too few for a linear schedule;"
-                            f" use {LEAST_LINEAR_STEPS} or more, or cosine")
-        if self.zero_terminal_snr and self.predict == "eps":
-            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
-                            f" predict eps says nothing of the image; use --predict v or x0")
-        return self
 
 
 # What the flags that are no fields of Config may be, here as in ./train_unet.
@@ -1045,9 +1054,9 @@ def _pack_config(header, config):
             header[index] = np.uint32(value).view(np.int32)
 
 
-def _unpack_config(header, path):
-    floats, config = header.view("<f4"), Config()
-    for field in dataclasses.fields(Config):
+def _unpack_config(header, path, kind):
+    floats, config = header.view("<f4"), kind()
+    for field in dataclasses.fields(kind):
         index, choices = field.metadata["index"], field.metadata["choices"]
         if header[1] < 2 and index >= VERSION_2_FIELD:
             continue  # keeps its default
@@ -1075,13 +1084,17 @@ def _unpack_config(header, path):
     return config.check(path)
 
 
-def read_checkpoint(path):
-    """Checkpoint from a .bin with weights, old or new, its checksum checked. Raises UserError."""
+def read_checkpoint(path, kind=Config):
+    """Checkpoint from a .bin with weights, old or new, its checksum checked. Raises UserError.
+
+    kind: the network's class of Settings, whose magic is what its files begin with.
+    """
     header, data = _map_file(path)
-    if header[0] == OLD_WEIGHTS_MAGIC:
+    if header[0] == OLD_WEIGHTS_MAGIC and kind is Config:
         return _read_old_weights(path, header, data)
-    if header[0] != WEIGHTS_MAGIC:
-        raise UserError(f"{path} holds no weights (its first bytes are neither UNET nor those of an old"
+    if header[0] != kind.magic:
+        raise UserError(f"{path} holds no weights (its first bytes are neither"
+                        f" {kind.magic.to_bytes(4, 'little').rstrip(bytes(1)).decode()} nor those of an old"
                         f" file)")
     version, count, step, parameters, tensors = (int(header[i]) for i in (1, 3, 4, 5, 6))
     if version not in (1, WEIGHTS_VERSION):
@@ -1123,7 +1136,7 @@ def read_checkpoint(path):
         raise UserError(f"{path} is damaged: its loss is no number")
     run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()
            if version > 1 or index < VERSION_2_FIELD}
-    return Checkpoint(_unpack_config(header, path), sections, step, float(floats[60]), tensors, run=run)
+    return Checkpoint(_unpack_config(header, path, kind), sections, step, float(floats[60]), tensors, run=run)
 
 
 def _read_old_weights(path, header, data):
@@ -1171,7 +1184,7 @@ def write_checkpoint(path, checkpoint):
         blocks += parts
     parameters = sum(np.size(part) for part in as_list["weights"])
     assert all(sum(np.size(part) for part in parts) == parameters for parts in as_list.values())
-    header[:2] = [WEIGHTS_MAGIC, WEIGHTS_VERSION]
+    header[:2] = [checkpoint.config.magic, WEIGHTS_VERSION]
     header[4:7] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
     _pack_config(header, checkpoint.config)
     header.view("<f4")[60] = checkpoint.smoothed_loss

@@ -6,7 +6,8 @@ import common
 CASES = {"6x8": dict(B=2, heads=2, d=32, T=48),
          "10x13": dict(B=1, heads=3, d=16, T=130),
          "16x16": dict(B=32, heads=6, d=32, T=256, timed=1),
-         "8x8": dict(B=32, heads=8, d=32, T=64, timed=1)}
+         "8x8": dict(B=32, heads=8, d=32, T=64, timed=1),
+         "16x16 on a CPU": dict(B=4, heads=6, d=32, T=256, cpu=1)}
 
 
 def inputs(random, B, heads, d, T):
@@ -32,7 +33,7 @@ def with_probabilities(t):
 
 def timings(t):
     times = common.time_pytorch(forward, t, ["qkv"])
-    return {f"{which}, F.scaled_dot_product_attention, bf16": us for which, us in times.items()}
+    return {f"{which}, F.scaled_dot_product_attention, {common.PRECISION}": us for which, us in times.items()}
 
 
 if __name__ == "__main__":

@@ -252,8 +252,8 @@ static const Ladder attention_block_ladder = {
             {3, "backward", NHWC, FLOATX, "the program's layers, nothing fused", attention_block_backward3,
              LIMIT},
 #endif
-            {4, "forward", NHWC, PROGRAM, "train_unet.cu", attention_block_forward4, LIMIT},
-            {4, "backward", NHWC, PROGRAM, "train_unet.cu", attention_block_backward4, LIMIT},
+            {4, "forward", NHWC, OURS, "train_unet.cu", attention_block_forward4, LIMIT},
+            {4, "backward", NHWC, OURS, "train_unet.cu", attention_block_backward4, LIMIT},
         };
     }()};
 LADDER_MAIN(attention_block_ladder)

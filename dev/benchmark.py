@@ -5,21 +5,24 @@
     python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
     python dev/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
 
-On a CPU the opponent is eager PyTorch in fp32. On a GPU it is PyTorch as fast as it goes: torch.compile,
+On a CPU the opponent is PyTorch in fp32: eager or torch.compile, with channels_last or without, the best of
+these four in each case. On a GPU it is PyTorch as fast as it goes: torch.compile,
 channels_last, fused attention, bf16 autocast, fused AdamW and the whole step in a CUDA graph; in fp32 it runs
 eagerly, without tf32.
 """
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import pathlib
-import platform
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,10 +30,9 @@ import unet_io  # first, because it explains a missing package
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from common import text_between, write_between
-from train_unet import Diffusion, Trainer, UNet, init_weights, make_batch
+from common import processor_name, text_between, write_between
+from train_unet import Diffusion, UNet
 from unet_io import Config, UserError
 
 DATA = str(ROOT / "data/emoji.bin")
@@ -40,7 +42,19 @@ CALL = "import sys; sys.path.insert(0, 'dev'); import benchmark; benchmark."  # 
 # ----------------------------------------------------------------------------------------------------
 # on a CPU
 
-BENCHMARK = dict(batch_size=4, warmup=2, timed=8, rounds=2)
+class Case(NamedTuple):
+    what: str  # "step" of training, or "call" of the network
+    preset: str
+    batch_size: int
+    timed: int  # steps or calls of a round
+
+
+CASES = (Case("step", "unet64", 4, 2), Case("step", "tiny", 8, 10),
+         Case("call", "unet64", 1, 8), Case("call", "unet64", 16, 2))
+KINDS = ("eager", "eager, channels_last", "torch.compile", "torch.compile, channels_last")  # of PyTorch
+ROUNDS = 5  # of a case: the program, then each kind of PyTorch
+WARMUP = 2  # steps or calls, before the timed ones
+PICTURES = dict(pictures=16, steps=20, runs=3)  # drawn by the program alone
 
 # Runs a command, then prints the most memory it held. In a small process of its own, since Linux counts for a
 # child what its parent held when it started it.
@@ -49,7 +63,7 @@ MEASURE_MEMORY = ("import resource, subprocess, sys; code = subprocess.call(sys.
 
 
 def run_measured(*command, **environment):
-    """(output, peak memory in GB) of a command run in the folder above. Raises UserError if it fails."""
+    """(lines of output, peak memory in GB) of a command run in the folder above. Raises UserError if it fails."""
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY, *command], capture_output=True, text=True,
                           cwd=ROOT, env=os.environ | environment)
     if done.returncode:
@@ -58,65 +72,132 @@ def run_measured(*command, **environment):
     return lines, 1024 * int(memory.split()[0]) / 1e9
 
 
-def time_program(threads):
-    """(milliseconds of each timed step, peak memory in GB, how it was built) of ./train_unet."""
+def time_program(case, threads):
+    """[median milliseconds, peak memory in GB] of a round of the program."""
+    if case.what == "call":
+        lines, memory = run_measured("dev/profile", "--preset", case.preset, "--profile_calls",
+                                     str(case.batch_size), OMP_NUM_THREADS=str(threads))
+        return [float(re.search(r": ([\d.]+) ms$", lines[-1])[1]), memory]
     with tempfile.TemporaryDirectory() as folder:
-        flags = dict(data_file=DATA, batch_size=BENCHMARK["batch_size"], ema_rate=0, log_every=1,
-                     steps=BENCHMARK["warmup"] + BENCHMARK["timed"], num_samples=1, sample_steps=1,
-                     out_dir=folder)
-        lines, memory = run_measured("./train_unet", *(f"--{name}={value}" for name, value in flags.items()),
-                                     OMP_NUM_THREADS=str(threads))
+        flags = dict(preset=case.preset, data_file=DATA, batch_size=case.batch_size, ema_rate=0, log_every=1,
+                     steps=WARMUP + case.timed, num_samples=1, sample_steps=1, out_dir=folder)
+        _, memory = run_measured("./train_unet", *(f"--{name}={value}" for name, value in flags.items()),
+                                 OMP_NUM_THREADS=str(threads))
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
             times = [json.loads(line)["ms"] for line in metrics]
-    return times[BENCHMARK["warmup"]:], memory, lines[0].removeprefix("train_unet on the CPU: ")
+    return [float(np.median(times[WARMUP:])), memory]
 
 
-def time_pytorch(threads):
-    """(milliseconds of each timed step, peak memory in GB, PyTorch's version): time_steps in a process."""
-    lines, memory = run_measured(sys.executable, "-c", CALL + "time_steps()",
-                                 OMP_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="")
-    return json.loads(lines[-1])[BENCHMARK["warmup"]:], memory, f"PyTorch {torch.__version__}"
+def time_pytorch(kind, *case):
+    """A worker: sets a kind of PyTorch up for a case and prints a line; then, for each line on stdin, times a
+    round and prints [median milliseconds, peak memory in GB so far]."""
+    case = Case(*case)
+    config = preset_config(case.preset, case.batch_size)
+    layout = torch.channels_last if "channels_last" in kind else torch.contiguous_format
+    model = UNet(config).to(memory_format=layout)
+    forward = torch.compile(model) if "torch.compile" in kind else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    step, x, _ = training_step(config, model, forward, optimizer, layout, contextlib.nullcontext())
+    model.train(case.what == "step")
+    t = random_t(config, "cpu")
 
+    def call():
+        with torch.no_grad():
+            forward(x, t)
 
-def time_steps():
-    """Print the milliseconds of each step of PyTorch, eager, on ./train_unet's batches."""
-    config = Config(batch_size=BENCHMARK["batch_size"], ema_rate=0)
-    trainer = Trainer(init_weights(UNet(config), 0), unet_io.read_images(DATA), config)
-    trainer.model.train()
-    steps = range(BENCHMARK["warmup"] + BENCHMARK["timed"])
-    batches = [[torch.from_numpy(a) for a in make_batch(trainer.images, config, i)[:2]] for i in steps]
-    times = []
-    for x0, t in batches:
+    def milliseconds_of(work):
         start = time.perf_counter()
-        x, target = trainer.diffusion.noised(x0, t, torch.randn_like(x0))
-        trainer.optimizer.zero_grad(set_to_none=True)
-        loss = F.mse_loss(trainer.model(x, t), target)
-        loss.backward()
-        trainer.optimizer.step()
-        loss.item()
-        times.append(1e3 * (time.perf_counter() - start))
-    print(json.dumps(times))
+        work()
+        return 1e3 * (time.perf_counter() - start)
+
+    work = step if case.what == "step" else call
+    for _ in range(WARMUP):
+        work()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        work()  # what the others' turns took out of the caches
+        ms = float(np.median([milliseconds_of(work) for _ in range(case.timed)]))
+        memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+        print(json.dumps([ms, memory]), flush=True)
 
 
-def benchmark_cpu():
-    """Time both in turn, print the table and write it into the pages."""
-    threads, runs = len(os.sched_getaffinity(0)), {"./train_unet": [], "PyTorch": []}
-    for _ in range(BENCHMARK["rounds"]):  # in turn, so that a machine that drifts shows
-        for name, measure in zip(runs, (time_program, time_pytorch)):
-            runs[name].append(measure(threads))
-            print(f"{name}: {np.median(runs[name][-1][0]):.0f} ms a step, {runs[name][-1][1]:.2f} GB")
-    # the better of the two runs: what else the machine does only ever adds time
-    rows = [(min(np.median(times) for times, _, _ in of), max(memory for _, memory, _ in of), of[0][2],
-             ", ".join(f"{np.median(times):.0f}" for times, _, _ in of)) for of in runs.values()]
-    with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    (ms, memory, built, _), (torch_ms, torch_memory, torch_name, _) = rows
-    text = (f"**{ms / torch_ms:.2f} times PyTorch's time, {memory / torch_memory:.2f} times its memory**, on"
-            f" {names[0] if names else platform.machine()}, {threads} threads.\n\n"
-            "| | batch | ms a step | of which each run | images/s | memory |\n|---|---:|---:|---:|---:|---:|\n")
-    for name, (ms, memory, _, each) in zip((f"`./train_unet`, {built}", f"{torch_name}, eager, fp32"), rows):
-        size = BENCHMARK["batch_size"]
-        text += f"| {name} | {size} | {ms:.0f} | {each} | {1e3 * size / ms:.2f} | {memory:.2f} GB |\n"
+def answer(worker):
+    """A worker's next line. Raises UserError if it ended; why stands on the terminal."""
+    if line := worker.stdout.readline():
+        return line
+    raise UserError("PyTorch's process ended before it had measured")
+
+
+def measure_case(case, threads):
+    """{"./train_unet" or a kind of PyTorch: (median of the rounds in ms, peak memory in GB)}."""
+    found = {name: [] for name in ("./train_unet", *KINDS)}
+    environment = os.environ | dict(OMP_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="")
+    with contextlib.ExitStack() as running:  # at its end the workers' stdin closes, and they end
+        workers = {}
+        for kind in KINDS:
+            command = [sys.executable, "-c", f"{CALL}time_pytorch({kind!r}, *{tuple(case)})"]
+            workers[kind] = running.enter_context(subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment))
+            answer(workers[kind])  # one after another: each has the processors for itself
+        for _ in range(ROUNDS):
+            found["./train_unet"].append(time_program(case, threads))
+            for kind, worker in workers.items():
+                print(file=worker.stdin, flush=True)
+                found[kind].append(json.loads(answer(worker)))
+    medians = {name: (float(np.median([ms for ms, _ in rounds])), max(memory for _, memory in rounds))
+               for name, rounds in found.items()}
+    print(f"a {case.what} of {case.preset}, batch {case.batch_size}:")
+    for name, (ms, memory) in medians.items():
+        each = ", ".join(f"{ms:.1f}" for ms, _ in found[name])
+        print(f"    {name}: {ms:.1f} ms ({each}), {memory:.2f} GB", flush=True)
+    return medians
+
+
+def seconds_to_draw(threads):
+    """Median seconds of ./train_unet --generate with the preset tiny, from its start to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = ["./train_unet", "--out_dir", folder]
+        run_measured(*program, "--preset", "tiny", "--data_file", DATA, "--steps", "1", "--num_samples", "0")
+        times = []
+        for _ in range(PICTURES["runs"]):
+            start = time.perf_counter()
+            launched([*program, "--generate", str(PICTURES["pictures"]), "--sampler", "dpmpp", "--sample_steps",
+                      str(PICTURES["steps"]), "--output_name", os.path.join(folder, "grid.png")],
+                     "train_unet on ", OMP_NUM_THREADS=str(threads))
+            times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def render_cpu(found, seconds, processor, built):
+    """The tables from {case: measure_case's dict}, and the line of what drawing takes in seconds."""
+    steps = ("| | model | batch | ms a step | images/s | memory | times as fast |\n"
+             "|---|---|---:|---:|---:|---:|---:|\n")
+    calls = ("| a call of | batch | `./train_unet`, ms | PyTorch's | times as fast | PyTorch's best |\n"
+             "|---|---:|---:|---:|---:|---|\n")
+    for case, times in found.items():
+        best = min(KINDS, key=lambda kind: times[kind][0])
+        ours, theirs = times["./train_unet"], times[best]
+        faster, size = f"{theirs[0] / ours[0]:.2f}", case.batch_size
+        if case.what == "call":
+            calls += f"| {case.preset} | {size} | {ours[0]:.1f} | {theirs[0]:.1f} | {faster} | {best} |\n"
+            continue
+        for name, (ms, memory), times_as_fast in ((f"`./train_unet`, {built}", ours, f" {faster}"),
+                                                  (f"PyTorch {torch.__version__}, {best}", theirs, "")):
+            steps += (f"| {name} | {case.preset} | {size} | {ms:.1f} | {1e3 * size / ms:.1f} | {memory:.2f} GB"
+                      f" |{times_as_fast} |\n")
+    pictures = PICTURES["pictures"]
+    return (f"On {processor}.\n\n{steps}\n{calls}\nDrawing: `./train_unet --generate {pictures} --sampler dpmpp"
+            f" --sample_steps {PICTURES['steps']}` of a `tiny` checkpoint takes\n{seconds:.2f} s from its start to"
+            f" its end, {seconds / pictures:.3f} s a picture.\n")
+
+
+def benchmark_cpu(built):
+    """Measure every case, print the tables and write them into the pages. built: how the program was."""
+    threads = len(os.sched_getaffinity(0))
+    found = {case: measure_case(case, threads) for case in CASES}
+    seconds = seconds_to_draw(threads)
+    processor = f"{processor_name()}, {threads} threads"
+    text = render_cpu(found, seconds, processor, built)
     print("\n" + text)
     write_pages(cpu=text)
 
@@ -224,24 +305,18 @@ def opponent(config, half):
     return model, layout, torch.autocast("cuda", torch.bfloat16, enabled=half)
 
 
-def time_opponent(preset, precision, batch_size):
-    """Print a line when the first step's loss is there, then the measurements. fp32: PyTorch as it comes."""
-    half = precision == "bf16"
-    config = preset_config(preset, batch_size)
-    model, layout, autocast = opponent(config, half)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True, capturable=half)
-    diffusion, forward = Diffusion(config, "cuda"), torch.compile(model) if half else model
-    x0 = torch.randn(batch_size, 3, config.image_size, config.image_size, device="cuda").clamp(-1, 1)
+def training_step(config, model, forward, optimizer, layout, autocast):
+    """(a function that does a step of training on the model's device and returns the loss; images, and classes if
+    there are)."""
+    device, batch_size = next(model.parameters()).device, config.batch_size
+    diffusion = Diffusion(config, device)
+    x0 = torch.randn(batch_size, 3, config.image_size, config.image_size, device=device).clamp(-1, 1)
     x0 = x0.to(memory_format=layout)
-    y = [torch.randint(0, config.num_classes, (batch_size,), device="cuda")] if config.class_cond else []
-
-    def random_t():
-        return torch.randint(0, config.diffusion_steps, (batch_size,), device="cuda")
+    y = [torch.randint(0, config.num_classes, (batch_size,), device=device)] if config.class_cond else []
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        t = random_t()
+        t = random_t(config, device)
         x, target = diffusion.noised(x0, t, torch.randn_like(x0))
         with autocast:
             out = forward(x, t, *y)
@@ -250,6 +325,22 @@ def time_opponent(preset, precision, batch_size):
         optimizer.step()
         return loss
 
+    model.train()
+    return step, x0, y
+
+
+def random_t(config, device="cuda"):
+    return torch.randint(0, config.diffusion_steps, (config.batch_size,), device=device)
+
+
+def time_opponent(preset, precision, batch_size):
+    """Print a line when the first step's loss is there, then the measurements. fp32: PyTorch as it comes."""
+    half = precision == "bf16"
+    config = preset_config(preset, batch_size)
+    model, layout, autocast = opponent(config, half)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True, capturable=half)
+    forward = torch.compile(model) if half else model
+    step, x0, y = training_step(config, model, forward, optimizer, layout, autocast)
     print(json.dumps(dict(loss=step().item())), flush=True)
     if half:
         for_graph = step
@@ -257,7 +348,7 @@ def time_opponent(preset, precision, batch_size):
     step_ms = milliseconds(step)
     memory = torch.cuda.max_memory_allocated() / 2**20
     model.eval()
-    t = random_t()
+    t = random_t(config)
     with torch.no_grad(), autocast:
         call = (lambda: forward(x0, t, *y))
         call = replay_of(call, 3) if half else call
@@ -445,7 +536,8 @@ PAGE = ROOT / "dev/README.md"
 
 def table_rows(text):
     """The rows of the first table in a text, each a dict from the column's name to the cell."""
-    lines = re.findall(r"^\|(.*)\|$", text, re.M)
+    first = re.search(r"(^\|.*\|\n)+", text, re.M)[0]
+    lines = re.findall(r"^\|(.*)\|$", first, re.M)
     names, _, *rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     return [dict(zip(names, row)) for row in rows]
 
@@ -462,7 +554,8 @@ def speed_table(page):
         rows = [row for row in table_rows(table) if row[""] != "**times better**"]
         for ours, theirs in zip(rows[::2], rows[1::2]):
             faster = float(theirs["ms a step"]) / float(ours["ms a step"])
-            text += (f"| {device} | {model}, {ours[''].split(', ')[1]} | {ours['batch']} | {ours['ms a step']}"
+            trained = ours.get("model", model)
+            text += (f"| {device} | {trained}, {ours[''].split(', ')[1]} | {ours['batch']} | {ours['ms a step']}"
                      f" | {theirs['ms a step']} | {faster:.2f} | {ours['memory']} | {theirs['memory']} |\n")
     return text
 
@@ -477,7 +570,7 @@ def benchmark(presets, batches):
     """Measure what ./train_unet was built for, and write the tables."""
     built = launched(["./train_unet", "--dry_run"], "train_unet on ")[1].splitlines()[0]
     if built.startswith("train_unet on the CPU: "):
-        benchmark_cpu()
+        benchmark_cpu(built.removeprefix("train_unet on the CPU: "))
     elif not built.endswith(": bf16"):
         raise UserError("make bench compares bf16 first: build ./train_unet without PRECISION=fp32")
     else:

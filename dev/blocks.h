@@ -9,9 +9,9 @@ namespace blocks {
 // most (a bias gradient of a residual block). In fp32 the usual.
 static const double LIMIT = sizeof(floatX) == 2 ? 2e-2 : 0;
 #ifdef __CUDACC__
-static const Type PROGRAM = FLOATX;
+static const Type OURS = FLOATX;
 #else
-static const Type PROGRAM = CPU_FP32;
+static const Type OURS = CPU_FP32;
 #endif
 
 // ---- plain layers: fp32, NCHW -----------------------------------------------------------------------------
@@ -444,7 +444,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     std::sort(tensors.begin(), tensors.end(),
               [](const Parameter& a, const Parameter& b) { return a.offset < b.offset; });
     for (const Parameter& tensor : tensors) {
-        parameters.push_back(strchr(tensor.name, '.') + 1);
+        parameters.push_back(tensor.name.substr(tensor.name.find('.') + 1));
         gradients.push_back("d" + parameters.back());
     }
     m.weights = (floatX*)p.in<floatX>("weights", parameters);

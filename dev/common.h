@@ -5,7 +5,8 @@
 // A ladder X is dev/X.cu and dev/X.py:
 //
 //   python X.py              writes ../build/dev/X.bin: inputs, outputs and gradients from a seed, computed
-//                            by PyTorch in float64; on a GPU also large cases, and PyTorch's own times there
+//                            by PyTorch in float64; also large cases, of which most need a GPU, and
+//                            PyTorch's own times there
 //   ./X                      checks and times every version of every case
 //   ./X 3                    version 3 alone
 //   ./X 3 64x64              and this case alone
@@ -437,14 +438,15 @@ struct Row {
 
 // Markdown that is aligned in a terminal too.
 static void print_table(const std::string& title, const std::vector<Row>& rows, Work work, double floor_us) {
-    const char* unit = work.operations > 0 ? "TFLOP/s" : "GB/s";
+    bool rates = work.operations > 0, on_gpu = floor_us > 0;
+    const char* unit = !rates ? "GB/s" : on_gpu ? "TFLOP/s" : "GFLOP/s";
     std::vector<std::vector<std::string>> cells = {
-        {"version", "layout", "type", "error", "us", unit, floor_us > 0 ? "of the floor" : "", "idea"}};
+        {"version", "layout", "type", "error", "us", unit, on_gpu ? "of the floor" : "", "idea"}};
     for (const Row& row : rows) {
-        double rate = work.operations > 0 ? work.operations / row.us * 1e-6 : work.bytes / row.us * 1e-3;
+        double rate = rates ? work.operations / row.us * (on_gpu ? 1e-6 : 1e-3) : work.bytes / row.us * 1e-3;
         cells.push_back({row.version, row.layout, row.type, row.error, row.us > 0 ? text("%.1f", row.us) : "",
-                         row.us > 0 ? text(work.operations > 0 ? "%.2f" : "%.0f", rate) : "",
-                         row.us > 0 && floor_us > 0 ? text("%.1f%%", 100 * floor_us / row.us) : "",
+                         row.us > 0 ? text(!on_gpu ? "%.1f" : rates ? "%.2f" : "%.0f", rate) : "",
+                         row.us > 0 && on_gpu ? text("%.1f%%", 100 * floor_us / row.us) : "",
                          row.idea});
     }
     std::vector<size_t> width(cells[0].size());
@@ -523,7 +525,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
             }
             if (rows.empty() || !(timed || &data == &cases.back().second || !wanted_case.empty())) continue;
             std::string theirs = std::string("PyTorch ") + pass.name;
-            for (auto& [key, tensor] : data)  // what X.py measured on this GPU: "PyTorch forward, bf16 ..."
+            for (auto& [key, tensor] : data)  // what X.py measured here: "PyTorch forward, bf16 ..."
                 if (key.compare(0, theirs.size(), theirs) == 0)
                     rows.push_back({"PyTorch", "", "", "",
                                     key.substr(std::min(key.size(), theirs.size() + 2)),

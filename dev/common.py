@@ -1,17 +1,19 @@
-"""What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing on a GPU; and the
-markers between which measurements are written into README.md.
+"""What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing; and what writes
+measurements into README.md: the markers between which they stand, the processor's name.
 
 The file, little-endian: int32 20241127, then tensors: int32 length of the name, the name ("case/tensor"),
 int32 number of dimensions, int32 each dimension, float32 values in PyTorch's order. A case's sizes ("B", "C",
-...) are tensors without dimensions; so are "timed" and the microseconds of PyTorch on this GPU ("PyTorch
-forward, ...").
+...) are tensors without dimensions; so are "timed" and the microseconds of PyTorch on this GPU, or
+else on this CPU ("PyTorch forward, ...").
 """
 import os
 import pathlib
+import platform
 import re
 import statistics
 import struct
 import sys
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import unet_io  # first, because it explains a missing package
@@ -21,6 +23,8 @@ import torch.nn.functional as F
 
 HERE = pathlib.Path(__file__).resolve().parent
 MAGIC = 20241127
+ON_GPU = torch.cuda.is_available()
+PRECISION = "bf16" if ON_GPU else "fp32"  # in which the program computes, and PyTorch beside it
 
 
 def text_between(page, name):
@@ -40,6 +44,12 @@ def write_between(path, texts):
         page = page.replace(marked + text_between(page, name), marked + text)
     with unet_io.replacing(path) as file:
         file.write(page.encode())
+
+
+def processor_name():
+    with open("/proc/cpuinfo") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def write_tensor(file, name, value):
@@ -80,10 +90,19 @@ def gradients_of(forward, tensors, names):
 
 
 def microseconds(make):
-    """Median time of a call on the GPU: make() returns (a function of no arguments, bytes it reads and
-    writes). As in common.h: copies of more than twice the second-level cache take turns in a replayed CUDA
-    graph.
+    """Median time of a call: make() returns (a function of no arguments, bytes it reads and writes). As in
+    common.h: on a GPU copies of more than twice the second-level cache take turns in a replayed CUDA graph;
+    on a CPU a call follows the other for half a second.
     """
+    if not ON_GPU:
+        call, times = make()[0], []
+        call()
+        start = time.perf_counter()
+        while len(times) < 2 or (len(times) < 20 and time.perf_counter() < start + 0.5):
+            begin = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin) * 1e6)
+        return statistics.median(times)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function, size = make()
@@ -123,8 +142,8 @@ def bytes_of(tensors):
     return sum(value.numel() * value.element_size() for value in tensors.values() if torch.is_tensor(value))
 
 
-def time_pytorch(forward, tensors, names, dtype=torch.bfloat16):
-    """{"forward": us, "backward": us} of PyTorch on this GPU."""
+def time_pytorch(forward, tensors, names, dtype=torch.bfloat16 if ON_GPU else torch.float32):
+    """{"forward": us, "backward": us} of PyTorch on this machine."""
     def make_forward():
         copy = cast(tensors, dtype)
         copy.pop("dout", None)
@@ -144,7 +163,8 @@ def time_pytorch(forward, tensors, names, dtype=torch.bfloat16):
 
 
 def time_convolution(t, padding, together=False):
-    """{pass and description: us} of cuDNN on x, w, bias, dout of t; together: both gradients at once, too."""
+    """{pass and description: us} of cuDNN, on a CPU of oneDNN, on x, w, bias, dout of t; together: both gradients
+    at once, too."""
     torch.backends.cudnn.benchmark = True  # cuDNN's fastest algorithm, not its first
 
     def of(function, names, dtype, layout):
@@ -168,17 +188,21 @@ def time_convolution(t, padding, together=False):
     passes = {"forward": (convolution, ("x", "w", "bias")),
               "input gradient": (gradient(True, False), all_gradients),
               "weight gradient": (gradient(False, True), all_gradients)}
-    if together:
+    if together and ON_GPU:
         passes["backward"] = (gradient(True, True), all_gradients)
     times = {}
     for name, (function, names) in passes.items():
+        if not ON_GPU:
+            for which, layout in ((", channels_last", torch.channels_last), ("", torch.contiguous_format)):
+                times[f"{name}, oneDNN, fp32{which}"] = of(function, names, torch.float32, layout)
+            continue
         times[f"{name}, cuDNN, bf16, channels_last"] = of(function, names, torch.bfloat16,
                                                           torch.channels_last)
         if "model" not in t:
             times[f"{name}, cuDNN, fp32"] = of(function, names, torch.float32, torch.contiguous_format)
-    # PyTorch adds the bias in a kernel of its own; this is cuDNN's alone.
-    times["forward, cuDNN, bf16, channels_last, no bias"] = of(convolution, ("x", "w"), torch.bfloat16,
-                                                               torch.channels_last)
+    if ON_GPU:  # PyTorch adds the bias in a kernel of its own; this is cuDNN's alone.
+        times["forward, cuDNN, bf16, channels_last, no bias"] = of(convolution, ("x", "w"), torch.bfloat16,
+                                                                   torch.channels_last)
     return times
 
 
@@ -186,37 +210,37 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
     """Writes the ladder's file.
 
     cases       {name: sizes}; those with timed=1 are made only on a GPU; with model=1, too, for the program's
-                version alone: at every shape of the default model a whole ladder would take too long
+                version alone: at every shape of the default model a whole ladder would take too long; with cpu=1
+                only where there is no GPU: what a CPU is timed at
     inputs      inputs(random, **sizes) -> {name: tensor}, with "dout" where there are gradients
     forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
     gradients   names of the inputs whose gradients ("d" + name) are written, where the case has them
-    timings     timings(tensors) -> {pass and description: us}; by default forward and backward in bf16
+    timings     timings(tensors) -> {pass and description: us}; by default forward and backward in PRECISION
     """
     folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
     folder.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    on_gpu = torch.cuda.is_available()
-    path = folder / f"{stem}.bin"
+    path, made = folder / f"{stem}.bin", []
     with open(f"{path}.tmp", "wb") as file:
         file.write(struct.pack("<i", MAGIC))
-        for name, sizes in cases.items():
-            sizes = sizes | ({"timed": 1} if "model" in sizes else {})
-            if sizes.get("timed") and not on_gpu:
+        for name, marked in cases.items():
+            sizes = {key: value for key, value in marked.items() if key not in ("timed", "model", "cpu")}
+            timed = len(sizes) < len(marked)
+            if timed and ON_GPU == ("cpu" in marked):
                 continue
-            device = "cuda" if sizes.get("timed") else "cpu"
-            only_sizes = {key: value for key, value in sizes.items() if key not in ("timed", "model")}
-            tensors = sizes | inputs(Random(seed, device), **only_sizes)
+            made.append(name)
+            marks = {"timed": 1} | ({"model": 1} if "model" in marked else {}) if timed else {}
+            tensors = sizes | marks | inputs(Random(seed, "cuda" if timed and ON_GPU else "cpu"), **sizes)
             leaves = [name for name in gradients if name in tensors]
             outputs, found = gradients_of(forward, tensors, leaves)
             everything = tensors | outputs | found
-            if sizes.get("timed"):
+            if timed:
                 del outputs, found
                 times = timings(tensors) if timings else {
-                    f"{which}, eager, bf16, channels_last": us
+                    f"{which}, eager, {PRECISION}, channels_last": us
                     for which, us in time_pytorch(forward, tensors, leaves).items()}
                 everything |= {f"PyTorch {which}": us for which, us in times.items()}
             for key, value in everything.items():
                 write_tensor(file, f"{name}/{key}", value)
     os.replace(f"{path}.tmp", path)
-    made = [case for case, sizes in cases.items() if on_gpu or not {"timed", "model"} & set(sizes)]
     print(f"{path}: {', '.join(made)}")

@@ -5,7 +5,8 @@ import common
 
 # W a multiple of 4 and channels of 8, for 16-byte loads.
 CASES = {"9x12": dict(B=3, C=24, O=40, H=9, W=12),
-         "64x64": dict(B=32, C=192, O=64, H=64, W=64, timed=1)}
+         "64x64": dict(B=32, C=192, O=64, H=64, W=64, timed=1),
+         "64x64 on a CPU": dict(B=4, C=192, O=64, H=64, W=64, cpu=1)}
 # (C, O, H = W) of train_unet's default model: a residual block's skip, attention's projections; 192 to 64 stands above.
 MODEL = [(128, 64, 64), (64, 128, 32), (192, 128, 32), (256, 128, 32), (320, 128, 32),
          (128, 192, 16), (320, 192, 16), (384, 192, 16), (448, 192, 16), (192, 576, 16), (192, 192, 16),

@@ -7,7 +7,8 @@ import common
 CASES = {"9x12": dict(B=3, C=24, O=40, H=9, W=12),
          "from 3 channels": dict(B=2, C=3, O=40, H=9, W=12),
          "to 3 channels": dict(B=2, C=40, O=3, H=9, W=12),
-         "64x64": dict(B=32, C=192, O=64, H=64, W=64, timed=1)}
+         "64x64": dict(B=32, C=192, O=64, H=64, W=64, timed=1),
+         "64x64 on a CPU": dict(B=4, C=192, O=64, H=64, W=64, cpu=1)}
 # (C, O, H = W) of train_unet's default model, an image's three channels padded to eight; 192 to 64 stands above.
 MODEL = [(8, 64, 64), (64, 8, 64), (64, 64, 64), (128, 64, 64),
          (64, 128, 32), (128, 128, 32), (192, 128, 32), (256, 128, 32), (320, 128, 32),

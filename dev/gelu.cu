@@ -14,9 +14,12 @@
 // intermediate values in registers. Half the element halves the rest, and 16 bytes a thread ask for it with
 // few enough instructions to reach a copy's bandwidth. tanhf is hidden behind that: the GPU's approximate
 // instruction for it made no difference.
+//
+// Version 3 is a layer as the program has them, in gelu.h: of train_dit.cu, and by torch_ops.cu an operator of
+// PyTorch.
 #include "common.h"
 
-static const float GELU_ROOT = 0.7978845608f, GELU_CUBE = 0.044715f;
+#include "gelu.h"
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
@@ -24,12 +27,7 @@ static void gelu_forward0(Problem& p) {
     size_t n = p.find("x").values.size();
     float* out = p.out<float>("out");
     const float* x = p.in<float>("x");
-    for (size_t i = 0; i < n; i++)
-        out[i] = 0.5f * x[i] * (1 + tanhf(GELU_ROOT * (x[i] + GELU_CUBE * x[i] * x[i] * x[i])));
-}
-static HOST_DEVICE float gelu_gradient(float x) {
-    float t = tanhf(GELU_ROOT * (x + GELU_CUBE * x * x * x));
-    return 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * GELU_ROOT * (1 + 3 * GELU_CUBE * x * x);
+    for (size_t i = 0; i < n; i++) out[i] = gelu(x[i]);
 }
 static void gelu_backward0(Problem& p) {
     size_t n = p.find("x").values.size();
@@ -96,9 +94,7 @@ static void gelu_backward1(Problem& p) {
 
 __global__ void gelu_forward_kernel2(float* out, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float v = x[i];
-    out[i] = 0.5f * v * (1 + tanhf(GELU_ROOT * (v + GELU_CUBE * v * v * v)));
+    if (i < n) out[i] = gelu(x[i]);
 }
 static void gelu_forward2(Problem& p) {
     size_t n = p.find("x").values.size();
@@ -116,36 +112,11 @@ static void gelu_backward2(Problem& p) {
 
 // ---- 3: 16 bytes a thread ---------------------------------------------------------------------------------
 
-// n: a multiple of VEC
-__global__ void gelu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
-    if (i >= n) return;
-    Unpacked v = unpack(x + i);
-    for (int k = 0; k < VEC; k++)
-        v[k] = 0.5f * v[k] * (1 + tanhf(GELU_ROOT * (v[k] + GELU_CUBE * v[k] * v[k] * v[k])));
-    *(uint4*)(out + i) = pack(v);
-}
 static void gelu_forward3(Problem& p) {
-    size_t n = p.find("x").values.size();
-    assert(n % VEC == 0);
-    launch(gelu_forward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("out"), p.in<floatX>("x"), n);
-}
-__global__ void gelu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
-    if (i >= n) return;
-    Unpacked v = unpack(x + i), upstream = unpack(dout + i);
-    for (int k = 0; k < VEC; k++) {
-        float t = tanhf(GELU_ROOT * (v[k] + GELU_CUBE * v[k] * v[k] * v[k]));
-        float slope = GELU_ROOT * (1 + 3 * GELU_CUBE * v[k] * v[k]);
-        upstream[k] *= 0.5f * (1 + t) + 0.5f * v[k] * (1 - t * t) * slope;
-    }
-    *(uint4*)(dx + i) = pack(upstream);
+    run(GeluForward<floatX>{p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x")});
 }
 static void gelu_backward3(Problem& p) {
-    size_t n = p.find("x").values.size();
-    assert(n % VEC == 0);
-    launch(gelu_backward_kernel3, ceil_div(n, 256 * VEC), 256, 0, p.out<floatX>("dx"), p.in<floatX>("dout"),
-           p.in<floatX>("x"), n);
+    run(GeluBackward<floatX>{p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x")});
 }
 #endif
 

@@ -8,7 +8,8 @@ GROUPS = 32
 CASES = {"6x8": dict(B=3, C=96, H=6, W=8),
          "16x12": dict(B=2, C=192, H=16, W=12),
          "64x64": dict(B=32, C=128, H=64, W=64, timed=1),
-         "16x16": dict(B=32, C=192, H=16, W=16, timed=1)}
+         "16x16": dict(B=32, C=192, H=16, W=16, timed=1),
+         "64x64 on a CPU": dict(B=4, C=128, H=64, W=64, cpu=1)}
 # (C, H = W) of train_unet's default model; 128 at 64x64 and 192 at 16x16 stand above.
 MODEL = [(64, 64), (192, 64), (64, 32), (128, 32), (192, 32), (256, 32), (320, 32), (128, 16), (320, 16), (384, 16),
          (448, 16), (192, 8), (256, 8), (448, 8), (512, 8)]
@@ -37,7 +38,7 @@ def with_statistics(t):
 def timings(t):
     needed = {name: t[name] for name in ("x", "dout", "w", "bias")}
     times = common.time_pytorch(forward, needed, ["x", "w", "bias"])
-    return {f"{which}, F.group_norm and F.silu, bf16, channels_last": us for which, us in times.items()}
+    return {f"{which}, F.group_norm and F.silu, {common.PRECISION}, channels_last": us for which, us in times.items()}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 A section begins with the end of the comment that opens X.cu, from "What the steps change" on, and the first of its
 tables; the others are folded away. The table of all layers and the pictures are made from the tables in README.md, so
-without new output of the ladders this makes them again.
+without new output of the ladders this makes them again. With the word cpu it writes the table of the ladders on a CPU,
+and nothing else: `make bench DEVICE=cpu`.
 """
 import dataclasses
 import pathlib
 import re
+import sys
 
-from common import text_between, write_between
+from common import processor_name, text_between, write_between
 
 import unet_io
 from unet_io import UserError
@@ -132,6 +134,27 @@ def overview(page):
     return markdown(columns, rows)
 
 
+def cpu_table(outputs):
+    """The versions for a CPU, from what the ladders printed there, {stem: text}: ms of each pass, and how many times
+    as fast as version 1 that is. Of PyTorch the fastest kind."""
+    devices = {device for output in outputs.values() for device in re.findall(r" on the CPU: (.*)$", output, re.M)}
+    if len(devices) != 1:
+        raise UserError("what the ladders printed is not of one CPU, so run make bench DEVICE=cpu again")
+    passes, rows = ["forward", "input gradient", "weight gradient", "backward"], []
+    for stem, output in outputs.items():
+        tables = {table.which: table for table in read_tables(output, stem)}
+        shown = tables["forward"]
+        ideas = {row["version"]: row["idea"] for row in shown.ours()} | {"PyTorch": shown.fastest()["idea"]}
+        for version, idea in ideas.items():
+            rows.append([f"[{stem}](#{stem})", shape_of(shown).removesuffix(" on a CPU"), version, idea])
+            for which in passes:
+                us = [(row["version"], float(row["us"])) for row in tables[which].rows] if which in tables else []
+                best = min((time for of, time in us if of == version), default=None)
+                rows[-1].append(f"{best / 1e3:.2f} ({us[0][1] / best:.1f}x)" if best else "")
+    return (f"On {processor_name()}, {devices.pop()}; batches of {shown.sizes['B']}:\n\n"
+            + markdown(["layer", "shape", "version", "idea", *(f"{which}, ms" for which in passes)], rows))
+
+
 # ----------------------------------------------------------------------------------------------------
 # pictures
 
@@ -216,11 +239,22 @@ def draw_pictures(readme):
         print(path)
 
 
+def outputs_in(folder):
+    """What the ladders printed, {stem: text}, in the order of the page."""
+    paths = {stem: HERE.parent / folder / f"{stem}.txt" for stem in ORDER}
+    return {stem: path.read_text() for stem, path in paths.items() if path.exists()}
+
+
 def main():
-    folder, path = HERE.parent / "build/dev", HERE / "README.md"
-    stems = [stem for stem in ORDER if (folder / f"{stem}.txt").exists()]
+    path = HERE / "README.md"
+    if sys.argv[1:] == ["cpu"]:
+        table = cpu_table(outputs_in("build/dev_cpu"))
+        write_between(path, {"ladders:cpu": table})
+        print(table)
+        return
+    outputs = outputs_in("build/dev")
+    stems = list(outputs)
     if stems:
-        outputs = {stem: (folder / f"{stem}.txt").read_text() for stem in stems}
         found = {stem: re.search(r" on (.*): \w+$", output, re.M) for stem, output in outputs.items()}
         if None in found.values():
             cut = [stem for stem in stems if not found[stem]]

@@ -137,7 +137,7 @@ static Kind kind_of(const Resample<T>& l) {
 }
 template <typename T>
 static Kind kind_of(const AddNoise<T>& l) {
-    return {"noising", (2.0 * sizeof(float) + sizeof(T)) * l.by.channels * l.x_t.rows()};
+    return {"noising", (2.0 * sizeof(float) + sizeof(T)) * l.channels * l.x_t.rows()};
 }
 template <typename T>
 static Kind kind_of(const PredictionLoss<T>& l) {
@@ -238,7 +238,9 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
 // A model with fresh weights that draws B pictures, told a timestep and its noise.
 static void prepare_drawing(Model* m, Config config, int B) {
     config.optimiser.ema_rate[0] = 0;  // one set of weights is enough
-    build_model(m, config, B, false);
+    *m = plan_model(config, B, false);
+    check_memory(*m);
+    allocate_model(m);
     initialise_weights(m, config.seed);
     auto begins = begin_with(consecutive(config.seed, B));
     backend_upload(m->begins, begins.data(), B * sizeof(Beginning));
@@ -249,10 +251,14 @@ static void prepare_drawing(Model* m, Config config, int B) {
                                 m->target, m->images, m->begins, m->limits, m->sampler_state}});
 }
 
-// Milliseconds of a call of the network, a line for each number of images. A graph holds ten calls, which a
-// sampler makes as close one after another: alone, a short one would also count how long its launch takes.
+// Milliseconds of a call of the network, a line for each number of images. A graph on a GPU holds ten calls,
+// which a sampler makes as close one after another: alone, a short one would also count how long its launch takes.
 static void print_calls(const Config& config, const std::string& list) {
+#ifdef __CUDACC__
     const int CALLS = 10;
+#else
+    const int CALLS = 1;
+#endif
     std::vector<uint32_t> batches = parse_list("profile_calls", list, most_images(config));
     if (std::ranges::count(batches, 0u)) fail_usage("--profile_calls times calls of an image or more");
     Model m;
@@ -302,7 +308,8 @@ static void run_program(int argc, char** argv) {
 
     Trainer t;
     prepare_trial_run(&t, config);
-    send_orders(&t, t.source.slots - 1);  // of as many epochs as there is room for; then they come again
+    for (int n = 0; n < t.source.slots; n++)  // as many epochs as there is room for; then they come again
+        random_permutation(t.order.get() + (size_t)n * t.source.count, t.source.count, config.seed, n);
     if (!trace.empty()) {
         measure_entries(&t);
         write_trace(trace);
@@ -325,7 +332,7 @@ static void run_program(int argc, char** argv) {
            "one training step:", step_ms, 1e3 * B / step_ms);
     printf("%-22s %.3f ms, %.1f images/s (forward alone)\n", "one network call:", call_ms,
            1e3 * drawn / call_ms);
-    printf("%-22s %.2f GFLOP an image and training step\n", "operations:", training_flops(plan) / 1e9);
+    printf("%-22s %.2f GFLOP an image and training step\n", "operations:", plan.flops / 1e9);
     printf("%-22s %.1f MiB to train, of which EMA %.1f MiB; %.1f MiB to draw\n",
            "memory:", bytes_to_train / 0x1p20, ema / 0x1p20, bytes_to_draw / 0x1p20);
 }

@@ -210,7 +210,7 @@ static void resblock_forward4(Problem& p) {
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
     Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
-    Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(RES_EMB);
+    Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
     on_side_lane([=] { product_forward(projected, emb, projection); });
     ResBlock{{&m, block, B}}.forward();
 }
@@ -219,7 +219,7 @@ static void resblock_backward4(Problem& p) {
     const Block &embedding = m.plan.blocks[0], &block = m.plan.blocks.back();
     int B = m.plan.batch;
     Tensor dprojected = output_gradient_of(&m, embedding, B);
-    Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(RES_EMB);
+    Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
     ResBlock{{&m, block, B}}.backward();
     backend_join();  // dprojected is the side lane's
     weight_gradient(projection, dprojected, p.tensor_in<floatX>("emb"));
@@ -260,8 +260,8 @@ static const Ladder resblock_ladder = {
             {3, "forward", NHWC, FLOATX, "the program's layers, nothing fused", resblock_forward3, LIMIT},
             {3, "backward", NHWC, FLOATX, "the program's layers, nothing fused", resblock_backward3, LIMIT},
 #endif
-            {4, "forward", NHWC, PROGRAM, "train_unet.cu", resblock_forward4, LIMIT},
-            {4, "backward", NHWC, PROGRAM, "train_unet.cu", resblock_backward4, LIMIT},
+            {4, "forward", NHWC, OURS, "train_unet.cu", resblock_forward4, LIMIT},
+            {4, "backward", NHWC, OURS, "train_unet.cu", resblock_backward4, LIMIT},
         };
     }()};
 LADDER_MAIN(resblock_ladder)

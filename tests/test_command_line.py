@@ -120,9 +120,9 @@ def test_time_of_a_dry_run():
         ms = float(time_of) * (1 if unit == "ms" else 1e3)
         batch, all_steps = 32 if steps == 20000 else TOY["batch_size"], float(ms) * steps / 1e3
         assert abs(float(ms) * float(rate) / (1e3 * batch) - 1) < 0.1
-        parts = re.findall(r"(\d+)([dhms])", re.search(rf"^{steps} steps: ([\ddhms ]+), ", text, re.M)[1])
+        parts = re.findall(r"([\d.]+)([dhms])", re.search(rf"^{steps} steps: ([\d.dhms ]+), ", text, re.M)[1])
         units = dict(d=86400, h=3600, m=60, s=1)
-        shown = sum(int(number) * units[unit] for number, unit in parts)
+        shown = sum(float(number) * units[unit] for number, unit in parts)
         assert abs(shown - all_steps) < 1.01 * units[parts[-1][1]] + 0.01 * all_steps
     assert "(measured, on grey images)" in text
     result = run(TRAIN, "--dry_run", "--batch_size", 65536, status=1)
@@ -280,7 +280,8 @@ def test_config_that_can_not_be_written(tmp_path, images8):
 
     flags = start_flags(RESUMED, images8, tmp_path / "run", 2)
     refused(TRAIN, *flags, says=["run/config.txt", "too large"], preexec_fn=limit)
-    assert not list((tmp_path / "run").iterdir())
+    assert not list((tmp_path / "run").iterdir())  # no half of a configuration
+    run(TRAIN, *flags)  # and nothing in the way of the next attempt
     refused(TRAIN, *flags, "--out_dir", "/proc/run", says="/proc/run")
     with open("/dev/full", "w") as full:
         result = subprocess.run([TRAIN, "--print_config"], stdout=full, stderr=subprocess.PIPE, text=True)

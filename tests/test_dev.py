@@ -25,8 +25,11 @@ from unet_io import Config, UserError
 # ----------------------------------------------------------------------------------------------------
 # dev/
 
-@pytest.mark.parametrize("stem", sorted(path.stem for path in (ROOT / "dev").glob("*.py")
-                                        if path.with_suffix(".cu").exists()))
+LADDERS = sorted({path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
+                 - {"torch_ops", "train_dit"})
+
+
+@pytest.mark.parametrize("stem", LADDERS)
 def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
     """Every version of a layer in dev/ against PyTorch; without a GPU, those for the CPU."""
     monkeypatch.setenv("DEV_DATA", str(tmp_path))
@@ -67,10 +70,9 @@ def test_ladders_cover_the_model(tmp_path, monkeypatch):
 
 def test_ladders_of_make():
     """make takes what has a .cu and a .py for a ladder, and none of the tools."""
-    stems = {path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
     for folder in (ROOT, ROOT / "dev"):
         database = run("make", "-pn", "-C", folder, "clean").stdout
-        assert set(re.search(r"^LADDERS := (.*)$", database, re.M)[1].split()) == stems
+        assert set(re.search(r"^LADDERS := (.*)$", database, re.M)[1].split()) == set(LADDERS)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -163,18 +165,39 @@ def test_benchmark_pages(tools, tmp_path, monkeypatch):
     pages = copied_pages(benchmark, tmp_path, monkeypatch)
     benchmark.write_pages()
     assert {name: (tmp_path / name).read_text() for name in pages} == pages
-    for name, times in (("time_program", [20.0, 30.0]), ("time_pytorch", [60.0, 75.0])):
-        monkeypatch.setattr(benchmark, name, lambda threads, times=times: (times, times[0] / 10, "fp32"))
-    benchmark.benchmark_cpu()
+    times = {kind: (50.0 + n, 6.0 + n) for n, kind in enumerate(reversed(benchmark.KINDS))}
+    monkeypatch.setattr(benchmark, "measure_case", lambda case, threads: times | {"./train_unet": (25.0, 2.0)})
+    monkeypatch.setattr(benchmark, "seconds_to_draw", lambda threads: 3.2)
+    benchmark.benchmark_cpu("fp32, 2 threads")
     written = {name: (tmp_path / name).read_text() for name in pages}
     for name, marker in (("README.md", "bench:speed"), ("dev/README.md", "bench:cpu")):
         new, old = common.text_between(written[name], marker), common.text_between(pages[name], marker)
         assert written[name] == pages[name].replace(old, new) and new != old
-    assert "| unet64, fp32 | 4 | 25 | 68 | 2.72 | 2.00 GB | 6.00 GB |" in written["README.md"]
+    for model, batch in (("unet64", 4), ("tiny", 8)):
+        row = f"| {model}, fp32 | {batch} | 25.0 | 50.0 | 2.00 | 2.00 GB | 6.00 GB |"
+        assert row in written["README.md"]
+    for line in ("| unet64 | 16 | 25.0 | 50.0 | 2.00 | torch.compile, channels_last |", "0.200 s a picture."):
+        assert line in written["dev/README.md"]
     (tmp_path / "dev/README.md").write_text("no markers")
     with pytest.raises(UserError, match="<!-- bench:cpu -->"):
         benchmark.write_pages(cpu="")
     assert (tmp_path / "dev/README.md").read_text() == "no markers"
+
+
+def test_benchmark_on_a_cpu(tools, monkeypatch):
+    """Steps and calls are measured, here of the smallest preset and without compiling; a worker's end is told."""
+    benchmark = tools("benchmark")
+    measured, built = benchmark.run_measured, {"./train_unet": TRAIN, "dev/profile": variant("profile")}
+    monkeypatch.setattr(benchmark, "run_measured",
+                        lambda program, *flags, **others: measured(built[program], *flags, **others))
+    monkeypatch.setattr(benchmark, "KINDS", benchmark.KINDS[:2])
+    monkeypatch.setattr(benchmark, "ROUNDS", 2)
+    for what in ("step", "call"):
+        times = benchmark.measure_case(benchmark.Case(what, "tiny", 1, 2), 1)
+        assert list(times) == ["./train_unet", *benchmark.KINDS]
+        assert all(0 < ms < 10000 and 0.01 < memory < 10 for ms, memory in times.values())
+    with pytest.raises(UserError, match="ended before it had measured"):
+        benchmark.measure_case(benchmark.Case("step", "no such preset", 1, 2), 1)
 
 
 DRAWN = dict(gpu="X", torch="2.9", ours={1: 0.5, 2: 0.8, 32: 1.6}, theirs={1: 1.0, 2: 2.0, 32: 4.0}, seconds=0.8,
@@ -258,6 +281,27 @@ def test_ladder_pages(tools):
     assert ladders.overview(page) == ladders.text_between(page, "ladders:overview")
     assert ladders.device_of(page) and page.count("<details>") == page.count("</details>")
     assert [stem for stem in ladders.ORDER if f"\n### {stem}\n" in page] == ladders.ORDER
+
+
+def test_ladder_page_of_a_cpu(tools):
+    """One table of what the ladders printed on a CPU: a line a version, a column a pass, PyTorch's fastest."""
+    ladders = tools("ladders")
+    columns = "| version | layout | type | error | us | GFLOP/s |  | idea |\n|--|--|--|--|--|--|--|--|\n"
+    output = "conv1x1 on the CPU: fp32, 2 threads, vectors of 16\n"
+    for which, us in (("forward", (8000, 2000, 4000, 1000)), ("input gradient", (9000, 4500, 6000, 7000))):
+        rows = zip(("1", "3", "PyTorch", "PyTorch"), us, ("plain", "the program's", "NCHW", "channels_last"))
+        output += (f"ok conv1x1 {which} version 1\n\nconv1x1 {which}, 8x8 on a CPU (B=4 C=16 H=8 O=24 W=8)\n\n{columns}"
+                   + "".join(f"| {version} | | | | {time} | 1.0 |  | {idea} |\n" for version, time, idea in rows))
+    table = ladders.cpu_table({"conv1x1": output})
+    assert "2 threads, vectors of 16; batches of 4:\n" in table
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "conv1x1" in line]
+    assert rows == [["[conv1x1](#conv1x1)", "16 to 24, 8x8", *cells, "", ""] for cells in (
+        ("1", "plain", "8.00 (1.0x)", "9.00 (1.0x)"), ("3", "the program's", "2.00 (4.0x)", "4.50 (2.0x)"),
+        ("PyTorch", "channels_last", "1.00 (8.0x)", "6.00 (1.5x)"))]
+    other = output.replace("2 threads", "3 threads")
+    for outputs in ({}, {"conv1x1": output, "silu": other}, {"silu": "silu on a GPU"}):
+        with pytest.raises(UserError, match="not of one CPU"):
+            ladders.cpu_table(outputs)
 
 
 # ----------------------------------------------------------------------------------------------------

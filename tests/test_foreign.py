@@ -320,7 +320,7 @@ def test_flags_that_another_model_needs():
 
 def flags_of_the_program():
     """{flag: (least, most)} of every number that ./train_unet takes, from its table."""
-    table = (ROOT / "train_unet.cu").read_text().split("static const Flag FLAGS[] = {")[1].split("\n};")[0]
+    table = (ROOT / "train_unet.cu").read_text().split("static std::vector<Flag> FLAGS = {")[1].split("\n};")[0]
     number = r"(-?[\d.]+(?:e-?\d+)?)"
     found = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (?:INT|FLOAT), \w+, \w+, \d+,\s*"[^"]*",\s*'
                        + number + r",\s*" + number + ",", table)

@@ -1,6 +1,8 @@
 """The program's own tests (test_unet.cu), and its layers and whole model against PyTorch in float64."""
 import dataclasses
+import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -199,6 +201,7 @@ def layer_cases():
     add_linear(layers, 300, 5, 3, 7, residual=True)
     add_linear(layers, 64, 96, 0, 96, residual=True)
     add_linear(layers, 7, 1, 0, 1)
+    add_linear(layers, 10, 16384, 4096, 40)
     add_conv(layers, 1, 64, 64, 64, 64, emb=True)
     add_conv(layers, 1, 32, 32, 3, 64, wants_dx=False)
     add_conv(layers, 1, 32, 32, 64, 3)
@@ -239,6 +242,22 @@ def layer_cases():
 def test_layers(cpp, tmp_path):
     unet_io.write_tensors(tmp_path / "layers.bin", layer_cases())
     cpp(TEST, "--layers", tmp_path / "layers.bin")
+
+
+@pytest.mark.parametrize("vectors", ["avx2", "neon"])
+def test_layers_of_other_processors(cpp, tmp_path, vectors):
+    """The same layers and a model by narrower vectors than this processor's, Arm's in emulation."""
+    test = [variant(vectors)]
+    if vectors == "avx2" and " avx2 " not in pathlib.Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    if vectors == "neon":
+        if not shutil.which("qemu-aarch64"):
+            pytest.skip("no qemu-aarch64 to run Arm's instructions")
+        test = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", *test]
+    unet_io.write_tensors(tmp_path / "layers.bin", layer_cases())
+    cpp(*test, "--layers", tmp_path / "layers.bin")
+    check_model(cpp, tmp_path, MODELS["toy"], test)
+    cpp(*test, "--only", "threads")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -293,9 +312,9 @@ MODELS = {
 }
 
 
-def check_model(cpp, tmp_path, config):
+def check_model(cpp, tmp_path, config, test=(TEST,)):
     train_unet.debug_state(str(tmp_path / "debug"), config)
-    cpp(TEST, "--model", tmp_path / "debug_weights.bin", tmp_path / "debug_state.bin")
+    cpp(*test, "--model", tmp_path / "debug_weights.bin", tmp_path / "debug_state.bin")
 
 
 @pytest.mark.parametrize("name", MODELS)

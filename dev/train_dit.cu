@@ -1,0 +1,523 @@
+// train_dit.cu: trains and samples a Diffusion Transformer. The network alone is here; all else, diffusion,
+// samplers, optimiser, data, files, command line, is train_unet.cu's, which this includes.
+//
+//   make train_dit                                   in the folder above: builds for the GPU or the CPU
+//   ./train_dit --preset dit32                       a small one, on the demo's faces
+//   ./train_dit --model DiT-S/2 --data_file X.bin    the paper's sizes: S, B, L, XL with patches of 2, 4, 8
+//   ./train_dit --help                               every flag with its default
+//
+// The network is that of Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with adaLN-Zero
+// blocks; parameters have the names and the order of its authors' program. train_dit.py, the same in PyTorch,
+// imports their weights. README.md tells how to add a network in this way.
+//
+// D = hidden_size; T tokens an image, h = sqrt(T) a side; P = patch_size. Tokens are a tensor (B, h, h, D).
+
+// ---- what train_unet.cu knows of its network ---------------------------------------------------------------
+#define OTHER_NETWORK
+#define PROGRAM "train_dit"
+#define NETWORK "DiT"
+#define IMPORTER "python dev/train_dit.py --import"
+#define NETWORK_FIELDS                  \
+    Path model;                         \
+    int depth, hidden_size, patch_size; \
+    float mlp_ratio;
+enum { NETWORK_MAGIC = 0x00546944 };  // "DiT"
+enum BlockKind { BLOCK_EMBED, BLOCK_PATCHES, BLOCK_TRANSFORMER, BLOCK_FINAL };
+static const char* const BLOCK_NAMES[] = {"embedding", "patches", "transformer", "final"};
+
+#include "../train_unet.cu"
+
+#include "gelu.h"
+
+// ==== 1  CONFIGURATION =====================================================================================
+
+// The UNet's flags give way to ours. Header fields from 119 on are free.
+static const bool flags_are_set = [] {
+    const std::vector<std::string> of_unet = split(
+        "num_channels channel_mult num_res_blocks attention_resolutions norm_groups num_head_channels "
+        "dropout num_heads_upsample resblock_updown conv_resample use_scale_shift_norm "
+        "use_new_attention_order",
+        ' ');
+    std::erase_if(FLAGS, [&](const Flag& flag) { return std::ranges::count(of_unet, flag.name); });
+    auto place = [](const char* name) { return std::ranges::find(FLAGS, std::string(name), &Flag::name); };
+    place("image_size")->standard = "32";
+    *place("num_heads") = {FIELD(num_heads), INT, MODEL, FIXED, 111, "6", 1, 1024, "of every attention"};
+    FLAGS.insert(place("num_heads"),
+                 {{FIELD(depth), INT, MODEL, FIXED, 119, "12", 1, 1000, "transformer blocks"},
+                  {FIELD(hidden_size), INT, MODEL, FIXED, 120, "384", 8, 8192, "channels of a token"},
+                  {FIELD(patch_size), INT, MODEL, FIXED, 121, "2", 1, 64, "pixels a token is high and wide"},
+                  {FIELD(mlp_ratio), FLOAT, MODEL, FIXED, 122, "4", 0.125, 64,
+                   "width of a block's MLP in units of hidden_size"}});
+    FLAGS.insert(place("preset"), {FIELD(model), PATH, FILES, FREE, 0, "", 0, 0,
+                                   "a size of the paper, DiT-S/2 to DiT-XL/8, as listed below"});
+#define OF_PATCH(name, patch, flags) \
+    Preset { "DiT-" name "/" patch, flags " --patch_size " patch }
+#define OF_SIZE(name, flags) \
+    OF_PATCH(name, "2", flags), OF_PATCH(name, "4", flags), OF_PATCH(name, "8", flags)
+    PRESETS = {{"dit32",
+                "--data_file data/faces.bin --image_size 32 --patch_size 4 --depth 8 "
+                "--hidden_size 256 --num_heads 4 --predict v --noise_schedule cosine --batch_size 32 "
+                "--lr 5e-4 --lr_schedule cosine --warmup_steps 200 --ema_rate 0.999 --steps 8000"},
+               OF_SIZE("S", "--depth 12 --hidden_size 384 --num_heads 6"),
+               OF_SIZE("B", "--depth 12 --hidden_size 768 --num_heads 12"),
+               OF_SIZE("L", "--depth 24 --hidden_size 1024 --num_heads 16"),
+               OF_SIZE("XL", "--depth 28 --hidden_size 1152 --num_heads 16")};
+    return true;
+}();
+
+enum { FREQUENCIES = 256 };  // sines and cosines that a timestep becomes
+static int tokens_a_side(const Config& c) { return c.image_size / c.patch_size; }
+static int mlp_width(const Config& c) { return (int)((float)c.hidden_size * c.mlp_ratio); }
+
+// Refuses, in a sentence, what can't be.
+static void check_network(const Config& c) {
+    if (c.image_size % c.patch_size)
+        fail("--image_size %d is no multiple of --patch_size %d", c.image_size, c.patch_size);
+    if (tokens_a_side(c) > MAX_ATTENTION_SIZE)
+        fail("attention between %d x %d tokens does not fit; use a larger --patch_size", tokens_a_side(c),
+             tokens_a_side(c));
+    if (c.hidden_size % CHANNEL_MULTIPLE || mlp_width(c) % CHANNEL_MULTIPLE)
+        fail("--hidden_size %d, and that times --mlp_ratio %s, must be multiples of %d", c.hidden_size,
+             float_text(c.mlp_ratio).c_str(), CHANNEL_MULTIPLE);
+    if (c.hidden_size % c.num_heads)
+        fail("--num_heads %d does not divide --hidden_size %d", c.num_heads, c.hidden_size);
+    if ((10 + 2.0 * c.mlp_ratio) * c.depth * c.hidden_size * c.hidden_size > INT32_MAX)
+        fail("--depth %d blocks of --hidden_size %d have more than %d parameters", c.depth, c.hidden_size,
+             INT32_MAX);
+    auto [multiple, most] = head_channels();  // of 8 does as well: DiT-XL has 72
+    if (int d = c.hidden_size / c.num_heads; d % std::min(multiple, (int)CHANNEL_MULTIPLE) || d > most)
+        fail("heads of %d channels: a GPU's attention takes multiples of 8 up to %d", d, most);
+}
+
+// ==== 2  LAYERS ============================================================================================
+// Written once for both builds, as in room 3 of train_unet.cu. A vector is 16 bytes of channels.
+template <typename T> struct TokenVector {
+    enum { N = 16 / sizeof(T) };
+    size_t first;  // its place in the tensor
+    int b, c;      // image and first channel
+    HOST_DEVICE TokenVector(size_t item, const TensorOf<T>& x)
+        : first(item * N), b((int)(first / x.C / x.T())), c((int)(first % x.C)) {}
+    static size_t count(const TensorOf<T>& x) { return x.count() / N; }
+};
+
+// tokens (B, h, h, padded(P P C)): the pixels of an image's patches, by row, column and channel; or the image
+// (B, H, W, pitch) from them, and from its gradient theirs. What is padded is 0. An item is a pixel.
+template <typename T> struct Patches {
+    TensorOf<T> tokens, image;
+    int patch, channels;
+    bool to_image = false;
+
+    size_t items() const { return (size_t)image.B * image.H * image.W; }
+    HOST_DEVICE void operator()(size_t pixel) const {
+        int x = (int)(pixel % image.W), row = (int)(pixel / image.W), y = row % image.H, b = row / image.H;
+        size_t token = ((size_t)b * tokens.H + y / patch) * tokens.W + x / patch;
+        int within = y % patch * patch + x % patch;
+        T *in_token = tokens.data + token * tokens.C + within * channels,
+          *in_image = image.data + pixel * image.C;
+        for (int c = 0; c < channels; c++)
+            if (to_image) in_image[c] = in_token[c];
+            else in_token[c] = in_image[c];
+        for (int c = channels; c < image.C && to_image; c++) in_image[c] = (T)0.0f;
+        if (!to_image && within == patch * patch - 1)
+            for (int c = channels; within * channels + c < tokens.C; c++) in_token[c] = (T)0.0f;
+    }
+};
+
+// out (B, h, h, D) = the tokens' places: sines, then cosines, of the column, then of the row, a quarter of D
+// each, of frequencies 10000^(-4 i / D). An item is an element of every image.
+template <typename T> struct Positions {
+    TensorOf<T> out;
+
+    size_t items() const { return (size_t)out.H * out.W * out.C; }
+    HOST_DEVICE void operator()(size_t item) const {
+        int token = (int)(item / out.C), c = (int)(item % out.C), quarter = out.C / 4, i = c % quarter;
+        int place = c / quarter < 2 ? token % out.W : token / out.W;
+        double angle = place * exp(-log(10000.0) * i / quarter);
+        T value = (T)(float)(c / quarter % 2 ? cos(angle) : sin(angle));
+        for (int b = 0; b < out.B; b++) out.data[b * items_of_image() + item] = value;
+    }
+    HOST_DEVICE size_t items_of_image() const { return (size_t)out.H * out.W * out.C; }
+};
+
+// A team's sum, in every thread.
+HOST_DEVICE static inline float sum_for_all(Sum value) {
+    value = team_sum(value);
+#ifdef __CUDA_ARCH__
+    __shared__ float total;  // which all have read before the next call's team_sum lets anyone write it
+    if (threadIdx.x == 0) total = value;
+    __syncthreads();
+    value = total;
+#endif
+    return (float)value;
+}
+
+// out = F.layer_norm(x, (D,), eps=1e-6) * (1 + scale) + shift, the latter two an image's (B, D); statistics
+// (rows): each token's mean and rstd. A team does a token, on a GPU a warp, a vector of channels a thread.
+template <typename T> struct LayerNormForward {
+    TensorOf<T> out, x;
+    float2* statistics;
+    RowsOf<T> shift, scale;
+
+    enum { THREADS = 32, N = 16 / sizeof(T) };
+    size_t items() const { return x.rows(); }
+    HOST_DEVICE void operator()(Team team) const {
+        const int C = x.C, b = team.index / x.T(), begin = team.thread * N, step = team.threads * N;
+        const T* from = x.data + (size_t)team.index * C;
+        T* to = out.data + (size_t)team.index * C;
+        Sum sum = 0, squares = 0;
+        for (int c = begin; c < C; c += step) {
+            ::Vector<T, N> value = load<N>(from + c);
+            for (int k = 0; k < N; k++) sum += (float)value.of[k];
+        }
+        float mean = sum_for_all(sum) / C;
+        for (int c = begin; c < C; c += step) {
+            ::Vector<T, N> value = load<N>(from + c);
+            for (int k = 0; k < N; k++) squares += ((float)value.of[k] - mean) * ((float)value.of[k] - mean);
+        }
+        float rstd = 1 / sqrtf(sum_for_all(squares) / C + 1e-6f);
+        if (team.thread == 0) statistics[team.index] = {mean, rstd};
+        for (int c = begin; c < C; c += step) {
+            ::Vector<T, N> value = load<N>(from + c), scales = load<N>(scale.row(b) + c),
+                           shifts = load<N>(shift.row(b) + c);
+            for (int k = 0; k < N; k++)
+                value.of[k] =
+                    (T)(((float)value.of[k] - mean) * rstd * (1 + (float)scales.of[k]) + (float)shifts.of[k]);
+            store(to + c, value);
+        }
+    }
+};
+// dx = residual + the gradient through the norm, with dy that of its output. With g = dy (1 + scale),
+// x^ = (x - mean) rstd:  dx = rstd (g - (sum g + x^ sum g x^) / D). A team does a token.
+template <typename T> struct LayerNormBackward {
+    TensorOf<T> dx, dy, x, residual;  // the latter may be without data
+    const float2* statistics;
+    RowsOf<T> scale;
+
+    enum { THREADS = 32, N = 16 / sizeof(T) };
+    struct Channels {  // of a vector
+        float g[N], normed[N];
+    };
+    HOST_DEVICE Channels channels(size_t first, const T* scales, float2 token) const {
+        ::Vector<T, N> upstream = load<N>(dy.data + first), value = load<N>(x.data + first),
+                       factor = load<N>(scales);
+        Channels result;
+        for (int k = 0; k < N; k++) {
+            result.g[k] = (float)upstream.of[k] * (1 + (float)factor.of[k]);
+            result.normed[k] = ((float)value.of[k] - token.x) * token.y;
+        }
+        return result;
+    }
+    size_t items() const { return x.rows(); }
+    HOST_DEVICE void operator()(Team team) const {
+        const int C = x.C, begin = team.thread * N, step = team.threads * N;
+        const size_t first = (size_t)team.index * C;
+        const T* scales = scale.row(team.index / x.T());
+        const float2 token = statistics[team.index];
+        Sum sum = 0, product = 0;
+        for (int c = begin; c < C; c += step) {
+            Channels at = channels(first + c, scales + c, token);
+            for (int k = 0; k < N; k++) sum += at.g[k], product += at.g[k] * at.normed[k];
+        }
+        float mean_g = sum_for_all(sum) / C, mean_gx = sum_for_all(product) / C;
+        for (int c = begin; c < C; c += step) {
+            Channels at = channels(first + c, scales + c, token);
+            ::Vector<T, N> around = {};
+            if (residual.data) around = load<N>(residual.data + first + c);
+            for (int k = 0; k < N; k++)
+                around.of[k] =
+                    (T)((float)around.of[k] + token.y * (at.g[k] - mean_g - at.normed[k] * mean_gx));
+            store(dx.data + first + c, around);
+        }
+    }
+};
+// Over the tokens of each image: sums = sum dy, where wanted, and products = sum dy x^, x^ being x normed, or
+// without statistics x. So a shift, a scale and a gate get their gradients. A team does ROW vectors of
+// channels of an image: on a GPU its threads share the tokens, and then add up what they have.
+template <typename T> struct TokenSums {
+    RowsOf<T> sums, products;
+    TensorOf<T> dy, x;
+    const float2* statistics = nullptr;
+
+    enum { THREADS = 256, N = 16 / sizeof(T), ROW = 8, CHANNELS = ROW * N };
+    HOST_DEVICE int slabs() const { return ceil_div(dy.C, CHANNELS); }
+    size_t items() const { return (size_t)dy.B * slabs(); }
+    HOST_DEVICE void write(int b, int c, float sum, float product) const {
+        if (sums.data) sums.row(b)[c] = (T)sum;
+        products.row(b)[c] = (T)product;
+    }
+    HOST_DEVICE void operator()(Team team) const {
+        const int b = team.index / slabs(), first = team.index % slabs() * CHANNELS, C = dy.C,
+                  tokens = dy.T();
+        const int lanes = team.threads < ROW ? team.threads : ROW, group = team.thread / lanes;
+        for (int c = first + team.thread % lanes * N; c < first + CHANNELS;
+             c += lanes * N) {  // on a GPU once
+            float sum[N] = {}, product[N] = {};
+            for (int t = group; t < tokens && c < C; t += team.threads / lanes) {
+                size_t row = (size_t)b * tokens + t;
+                ::Vector<T, N> gradient = load<N>(dy.data + row * C + c),
+                               value = load<N>(x.data + row * C + c);
+                float2 token = statistics ? statistics[row] : float2{0, 1};
+                UNROLLED_FOR (int k = 0; k < N; k++) {
+                    sum[k] += (float)gradient.of[k];
+                    product[k] += (float)gradient.of[k] * (((float)value.of[k] - token.x) * token.y);
+                }
+            }
+#ifdef __CUDA_ARCH__
+            __shared__ float2 parts[THREADS / ROW][CHANNELS];
+            UNROLLED_FOR (int k = 0; k < N; k++) parts[group][c - first + k] = {sum[k], product[k]};
+            __syncthreads();
+            float2 total = {0, 0};
+            if (team.thread >= CHANNELS || first + team.thread >= C) return;
+            for (int i = 0; i < THREADS / ROW; i++)
+                total.x += parts[i][team.thread].x, total.y += parts[i][team.thread].y;
+            write(b, first + team.thread, total.x, total.y);
+#else
+            for (int k = 0; k < N && c < C; k++) write(b, c + k, sum[k], product[k]);
+#endif
+        }
+    }
+};
+
+// out = x + gate * branch, gate an image's (B, D); its backward, dbranch = gate * dout, is the same without x.
+template <typename T> struct Gate {
+    TensorOf<T> out, branch;
+    RowsOf<T> gate;
+    TensorOf<T> x = {};
+
+    size_t items() const { return TokenVector<T>::count(out); }
+    HOST_DEVICE void operator()(size_t item) const {
+        enum { N = TokenVector<T>::N };
+        TokenVector<T> at(item, out);
+        ::Vector<T, N> values = load<N>(branch.data + at.first), gates = load<N>(gate.row(at.b) + at.c),
+                       sum = {};
+        if (x.data) sum = load<N>(x.data + at.first);
+        for (int k = 0; k < N; k++)
+            sum.of[k] = (T)((float)sum.of[k] + (float)gates.of[k] * (float)values.of[k]);
+        store(out.data + at.first, sum);
+    }
+};
+
+// ==== 3  BLOCKS ============================================================================================
+// The embedding of timestep and class is the UNet's EmbedBlock: what comes out are the adaLN projections of
+// all blocks behind it, one product, of which each has its channels.
+
+struct DitModule : Module {
+    int D = m->config.hidden_size, h = tokens_a_side(m->config);
+    // Number i of the block's shifts, scales and gates, (B, D) each, and its gradient.
+    Rows modulation(int i) const { return own(output_of(m, m->plan.blocks[0], B), i); }
+    Rows dmodulation(int i) const { return own(output_gradient_of(m, m->plan.blocks[0], B), i); }
+    Rows own(Tensor all, int i) const { return {all.data + block.emb + i * D, all.C}; }
+    float2* statistics(int n = 0) const {
+        return (float2*)(m->arena + block.stats.offset) + (size_t)n * B * h * h;
+    }
+    // out = the norm of x, shifted and scaled by numbers `first` and the next; and its backward.
+    void norm(Tensor out, Tensor x, int n, int first) const {
+        run(LayerNormForward<floatX>{out, x, statistics(n), modulation(first), modulation(first + 1)});
+    }
+    void norm_backward(Tensor dx, Tensor dy, Tensor x, Tensor residual, int n, int first) const {
+        run(TokenSums<floatX>{dmodulation(first), dmodulation(first + 1), dy, x, statistics(n)});
+        run(LayerNormBackward<floatX>{dx, dy, x, residual, statistics(n), modulation(first + 1)});
+    }
+};
+
+// ---- patches: a linear layer of each, and its place -------------------------------------------------------
+struct PatchesBlock : DitModule {
+    Linear projection = layer<Linear>(0);
+    int patch = m->config.patch_size;
+
+    void gather(Tensor tokens) const { run(Patches<floatX>{tokens, unet_input(m, B), patch, PIXEL}); }
+    void forward() {
+        Tensor tokens = take_tensor(h, patch * patch * PIXEL);
+        gather(tokens);
+        run(Positions<floatX>{out});
+        product_forward(out, tokens, projection, {.residual = out});
+        backend_join();  // the embedding is made meanwhile, on the side lane
+    }
+    void backward() {
+        Tensor tokens = take_late(h, patch * patch * PIXEL);
+        gather(tokens);
+        weight_gradient(projection, dout, tokens);
+    }
+};
+
+// ---- transformer block ------------------------------------------------------------------------------------
+// middle = x + gate1 * attention(norm1(x)), out = middle + gate2 * mlp(norm2(middle)), where mlp is linear ->
+// GELU -> linear. Kept for backward: all but what is normed, and GELU's output.
+enum { BLOCK_QKV, BLOCK_PROJ, BLOCK_FC1, BLOCK_FC2 };
+enum { SHIFT1, SCALE1, GATE1, SHIFT2, SCALE2, GATE2, MODULATIONS };
+
+struct TransformerBlock : DitModule {
+    int W = mlp_width(m->config);
+    enum { QKV, JOINED = 3, BRANCH1, MIDDLE, BRANCH2, KEPT };  // places in block.hidden, in tensors of D
+    Tensor qkv = tensor(block.hidden, h, 3 * D), joined = kept(JOINED);
+    Tensor branch1 = kept(BRANCH1), middle = kept(MIDDLE), branch2 = kept(BRANCH2);
+    Tensor hidden = tensor(block.inner, h, W);
+    float* lse = (float*)statistics(2);
+    Linear to_qkv = layer<Linear>(BLOCK_QKV), projection = layer<Linear>(BLOCK_PROJ);
+    Linear fc1 = layer<Linear>(BLOCK_FC1), fc2 = layer<Linear>(BLOCK_FC2);
+
+    Tensor kept(int place) const { return tensor(block.hidden, h, D, place); }
+    void forward() {
+        Tensor normed = take_tensor(h, D), active = take_tensor(h, W);
+        norm(normed, x.first, 0, SHIFT1);
+        product_forward(qkv, normed, to_qkv);
+        attention_forward(joined, lse, qkv, block.heads);
+        product_forward(branch1, joined, projection);
+        run(Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
+        norm(normed, middle, 1, SHIFT2);
+        product_forward(hidden, normed, fc1);
+        run(GeluForward<floatX>{active, hidden});
+        product_forward(branch2, active, fc2);
+        run(Gate<floatX>{out, branch2, modulation(GATE2), middle});
+    }
+    void backward() {
+        Tensor dbranch = take_tensor(h, D), active = take_tensor(h, W), dhidden = take_tensor(h, W);
+        Tensor normed2 = take_tensor(h, D), dnormed = take_tensor(h, D), dmiddle = take_tensor(h, D);
+        Tensor dbranch1 = take_tensor(h, D), normed1 = take_late(h, D);
+        Tensor dqkv = {branch1.data, B, h, h, 3 * D};  // where branch1, middle and branch2 were
+        run(TokenSums<floatX>{{}, dmodulation(GATE2), dout, branch2});
+        run(Gate<floatX>{dbranch, dout, modulation(GATE2)});
+        run(GeluForward<floatX>{active, hidden});
+        weight_gradient(fc2, dbranch, active);
+        input_gradient(dhidden, dbranch, fc2);
+        run(GeluBackward<floatX>{dhidden, dhidden, hidden});
+        norm(normed2, middle, 1, SHIFT2);
+        weight_gradient(fc1, dhidden, normed2);
+        input_gradient(dnormed, dhidden, fc1);
+        norm_backward(dmiddle, dnormed, middle, dout, 1, SHIFT2);
+
+        run(TokenSums<floatX>{{}, dmodulation(GATE1), dmiddle, branch1});
+        run(Gate<floatX>{dbranch1, dmiddle, modulation(GATE1)});
+        weight_gradient(projection, dbranch1, joined);
+        input_gradient(dnormed, dbranch1, projection);  // of the joined heads
+        attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
+        input_gradient(dnormed, dqkv, to_qkv);
+        norm(normed1, x.first, 0, SHIFT1);
+        norm_backward(dx.first, dnormed, x.first, dmiddle, 0, SHIFT1);
+        weight_gradient(to_qkv, dqkv, normed1);
+    }
+};
+
+// ---- final layer: norm, linear layer, patches to the image ------------------------------------------------
+struct FinalBlock : DitModule {
+    Linear linear = layer<Linear>(0);
+    int patch = m->config.patch_size, O = padded(patch * patch * block.O);
+
+    void forward() {
+        Tensor normed = take_tensor(h, D), tokens = take_tensor(h, O);
+        norm(normed, x.first, 0, SHIFT1);
+        product_forward(tokens, normed, linear);
+        run(Patches<floatX>{tokens, out, patch, block.O, true});
+    }
+    void backward() {
+        Tensor normed = take_late(h, D), dtokens = take_late(h, O), dnormed = take_tensor(h, D);
+        run(Patches<floatX>{dtokens, dout, patch, block.O});
+        input_gradient(dnormed, dtokens, linear);
+        norm(normed, x.first, 0, SHIFT1);
+        norm_backward(dx.first, dnormed, x.first, {}, 0, SHIFT1);
+        weight_gradient(linear, dtokens, normed);
+    }
+};
+
+// ==== 4  PLAN AND WALK =====================================================================================
+
+// Declares a linear layer of so many calls an image: xavier-uniform, or zeros. What is padded of its outputs
+// are zeros that stay: see CHANNEL_MULTIPLE. Operations as add_block of train_unet.cu counts them.
+static void add_linear(Plan* plan, const std::string& name, const std::vector<int>& shape, double calls,
+                       bool zeros = false, int products = 3) {
+    add_parameter(plan, name + ".weight", shape, zeros ? INIT_ZEROS : INIT_UNIFORM);
+    Parameter& weight = plan->tensors.back();
+    double out = shape[0], in = (double)weight.count / out;
+    if (!zeros) weight.scale = (float)sqrt(6 * in / (in + out));
+    size_t padding = shape.size() > 2 ? 0 : (size_t)padded(shape[0]) * shape[1] - weight.size;
+    weight.size += padding, plan->num_floats += padding, plan->num_decayed += padding;
+    plan->flops += products * 2.0 * (double)weight.count * calls;
+    add_parameter(plan, name + ".bias", {shape[0]}, INIT_ZEROS);
+}
+
+// A block's projections of the embedding: see join_projections. Returns its first channel of block 0's output.
+static int add_modulation(Plan* plan, const std::string& name, int count, int D) {
+    add_linear(plan, name + ".adaLN_modulation.1", {count * D, D}, 1, true);
+    for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
+    return std::exchange(plan->blocks[0].O, plan->blocks[0].O + count * D);
+}
+
+static Plan make_plan(const Config& c, int batch, bool training) {
+    check_network(c);
+    Plan plan = {.batch = batch, .training = training};
+    int D = c.hidden_size, W = mlp_width(c), P = c.patch_size, h = tokens_a_side(c),
+        O = c.in_channels << c.learn_sigma;
+    size_t B = batch, rows = B * h * h;
+    double T = (double)h * h;
+    auto bytes_of = [&](size_t count) { return aligned(count * sizeof(floatX)); };
+    auto add = [&](const std::string& name, Block block, int first) {
+        snprintf(block.name, sizeof block.name, "%s", name.c_str());
+        block.param = first, block.num_params = (int)plan.tensors.size() - first;
+        if (!training) block.scratch_backward.bytes = block.late.bytes = 0;
+        plan.blocks.push_back(block);
+    };
+
+    // The authors' program declares the patches' layer first, and the plan has the embedding first.
+    add_linear(&plan, "x_embedder.proj", {D, c.in_channels, P, P}, T, false, 2);
+    for (const char* name : {"t_embedder.mlp.0", "t_embedder.mlp.2"}) {
+        bool first = plan.tensors.size() == 2;
+        add_linear(&plan, name, {D, first ? FREQUENCIES : D}, 1, false, first ? 2 : 3);
+    }
+    if (int classes = label_rows(c))
+        add_parameter(&plan, "y_embedder.embedding_table.weight", {classes, D}, INIT_NORMAL);
+    for (Parameter& t : std::span(plan.tensors).subspan(2))
+        if (is_matrix(t)) t.init = INIT_NORMAL, t.scale = 0.02f;
+    Block embed = {.kind = BLOCK_EMBED, .C = FREQUENCIES, .H = 1, .out_H = 1};
+    embed.hidden.bytes = bytes_of(3 * B * D), embed.inner.bytes = bytes_of(B * FREQUENCIES);
+    embed.scratch_backward.bytes = 3 * bytes_of(B * D);
+    add("t_embedder", embed, 2);
+    Block patches = {.kind = BLOCK_PATCHES, .C = c.in_channels, .O = D, .H = c.image_size, .out_H = h};
+    patches.scratch_forward.bytes = patches.late.bytes = bytes_of(rows * P * P * PIXEL);
+    add("x_embedder", patches, 0);
+    plan.blocks.back().num_params = 2;
+
+    for (int i = 0; i < c.depth; i++) {
+        std::string name = text("blocks.%d", i);
+        int first = (int)plan.tensors.size();
+        Block block = {.kind = BLOCK_TRANSFORMER, .C = D, .O = D, .H = h, .out_H = h, .input = i + 1};
+        block.heads = c.num_heads;
+        add_linear(&plan, name + ".attn.qkv", {3 * D, D}, T);
+        add_linear(&plan, name + ".attn.proj", {D, D}, T);
+        add_linear(&plan, name + ".mlp.fc1", {W, D}, T);
+        add_linear(&plan, name + ".mlp.fc2", {D, W}, T);
+        block.emb = add_modulation(&plan, name, MODULATIONS, D);
+        plan.flops += 3 * 4 * T * T * D;  // scores, and their values
+        block.hidden.bytes = bytes_of(TransformerBlock::KEPT * rows * D);
+        block.inner.bytes = bytes_of(rows * W);
+        block.stats.bytes = aligned(2 * rows * sizeof(float2) + rows * c.num_heads * sizeof(float));
+        block.scratch_forward.bytes = bytes_of(rows * D) + bytes_of(rows * W);
+        block.scratch_backward.bytes = 5 * bytes_of(rows * D) + 2 * bytes_of(rows * W);
+        block.late.bytes = bytes_of(rows * D);
+        add(name, block, first);
+    }
+
+    int first = (int)plan.tensors.size(), outputs = P * P * O;
+    Block final = {.kind = BLOCK_FINAL, .C = D, .O = O, .H = h, .out_H = c.image_size, .input = c.depth + 1};
+    add_linear(&plan, "final_layer.linear", {outputs, D}, T, true);
+    final.emb = add_modulation(&plan, "final_layer", 2, D);
+    final.stats.bytes = aligned(rows * sizeof(float2));
+    final.scratch_forward.bytes = final.late.bytes = bytes_of(rows * D) + bytes_of(rows * padded(outputs));
+    final.scratch_backward.bytes = bytes_of(rows * D);
+    add("final_layer", final, first);
+
+    join_projections(&plan);
+    Config modulated = c;
+    modulated.use_scale_shift_norm = 1;  // backward reads the projections again
+    time_buffers(&plan, modulated);
+    place_buffers(&plan);
+    return plan;
+}
+
+static void with_module(Model* m, const Block& block, int B, auto pass) {
+    switch (block.kind) {
+        case BLOCK_EMBED: return pass(EmbedBlock{{m, block, B}});
+        case BLOCK_PATCHES: return pass(PatchesBlock{{{m, block, B}}});
+        case BLOCK_TRANSFORMER: return pass(TransformerBlock{{{m, block, B}}});
+        case BLOCK_FINAL: return pass(FinalBlock{{{m, block, B}}});
+    }
+}

@@ -1,0 +1,751 @@
+"""dev/torch_ops.py: the layers of train_unet.cu as operators of PyTorch, on the CPU and on a GPU where there is one."""
+import concurrent.futures
+import contextlib
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_unet
+from harness import ADM, QUICK, ROOT, TOY, TRAINING, error_of, losses_in, run, script, start_flags
+from unet_io import Config
+
+# device, type and the error allowed: of bfloat16, some roundings of 2^-9
+PLACES = {"cpu": ("cpu", torch.float32, 1e-5), "cuda fp32": ("cuda", torch.float32, 1e-5),
+          "cuda bf16": ("cuda", torch.bfloat16, 2e-2)}
+
+
+@pytest.fixture(scope="module")
+def ops():
+    """The operators, which the first import builds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "dev")
+        import torch_ops
+        yield torch_ops
+
+
+@pytest.fixture(params=PLACES)
+def place(request, ops):
+    """(device, type, error allowed)"""
+    if request.param != "cpu" and not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    if request.param != "cpu":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return PLACES[request.param]
+
+
+@pytest.fixture
+def gpu(ops):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+
+
+# ----------------------------------------------------------------------------------------------------
+# cases: an operator and what PyTorch makes of the same inputs
+
+ACTIVATIONS = ("x", "emb", "residual", "scale_shift")  # in the place's type; parameters stay float32
+
+
+def with_rest(out, emb=None, residual=None):
+    out = out if emb is None else out + emb[:, :, None, None]
+    return out if residual is None else out + residual
+
+
+def pytorch_norm(x, weight, bias, scale_shift=None, *, groups, silu=False):
+    out = F.group_norm(x, groups, weight, bias, eps=1e-5)
+    if scale_shift is not None:
+        scale, shift = scale_shift[:, :, None, None].chunk(2, 1)
+        out = out * (1 + scale) + shift
+    return F.silu(out) if silu else out
+
+
+def pytorch_attention(x, *, heads):
+    B, C, H, W = x.shape
+    q, k, v = x.reshape(B, 3, heads, C // 3 // heads, H * W).transpose(-1, -2).unbind(1)
+    return F.scaled_dot_product_attention(q, k, v).transpose(-1, -2).reshape(B, C // 3, H, W)
+
+
+# name: (the operator, PyTorch's, as functions of (ops, inputs by name, options); inputs, name -> shape; options)
+CONV = (lambda ops, **t: ops.conv3x3(**t),
+        lambda x, weight, bias=None, emb=None, residual=None:
+        with_rest(F.conv2d(x, weight, bias, padding=1), emb, residual))
+CONV1 = (lambda ops, **t: ops.conv1x1(**t),
+         lambda x, weight, bias=None, residual=None:
+         with_rest(F.conv2d(x, weight.reshape(*weight.shape[:2], 1, 1), bias), None, residual))
+LINEAR = (lambda ops, **t: ops.linear(**t), F.linear)
+NORM = (lambda ops, **t: ops.group_norm(**t), pytorch_norm)
+NORM_SILU = (lambda ops, **t: ops.group_norm_silu(**t), lambda **t: pytorch_norm(**t, silu=True))
+NORM_CONV = (lambda ops, **t: ops.norm_conv3x3(**t),
+             lambda x, norm_weight, norm_bias, weight, groups, bias=None, emb=None, residual=None, scale_shift=None:
+             CONV[1](pytorch_norm(x, norm_weight, norm_bias, scale_shift, groups=groups, silu=True), weight, bias, emb,
+                     residual))
+ATTENTION = (lambda ops, x, heads: ops.attention(x, heads), pytorch_attention)
+UP = (lambda ops, x: ops.upsample(x), lambda x: F.interpolate(x, scale_factor=2, mode="nearest"))
+DOWN = (lambda ops, x: ops.downsample(x), lambda x: F.avg_pool2d(x, 2))
+GELU = (lambda ops, x: ops.gelu(x), lambda x: F.gelu(x, approximate="tanh"))
+
+
+def conv(B, C, O, H, W, *more):
+    shapes = dict(bias=(O,), emb=(B, O), residual=(B, O, H, W))
+    return dict(x=(B, C, H, W), weight=(O, C, 3, 3)) | {name: shapes[name] for name in more}
+
+
+def conv1(B, C, O, H, W, *more, ones=()):
+    shapes = dict(bias=(O,), residual=(B, O, H, W))
+    return dict(x=(B, C, H, W), weight=(O, C, *ones)) | {name: shapes[name] for name in more}
+
+
+def norm(B, C, H, W, *more):
+    return dict(x=(B, C, H, W), weight=(C,), bias=(C,)) | {name: (B, 2 * C) for name in more}
+
+
+def norm_conv(B, C, O, H, W, *more):
+    shapes = conv(B, C, O, H, W, *(name for name in more if name != "scale_shift"))
+    shapes |= dict(scale_shift=(B, 2 * C)) if "scale_shift" in more else {}
+    return shapes | dict(norm_weight=(C,), norm_bias=(C,))
+
+
+CASES = {
+    "conv3x3, all": (CONV, conv(3, 40, 24, 9, 5, "bias", "emb", "residual"), {}),
+    "conv3x3, image in": (CONV, conv(2, 3, 32, 16, 16, "bias"), {}),
+    "conv3x3, image out": (CONV, conv(2, 32, 3, 16, 16, "bias"), {}),
+    "conv3x3, odd channels": (CONV, conv(2, 5, 11, 7, 3, "bias", "emb", "residual"), {}),
+    "conv3x3, a pixel": (CONV, conv(1, 1, 1, 1, 1), {}),
+    "conv3x3, wide": (CONV, conv(2, 72, 136, 16, 16, "bias", "emb"), {}),
+    "conv3x3, many pixels": (CONV, conv(4, 64, 64, 32, 32, "bias", "residual"), {}),
+    "conv1x1, all": (CONV1, conv1(3, 40, 24, 9, 5, "bias", "residual"), {}),
+    "conv1x1, of Conv2d": (CONV1, conv1(2, 7, 13, 5, 6, "bias", ones=(1, 1)), {}),
+    "conv1x1, of Conv1d": (CONV1, conv1(2, 64, 192, 8, 8, "bias", ones=(1,)), {}),
+    "linear": (LINEAR, dict(x=(5, 24), weight=(40, 24), bias=(40,)), {}),
+    "linear, odd, no bias": (LINEAR, dict(x=(2, 3, 7), weight=(5, 7)), {}),
+    "linear, a row": (LINEAR, dict(x=(33,), weight=(9, 33), bias=(9,)), {}),
+    "group norm": (NORM, norm(2, 64, 7, 5), dict(groups=8)),
+    "group norm, one group": (NORM, norm(3, 32, 3, 3), dict(groups=1)),
+    "group norm, modulated": (NORM, norm(3, 96, 9, 4, "scale_shift"), dict(groups=32)),
+    "group norm, SiLU": (NORM_SILU, norm(2, 64, 16, 16), dict(groups=32)),
+    "group norm, SiLU, modulated": (NORM_SILU, norm(2, 96, 11, 13, "scale_shift"), dict(groups=3)),
+    "group norm, SiLU, two pixels": (NORM_SILU, norm(1, 32, 1, 2), dict(groups=16)),
+    "norm and conv3x3, all": (NORM_CONV, norm_conv(3, 96, 40, 9, 5, "bias", "emb", "residual", "scale_shift"),
+                              dict(groups=32)),
+    "norm and conv3x3, image out": (NORM_CONV, norm_conv(2, 32, 3, 8, 8, "bias"), dict(groups=8)),
+    "norm and conv3x3, many pixels": (NORM_CONV, norm_conv(4, 64, 128, 32, 32, "bias", "emb"), dict(groups=32)),
+    "attention": (ATTENTION, dict(x=(2, 3 * 64, 8, 8)), dict(heads=2)),
+    "attention, odd pixels": (ATTENTION, dict(x=(3, 3 * 48, 5, 7)), dict(heads=3)),
+    "attention, wide heads": (ATTENTION, dict(x=(1, 3 * 160, 3, 11)), dict(heads=1)),
+    "upsample": (UP, dict(x=(2, 16, 5, 3)), {}),
+    "upsample, odd channels": (UP, dict(x=(1, 3, 4, 4)), {}),
+    "downsample": (DOWN, dict(x=(2, 16, 6, 10)), {}),
+    "downsample, odd channels": (DOWN, dict(x=(3, 5, 2, 4)), {}),
+    "gelu": (GELU, dict(x=(3, 5, 7)), {}),
+    "gelu, images": (GELU, dict(x=(2, 24, 6, 5)), {}),
+}
+ONLY_CPU = {  # what a GPU refuses, see test_refusals
+    "group norm, odd channels": (NORM_SILU, norm(2, 15, 4, 5, "scale_shift"), dict(groups=5)),
+    "attention, odd heads": (ATTENTION, dict(x=(2, 3 * 15, 4, 3)), dict(heads=3)),
+}
+
+
+def inputs_of(shapes, device, dtype, seed=0):
+    """Normals with the digits of bfloat16; norms' weights lie about 1, products' keep the output near 1."""
+    generator, made = torch.Generator().manual_seed(seed), {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, generator=generator)
+        if name.endswith("weight"):
+            value = value / np.sqrt(np.prod(shape[1:])) if len(shape) > 1 else 1 + 0.3 * value
+        made[name] = value.bfloat16().to(device, dtype if name in ACTIVATIONS else torch.float32)
+    return made
+
+
+def leaves(tensors):
+    return {name: t.detach().requires_grad_() for name, t in tensors.items()}
+
+
+def outcome(function, tensors, dout, **options):
+    """The output, and the gradient of every tensor, by name."""
+    tensors = leaves(tensors)
+    out = function(**tensors, **options)
+    gradients = torch.autograd.grad(out, list(tensors.values()), dout.to(out))
+    return dict(out=out.detach()) | {f"d{name}": g for name, g in zip(tensors, gradients)}
+
+
+def upstream(shapes_or_out, seed=1):
+    shape = tuple(shapes_or_out)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+
+
+def check(ops, functions, tensors, options, limit, dout=None):
+    """The operator's output and gradients against PyTorch's in float64; returns the former."""
+    mine, theirs = functions
+    wide = {name: t.double().cpu() for name, t in tensors.items()}
+    with torch.no_grad():
+        shape = theirs(**wide, **options).shape
+    dout = upstream(shape) if dout is None else dout
+    expected = outcome(theirs, wide, dout.cpu(), **options)
+    found = outcome(lambda **t: mine(ops, **t), tensors, dout.to(next(iter(tensors.values())).device), **options)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        assert error_of(found[name].cpu().double(), value) < limit, name
+    for name, t in tensors.items():
+        assert found[f"d{name}"].dtype == t.dtype
+    assert found["out"].dtype == tensors["x"].dtype
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case, place, ops):
+    """Output and gradients against autograd in float64, channels_last and contiguous: with the same bits."""
+    device, dtype, limit = place
+    functions, shapes, options = CASES[case]
+    tensors = inputs_of(shapes, device, dtype)
+    found = check(ops, functions, tensors, options, limit)
+    last = {name: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t for name, t in tensors.items()}
+    again = check(ops, functions, last, options, limit)
+    for name, value in found.items():
+        assert torch.equal(value, again[name]), name
+    if found["out"].ndim == 4 and functions is not GELU:
+        assert found["out"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("case", ONLY_CPU)
+def test_gradients_on_the_cpu(case, ops):
+    functions, shapes, options = ONLY_CPU[case]
+    check(ops, functions, inputs_of(shapes, "cpu", torch.float32), options, 1e-5)
+
+
+STRIDED = ["norm and conv3x3, all", "conv3x3, all", "conv1x1, all", "linear", "group norm, SiLU, modulated", "attention, odd pixels", "upsample",
+           "downsample", "gelu, images"]
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_strided_inputs(case, place, ops):
+    """Slices, transposes and broadcasts give what their copies give."""
+    device, dtype, limit = place
+    functions, shapes, options = CASES[case]
+    tensors = inputs_of(shapes, device, dtype)
+
+    def sliced(t):  # every other of twice as many, from an address that is not aligned
+        room = torch.full((*t.shape[:-1], 2 * t.shape[-1] + 1), torch.nan, dtype=t.dtype, device=device)
+        view = room[..., 1::2]
+        view.copy_(t)
+        return view
+
+    def turned(t):
+        order = list(range(t.ndim))[::-1]
+        return t.permute(order).contiguous().permute(order)
+
+    def shifted(t):  # without gaps, one number behind an aligned address
+        room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=device)
+        view = room[1:].as_strided(t.shape, t.stride(), 1)
+        view.copy_(t)
+        return view
+
+    plain = check(ops, functions, tensors, options, limit)
+    for form in (sliced, turned, shifted):
+        found = check(ops, functions, {name: form(t) for name, t in tensors.items()}, options, limit)
+        for name, value in plain.items():
+            assert torch.equal(found[name], value), (form, name)
+    ones = torch.ones(()).expand(plain["out"].shape)  # what sum().backward() sends
+    check(ops, functions, tensors, options, limit, ones)
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_empty_batch(case, place, ops):
+    """No images: empty outputs, and gradients of parameters that are zeros."""
+    device, dtype, _ = place
+    functions, shapes, options = CASES[case]
+    empty = {name: (0, *shape[1:]) if name in ACTIVATIONS else shape for name, shape in shapes.items()}
+    tensors = inputs_of(empty, device, dtype)
+    with torch.no_grad():
+        shape = functions[1](**inputs_of(shapes, "cpu", torch.float32), **options).shape
+    found = outcome(lambda **t: functions[0](ops, **t), tensors, torch.empty(0, *shape[1:], device=device), **options)
+    assert found["out"].shape == (0, *shape[1:])
+    for name, t in tensors.items():
+        assert found[f"d{name}"].shape == t.shape and found[f"d{name}"].dtype == t.dtype
+        assert not found[f"d{name}"].any()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "many" not in case and "wide" not in case])
+def test_finite_differences(case, ops):
+    """The gradient along a random direction is the difference quotient there: of the operator itself."""
+    functions, shapes, options = CASES[case]
+    tensors = inputs_of(shapes, "cpu", torch.float32)
+    out = functions[0](ops, **tensors, **options)
+    dout = upstream(out.shape, 3)
+    gradients = outcome(lambda **t: functions[0](ops, **t), tensors, dout, **options)
+    for name, t in tensors.items():
+        direction = upstream(t.shape, 4)
+        h = 0.02 / direction.norm().item()
+        ends = [(functions[0](ops, **tensors | {name: t + s * h * direction}, **options).double() * dout).sum()
+                for s in (1, -1)]
+        expected = (gradients[f"d{name}"].double() * direction).sum()
+        scale = gradients[f"d{name}"].double().norm() * direction.norm()
+        assert abs((ends[0] - ends[1]) / (2 * h) - expected) < 2e-3 * scale, name
+
+
+def test_timestep_embedding(place, ops):
+    device, dtype, limit = place
+    t = torch.tensor([0, 1, 17, 999, 4], device=device)
+    for width, period, unit in ((64, 10000, 1), (6, 1000, 2.5)):
+        expected = train_unet.timestep_embedding(t.cpu(), width, period, unit)
+        for numbers in (t, t.int(), t[None].expand(3, -1).T[:, 1]):
+            found = ops.timestep_embedding(numbers, width, period, unit, dtype)
+            assert found.dtype == dtype and error_of(found.cpu().double(), expected) < limit
+    assert ops.timestep_embedding(t[:0], 8).shape == (0, 8)
+
+
+# ----------------------------------------------------------------------------------------------------
+# what PyTorch asks of operators
+
+def operator_calls(device, dtype):
+    """(name, arguments) of every operator, backward ones too."""
+    def real(*shape, type=dtype):
+        return torch.randn(shape, device=device).to(type).requires_grad_()
+
+    def last(*shape):
+        return real(*shape).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+
+    full = torch.float32
+    x, w, w1, bias = last(2, 32, 6, 4), real(64, 32, 3, 3, type=full), real(64, 32), real(64, type=full)
+    dout, emb, weight, shift = last(2, 64, 6, 4), real(2, 64), real(32, type=full), real(32, type=full)
+    scale_shift, qkv = real(2, 64), last(2, 96, 4, 3)
+    yield "conv3x3", (x, w, bias, emb, dout)
+    yield "conv3x3", (real(2, 3, 5, 7), real(5, 3, 3, 3), None, None, None)
+    yield "conv1x1", (x, w1, bias, dout)
+    yield "conv1x1", (real(2, 3, 5, 7), real(5, 3), None, None)
+    yield "group_norm", (x, weight, shift, 8, True, scale_shift)
+    yield "group_norm", (real(3, 32, 3, 5), weight, shift, 16, False, None)
+    yield "norm_conv3x3", (x, weight, shift, 8, scale_shift, w, bias, emb, dout)
+    yield "norm_conv3x3", (real(1, 32, 3, 5), weight, shift, 16, None, real(5, 32, 3, 3), None, None, None)
+    yield "attention", (qkv, 2)
+    yield "resample", (x, True, 1.0)
+    yield "resample", (real(1, 3, 4, 2), False, 0.25)
+    yield "gelu", (x,)
+    yield "gelu", (real(3, 5).t(),)
+    yield "timestep_embedding", (torch.tensor([1, 999], device=device), 8, 10000, 1.0, dtype)
+    plain = {name: t.detach() for name, t in locals().items() if torch.is_tensor(t)}
+    x, w, w1, dout, qkv, scale_shift, weight, shift = (plain[name] for name in (
+        "x", "w", "w1", "dout", "qkv", "scale_shift", "weight", "shift"))
+    ops = torch.ops.train_unet
+    yield "conv3x3_input_gradient", (dout, w)
+    yield "conv3x3_weight_gradient", (dout, x, True)
+    yield "conv3x3_weight_gradient", (dout, x, False)
+    yield "conv1x1_input_gradient", (dout, w1)
+    yield "conv1x1_weight_gradient", (dout, x)
+    record = ops.group_norm(x, weight, shift, 8, True, scale_shift)[1]
+    yield "group_norm_backward", (x, x, weight, shift, record, 8, True, scale_shift)
+    record = ops.group_norm(x, weight, shift, 8, False, None)[1]
+    yield "group_norm_backward", (x, x, weight, shift, record, 8, False, None)
+    record = ops.norm_conv3x3(x, weight, shift, 8, scale_shift, w, None, None, None)[1]
+    yield "norm_conv3x3_backward", (dout, x, weight, shift, record, 8, scale_shift, w, True)
+    yield "norm_conv3x3_backward", (dout, x, weight, shift, record, 8, None, w, False)
+    out, lse = ops.attention(qkv, 2)
+    yield "attention_backward", (out, out, lse, qkv, 2)
+    yield "gelu_backward", (x, x)
+    params = [torch.randn(shape, device=device) for shape in ((5, 3), (7,), (4, 3, 3, 3))]
+    gradients, m, v = ([torch.rand_like(p) for p in params] for _ in range(3))
+    yield "adamw_", (params, gradients, m, v, torch.zeros((), device=device), 1e-3, 0.9, 0.99, 1e-8, 0.1)
+
+
+def test_opcheck(place, ops):
+    """Schemas, gradients, fake tensors and AOT dispatch of every operator, with fixed and changing sizes."""
+    device, dtype, _ = place
+    torch.manual_seed(0)
+    checked = set()
+    for name, arguments in operator_calls(device, dtype):
+        tolerance = {} if dtype == torch.float32 else dict(atol=0.5, rtol=0.05)  # of sums; the gradients are tested above
+        torch.library.opcheck(getattr(torch.ops.train_unet, name).default, arguments, **tolerance)
+        checked.add(name)
+    source = (ROOT / "dev/torch_ops.cpp").read_text()
+    assert checked == set(re.findall(r'm\.def\(\s*"(\w+)\(', source))
+
+
+class Block(torch.nn.Module):
+    """A model with every operator."""
+    def __init__(self, ops, channels=32):
+        super().__init__()
+        self.ops = ops
+        self.conv, self.widen = torch.nn.Conv2d(3, channels, 3), torch.nn.Conv2d(channels, 3 * channels, 1)
+        self.norm, self.embed = torch.nn.GroupNorm(8, channels), torch.nn.Linear(16, channels)
+
+    def forward(self, x, t):
+        ops = self.ops
+        emb = ops.gelu(ops.linear(ops.timestep_embedding(t, 16), self.embed.weight, self.embed.bias))
+        h = ops.conv3x3(x, self.conv.weight, self.conv.bias, emb.to(x.dtype))
+        h = ops.group_norm_silu(ops.downsample(h), 8, self.norm.weight, self.norm.bias)
+        h = h + ops.attention(ops.conv1x1(h, self.widen.weight, self.widen.bias), 2)
+        return ops.group_norm(ops.upsample(h), 8, self.norm.weight, self.norm.bias)
+
+
+def results(model, call, *inputs):
+    model.zero_grad()
+    out = call(*inputs)
+    (out.float() ** 2).mean().backward()
+    return [out.detach()] + [p.grad.clone() for p in model.parameters()]
+
+
+def test_compile(place, ops):
+    """torch.compile, whole: the same numbers, at another batch size too."""
+    device, dtype, limit = place
+    torch.manual_seed(0)
+    model = Block(ops).to(device)
+    compiled = torch.compile(model, fullgraph=True)
+    for B in (2, 3):
+        x, t = torch.randn(B, 3, 8, 12, device=device), torch.arange(B, device=device)
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16 or device == "cpu"):
+            eager, found = results(model, model, x, t), results(model, compiled, x, t)
+        for a, b in zip(found, eager):
+            assert error_of(a.float().cpu(), b.float().cpu()) < limit
+
+
+def test_autocast(place, ops):
+    """Activations in autocast's type, on a CPU float32; the gradients of float32 weights in float32."""
+    device, dtype, limit = place
+    tensors = leaves(inputs_of(conv(2, 32, 64, 8, 8, "bias", "emb", "residual"), device, torch.float32))
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16 or device == "cpu"):
+        out = ops.conv3x3(**tensors)
+        assert out.dtype == dtype
+        assert ops.gelu(tensors["x"]).dtype == ops.downsample(tensors["x"]).dtype == dtype
+        assert ops.attention(torch.randn(1, 96, 2, 2, device=device), 2).dtype == dtype
+        normed = ops.group_norm(out, 8, tensors["bias"], tensors["bias"])
+        assert normed.dtype == dtype
+    out.backward(torch.ones_like(out))
+    assert all(t.grad.dtype == torch.float32 for t in tensors.values())
+    wide = leaves({name: t.double() for name, t in tensors.items()})
+    CONV[1](**wide).backward(torch.ones_like(out).double())
+    for name, t in tensors.items():
+        assert error_of(t.grad.cpu().double(), wide[name].grad.cpu()) < limit, name
+
+
+def test_no_second_derivatives(place, ops):
+    device, dtype, _ = place
+    for case in ("conv3x3, all", "conv1x1, all", "group norm", "norm and conv3x3, all", "attention", "gelu"):
+        functions, shapes, options = CASES[case]
+        tensors = leaves(inputs_of(shapes, device, dtype))
+        out = functions[0](ops, **tensors, **options)
+        gradient, = torch.autograd.grad(out.square().sum(), tensors["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+            gradient.sum().backward()
+
+
+# ----------------------------------------------------------------------------------------------------
+# what is refused
+
+def test_refusals(place, ops):
+    """A sentence each, as an exception; the next call works, and gives what it gave."""
+    device, dtype, _ = place
+    zeros = {shape: torch.zeros(shape, device=device, dtype=dtype) for shape in (
+        (8,), (32,), (48,), (2, 8), (2, 64), (8, 8), (2, 8, 4, 4), (2, 32, 4, 4), (2, 48, 4, 4), (2, 8, 3, 4),
+        (8, 8, 3, 3), (8, 4, 3, 3))}
+    x, w, wide, weight = zeros[2, 8, 4, 4], zeros[8, 8, 3, 3], zeros[2, 32, 4, 4], zeros[32,]
+    refused = {
+        "x is \\(B, C, H, W\\), not of 2": lambda: ops.conv3x3(zeros[2, 8], w),
+        "w has shape \\[8, 4, 3, 3\\], needed is \\[8, 8, 3, 3\\]": lambda: ops.conv3x3(x, zeros[8, 4, 3, 3]),
+        "bias has shape": lambda: ops.conv3x3(x, w, zeros[2, 8]),
+        "emb has shape": lambda: ops.conv3x3(x, w, emb=zeros[8,]),
+        "residual has shape": lambda: ops.conv3x3(x, w, residual=wide),
+        "residual is in": lambda: ops.conv3x3(x, w, residual=torch.zeros_like(x, dtype=torch.float64)),
+        "w is in": lambda: ops.conv3x3(x, w.double()),
+        "conv3x3 computes in": lambda: ops.conv3x3(x.double(), w.double()),
+        "gelu computes in": lambda: ops.gelu(x.half()),
+        "w has 0 output channels": lambda: ops.conv1x1(x, zeros[8, 8][:0]),
+        "images of 8 x 0 x 4": lambda: ops.conv3x3(x[:, :, :0], w),
+        "70000 images": lambda: ops.conv3x3(x[:1].expand(70000, -1, -1, -1), w),
+        "50000 channels": lambda: ops.upsample(x[:, :1].expand(-1, 50000, -1, -1)),
+        "pixels in all are the most": lambda: ops.upsample(x[:1, :, :1, :1].expand(-1, -1, 1 << 16, 1 << 15)),
+        "2\\^31 numbers": lambda: ops.gelu(x[:1, :1, :1, :1].expand(1 << 16, 1 << 16, 1, 1)),
+        "3 groups do not divide 32": lambda: ops.group_norm(wide, 3, weight, weight),
+        "one channel a group": lambda: ops.group_norm(wide, 32, weight, weight),
+        "scale_shift has shape": lambda: ops.group_norm(wide, 8, weight, weight, False, zeros[2, 8]),
+        "not q, k and v": lambda: ops.attention(x, 2),
+        "5 heads do not divide 16": lambda: ops.attention(zeros[2, 48, 4, 4], 5),
+        "3 x 4 can't be halved": lambda: ops.downsample(zeros[2, 8, 3, 4]),
+        "t is \\(B,\\), of integers": lambda: ops.timestep_embedding(zeros[8,], 8),
+        "width is even": lambda: ops.timestep_embedding(torch.arange(3, device=device), 7),
+    }
+    if device == "cuda":
+        refused |= {
+            "multiples of 32, not 48": lambda: ops.group_norm(zeros[2, 48, 4, 4], 8, zeros[48,], zeros[48,]),
+            "heads of 8 channels": lambda: ops.attention(zeros[2, 48, 4, 4], 2),
+            "w is on cpu": lambda: ops.conv3x3(x, w.cpu()),
+        }
+    tensors = inputs_of(conv(2, 8, 8, 5, 4, "bias", "emb"), device, dtype)
+    before = ops.conv3x3(**tensors)
+    for sentence, call in refused.items():
+        with contextlib.suppress(RuntimeError), torch.no_grad():
+            call()
+            pytest.fail(f"not refused: {sentence}")
+        with pytest.raises(RuntimeError, match=sentence):
+            call()
+        assert torch.equal(ops.conv3x3(**tensors), before), sentence
+
+
+def test_failures_of_launchers(tmp_path):
+    """What the program refuses within a call, or finds wrong there, is thrown, with its sentence, and the call after
+    it works."""
+    (tmp_path / "failing.cpp").write_text(f'#include "{ROOT}/dev/torch_ops.cu"\n' + r"""
+        static std::string thrown(const Place& place, auto launches) {
+            try {
+                at(place, 1, launches);
+            } catch (const std::runtime_error& error) {
+                return error.what();
+            }
+            return "";
+        }
+        int main() {
+            std::vector<std::vector<float>> memory;
+            Place place;
+            place.allocate = [&](size_t bytes) { return memory.emplace_back(bytes / 4 + 1).data(); };
+            Place broke;
+            broke.allocate = [](size_t) -> void* { throw std::runtime_error("no memory"); };
+            puts(thrown(place, [] { fail("so many %d", 7); }).c_str());
+            puts(thrown(place, [] { assert(1 + 1 == 3); }).c_str());
+            puts(thrown(broke, [] {}).c_str());
+            puts(thrown(place, [] {}).c_str());
+            float x[8] = {1}, out[8] = {};
+            unet_layers_cpu()->gelu(place, {out, 1, 1, 1, 8}, {x, 1, 1, 1, 8});
+            printf("%.4f\n", out[0]);
+        }""")
+    run("g++", "-std=c++20", "-O0", "-w", "-o", tmp_path / "failing", tmp_path / "failing.cpp", "-ldl")
+    lines = run(tmp_path / "failing").stdout.splitlines()
+    assert lines[0] == "so many 7" and "1 + 1 == 3 does not hold" in lines[1] and lines[2:] == ["no memory", "", "0.8412"]
+
+
+def test_threads(ops):
+    """Callers on several threads don't disturb each other."""
+    jobs = []
+    for case in ("conv3x3, many pixels", "attention", "group norm, SiLU", "conv1x1, all"):
+        functions, shapes, options = CASES[case]
+        tensors = inputs_of(shapes, "cpu", torch.float32)
+        dout = upstream(functions[1](**tensors, **options).shape)
+        jobs.append(lambda f=functions[0], t=tensors, d=dout, o=options: outcome(lambda **k: f(ops, **k), t, d, **o))
+    expected = [job() for job in jobs]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for found, wanted in zip(pool.map(lambda job: job(), jobs), expected):
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# ----------------------------------------------------------------------------------------------------
+# AdamW
+
+def adamw_pair(ops, device):
+    torch.manual_seed(0)
+    shapes = [(4,), (7, 3), (1,), (), (6, 5, 3, 3), (0, 3), (1025,)] + [(i,) for i in range(1, 70)]
+    mine = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+    mine[4].data = mine[4].data.contiguous(memory_format=torch.channels_last)
+    theirs = [p.detach().double().clone().requires_grad_() for p in mine]
+    return mine, theirs
+
+
+def groups_of(params):
+    return [dict(params=params[::2], weight_decay=0.1), dict(params=params[1::2], lr=3e-3, weight_decay=0.0)]
+
+
+FLAGS = dict(lr=1e-2, betas=(0.8, 0.95), eps=1e-6)
+
+
+def train_both(pair, optimizers, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        for i, (a, b) in enumerate(zip(*pair)):
+            gradient = torch.randn(a.shape, generator=generator).to(a.device)
+            given = not (i % 5 == 1 and step % 2)  # some sit out some steps
+            a.grad = gradient.contiguous() if given else None
+            b.grad = gradient.double() if given else None
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def compare(pair, limit=1e-5):
+    for a, b in zip(*pair):
+        if a.numel():
+            assert error_of(a.detach().cpu().double(), b.detach().cpu()) < limit
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_adamw(device, ops):
+    """Against torch.optim.AdamW in float64; a state goes from one to the other and back."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    pair = adamw_pair(ops, device)
+    mine, theirs = ops.AdamW(groups_of(pair[0]), **FLAGS), torch.optim.AdamW(groups_of(pair[1]), **FLAGS)
+    train_both(pair, (mine, theirs), 7, 1)
+    compare(pair)
+    mine_again, theirs_again = ops.AdamW(groups_of(pair[0]), **FLAGS), torch.optim.AdamW(groups_of(pair[1]), **FLAGS)
+    mine_again.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    theirs_again.load_state_dict(copy.deepcopy(mine.state_dict()))
+    train_both(pair, (mine_again, theirs_again), 4, 2)
+    compare(pair)
+    with pytest.raises(ValueError, match="AdamW: lr -1"):
+        ops.AdamW(pair[0], lr=-1.0)
+    bad = torch.zeros(8, device=device, dtype=torch.float64).requires_grad_()
+    bad.grad = torch.ones_like(bad)
+    with pytest.raises(RuntimeError, match="float32"):
+        ops.AdamW([bad]).step()
+
+
+# ----------------------------------------------------------------------------------------------------
+# the twin
+
+TWINS = ["eps", "all", "four channels", "resampling blocks", "learned resampling", "legacy order", "everything"]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twin(name, place, ops):
+    """The whole network with these operators against itself in float64; on a GPU at most twice PyTorch's own error."""
+    device, dtype, limit = place
+    config = TRAINING[name]
+    model = train_unet.perturb(train_unet.init_weights(train_unet.UNet(config), config.seed), config.seed).eval()
+    theirs = copy.deepcopy(model).to(device)
+    twin = train_unet.use_native_operators(copy.deepcopy(model)).to(device)
+    generator = torch.Generator().manual_seed(1)
+    size, C = config.image_size, config.in_channels
+    x, t = torch.randn(2, C, size, size, generator=generator), torch.tensor([3, config.diffusion_steps - 1])
+    y = [torch.tensor([0, 1])] if config.class_cond else []
+    dout = torch.randn(2, C * (1 + config.learn_sigma), size, size, generator=generator)
+    expected = model.double()(x.double(), t, *y)
+    expected.backward(dout.double())
+
+    def errors(network):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = network(x.to(device), t.to(device), *(a.to(device) for a in y))
+        out.backward(dout.to(out))
+        return [error_of(out.detach().cpu().double(), expected.detach())] + [
+            error_of(p.grad.cpu().double(), q.grad) for p, q in zip(network.parameters(), model.parameters())]
+
+    found = errors(twin)
+    allowed = [max(limit, 2 * error) for error in errors(theirs)] if device == "cuda" else [limit] * len(found)
+    assert all(error < most for error, most in zip(found, allowed))
+
+
+def test_twin_compiles(ops):
+    """The whole network is one graph."""
+    config = TRAINING["everything"]
+    model = train_unet.perturb(train_unet.init_weights(train_unet.UNet(config), config.seed), config.seed).eval()
+    twin = train_unet.use_native_operators(model)
+    x, t, y = torch.randn(2, config.in_channels, 16, 16), torch.tensor([3, 40]), torch.tensor([0, 1])
+    eager, found = (results(twin, call, x, t, y) for call in (
+        twin, torch.compile(twin, fullgraph=True, backend="aot_eager")))
+    for a, b in zip(found, eager):
+        assert error_of(a, b) < 1e-5
+
+
+def test_twin_trains(tmp_path, images8):
+    """train_unet.py --operators native: the losses of PyTorch's operators, and it resumes."""
+    config = Config(**ADM | dict(batch_size=3, lr=1e-3, seed=5, weight_decay=0.1, resblock_updown=False))
+    losses = {}
+    for operators in ("torch", "native"):
+        words = ["--operators", operators, "--compile", 0, "--device", "cpu", "--log_every", 1, "--sample_every", 0]
+        steps = 5 if operators == "torch" else 3
+        flags = [*start_flags(config, images8, tmp_path / operators, steps)[:-len(QUICK)], *words]
+        script("train_unet.py", *flags)
+        losses[operators] = losses_in(tmp_path / operators)
+    script("train_unet.py", "--resume", tmp_path / "native", "--out_dir", tmp_path / "native", "--steps", 5, *words)
+    losses["native"] = losses_in(tmp_path / "native")
+    assert list(losses["native"]) == [1, 2, 3, 4, 5]
+    for step, loss in losses["torch"].items():
+        assert abs(losses["native"][step] - loss) < 1e-5 * loss
+
+
+# ----------------------------------------------------------------------------------------------------
+# on a GPU
+
+def test_cuda_graph(gpu, ops):
+    """A captured training step, replayed, is the step; on new data too."""
+    torch.manual_seed(0)
+    model = Block(ops).to("cuda")
+    twin = Block(ops).to("cuda")
+    twin.load_state_dict(model.state_dict())
+    xs, t = torch.randn(5, 4, 3, 16, 16, device="cuda"), torch.arange(4, device="cuda")
+    x = xs[0].clone()
+    start = copy.deepcopy(model.state_dict())
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = (model(x, t).float() - x.mean()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    optimizer, other = ops.AdamW(model.parameters(), lr=1e-2), ops.AdamW(twin.parameters(), lr=1e-2)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(model, optimizer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        loss = step(model, optimizer, x)
+    model.load_state_dict(start)
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+    for data in xs:
+        x.copy_(data)
+        graph.replay()
+        assert torch.equal(loss, step(twin, other, data))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
+
+
+def test_two_streams(gpu, ops):
+    """Calls on two streams, at the same time, give what they give one after the other."""
+    torch.manual_seed(0)
+    w = torch.randn(128, 128, 3, 3, device="cuda") / 34
+    x = [torch.randn(8, 128, 16, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+    def chain(x):
+        for _ in range(20):
+            dw = torch.ops.train_unet.conv3x3_weight_gradient(x, x, False)[0]
+            x = ops.conv3x3(x, w + 1e-3 * dw / dw.norm())
+            x = x / x.std()
+        return x
+
+    expected = [chain(a) for a in x]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(3):
+        found = []
+        torch.cuda.synchronize()
+        for stream, a in zip(streams, x):
+            with torch.cuda.stream(stream):
+                found.append(chain(a))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        assert all(torch.isfinite(a).all() for a in found)
+
+
+def test_out_of_memory(gpu, ops):
+    """A launcher that gets no workspace is an exception, and the next call gives what it gave."""
+    tensors = inputs_of(conv(2, 64, 64, 8, 8, "bias"), "cuda", torch.bfloat16)
+    before = ops.conv3x3(**tensors)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(2e-4)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            ops.conv3x3(**tensors)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(ops.conv3x3(**tensors), before)
+
+
+# ----------------------------------------------------------------------------------------------------
+# the benchmark
+
+def test_benchmark_compares_the_same(ops, tools):
+    """dev/bench_ops.py's pairs of functions give the same numbers; its tables hold what was measured."""
+    bench = tools("bench_ops")
+    for name, shape, ours, theirs, shapes in bench.cases(ops):
+        small = {key: (1, value[1], *[min(size, 8) for size in value[2:]]) if key == "x" else value
+                 for key, value in shapes.items()}
+        tensors = inputs_of(small, "cpu", torch.float32)
+        assert error_of(ours(**tensors), theirs(**tensors)) < 1e-5, (name, shape)
+    text = bench.render_operators([("gelu", "8x8", "forward", 2.0, 3.0)], "a GPU")
+    assert text.splitlines()[-1] == "| `gelu` | 8x8 | forward | 2.0 | 3.0 | 1.50 |"
+    line = dict(ms=8.0, memory=1.5, torch="2.11")
+    found = {("eager", 32): line, ("eager, these operators", 32): line | dict(ms=4.0)}
+    rows = [row.split(" | ")[2:] for row in bench.render_steps(found, "a GPU").splitlines()[-2:]]
+    assert rows == [["8.00", "4000", "1.50 GiB", " |"], ["4.00", "8000", "1.50 GiB", "2.00 |"]]
+    assert all(way.removesuffix(", these operators") in bench.WAYS for way in bench.WAYS)
