@@ -74,77 +74,88 @@ nvccflags = -std=c++20 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECI
 nvcctestflags = $(call nvccflags,$(1),$(2)) -diag-suppress 1675 -Xcompiler -O3$(,)-fopenmp
 
 
+# A program from its one file, $<: for the CPU, for this machine's GPU in a precision, or for what DEVICE says. What
+# includes train_unet.cu uses a part of it.
+for_cpu = $(CXX) -x c++ $(CXXFLAGS) $(if $(filter train_unet.cu,$<),,-Wno-unused-function) $(OMP_FLAGS) $(1) $< -o $@
+for_gpu = $(NVCC) $(call nvccflags,$(GPU_ARCH),$(1)) $< -o $@
 ifeq ($(DEVICE),cuda)
-train_unet: train_unet.cu $(BUILD)/settings | report data
-	$(if $(NVCC),,$(error DEVICE=cuda needs nvcc, the CUDA Toolkit's compiler))
-	$(if $(GPU_ARCH),,$(error no GPU was found: name the one to build for with GPU_ARCH=80, 86, 89 or 90))
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
+for_here = $(call for_gpu,$(PRECISION))
 else
-train_unet: train_unet.cu $(BUILD)/settings | report data
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
+for_here = $(for_cpu)
 endif
 
+train_unet: train_unet.cu $(BUILD)/settings | report data
+ifeq ($(DEVICE),cuda)
+	$(if $(NVCC),,$(error DEVICE=cuda needs nvcc, the CUDA Toolkit's compiler))
+	$(if $(GPU_ARCH),,$(error no GPU was found: name the one to build for with GPU_ARCH=80, 86, 89 or 90))
+endif
+	$(for_here)
 # Another network, whose file includes the program.
 DIT_SOURCES := dev/train_dit.cu dev/gelu.h train_unet.cu
 train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
-ifeq ($(DEVICE),cuda)
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
-else
-	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
-endif
-$(BUILD)/train_dit_cpu: $(DIT_SOURCES) $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
-$(BUILD)/dit_layers: tests/dit_layers.cu $(DIT_SOURCES) $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
-$(BUILD)/dit_layers_cuda_%: tests/dit_layers.cu $(DIT_SOURCES) $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),$*) $< -o $@
-$(BUILD)/train_dit_fp32: $(DIT_SOURCES) $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
-$(BUILD)/train_dit_asan: $(DIT_SOURCES) $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined,float-cast-overflow \
-		-fno-sanitize-recover=all $< -o $@
+	$(for_here)
+PROFILE_SOURCES := dev/profile.cu dev/work.h train_unet.cu
+dev/profile: $(PROFILE_SOURCES) $(BUILD)/settings | report
+	$(for_here)
 
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
+TEST_SOURCES := test_unet.cu tests/cases.h train_unet.cu
+DIT_TEST_SOURCES := tests/dit_layers.cu tests/cases.h $(DIT_SOURCES)
+test_unet: $(TEST_SOURCES) $(BUILD)/settings | report
+	$(for_cpu)
 $(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
+	$(for_cpu)
+$(BUILD)/train_dit_cpu: $(DIT_SOURCES) $(BUILD)/settings
+	$(for_cpu)
+$(BUILD)/dit_layers: $(DIT_TEST_SOURCES) $(BUILD)/settings
+	$(for_cpu)
 $(BUILD)/train_unet_fp32: train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
-dev/profile: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings | report
-ifeq ($(DEVICE),cuda)
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),$(PRECISION)) $< -o $@
-else
-	$(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
-endif
-$(BUILD)/profile_fp32: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(GPU_ARCH),fp32) $< -o $@
-$(BUILD)/test_unet_cuda_%: test_unet.cu train_unet.cu $(BUILD)/settings
+	$(call for_gpu,fp32)
+$(BUILD)/train_dit_fp32: $(DIT_SOURCES) $(BUILD)/settings
+	$(call for_gpu,fp32)
+$(BUILD)/profile_fp32: $(PROFILE_SOURCES) $(BUILD)/settings
+	$(call for_gpu,fp32)
+$(BUILD)/dit_layers_cuda_%: $(DIT_TEST_SOURCES) $(BUILD)/settings
+	$(call for_gpu,$*)
+$(BUILD)/test_unet_cuda_%: $(TEST_SOURCES) $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(GPU_ARCH),$*) $< -o $@
-test_unet: test_unet.cu train_unet.cu $(BUILD)/settings | report
-	$(CXX) -x c++ $(CXXFLAGS) $(OMP_FLAGS) $< -o $@
+# Under AddressSanitizer and UndefinedBehaviorSanitizer; a NaN made an integer counts too.
+SANITIZED := -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
+$(BUILD)/test_unet_asan: $(TEST_SOURCES) $(BUILD)/settings
+	$(call for_cpu,$(SANITIZED))
+$(BUILD)/train_unet_asan: train_unet.cu $(BUILD)/settings
+	$(call for_cpu,$(SANITIZED))
+$(BUILD)/train_dit_asan: $(DIT_SOURCES) $(BUILD)/settings
+	$(call for_cpu,$(SANITIZED))
 
 # Compiled and not run: that nothing rots on a machine without a GPU.
 PRECISIONS := bf16 fp32
+object = $(NVCC) $(call $(1),$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+of_both = $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/$(1)_$(arch)_$(precision).o))
 TRAIN_OBJECTS := $(foreach arch,$(ARCHS),$(foreach precision,$(PRECISIONS),$(BUILD)/train_unet_$(arch)_$(precision).o))
 PROFILE_OBJECTS := $(BUILD)/profile_90_bf16.o $(BUILD)/profile_80_fp32.o
-TEST_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/test_unet_$(arch)_$(precision).o))
+TEST_OBJECTS := $(call of_both,test_unet)
+OPS_OBJECTS := $(call of_both,torch_ops)
+DIT_OBJECTS := $(call of_both,train_dit)
+DIT_TEST_OBJECTS := $(BUILD)/dit_layers_90_bf16.o
 $(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
-$(PROFILE_OBJECTS): $(BUILD)/profile_%.o: dev/profile.cu dev/work.h train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
-$(TEST_OBJECTS): $(BUILD)/test_unet_%.o: test_unet.cu train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+	$(call object,nvccflags)
+$(PROFILE_OBJECTS): $(BUILD)/profile_%.o: $(PROFILE_SOURCES) $(BUILD)/settings
+	$(call object,nvccflags)
+$(TEST_OBJECTS): $(BUILD)/test_unet_%.o: $(TEST_SOURCES) $(BUILD)/settings
+	$(call object,nvcctestflags)
 # The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops.py.
-OPS_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/torch_ops_$(arch)_$(precision).o))
 $(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/gelu.h train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -Xcompiler -fPIC,-fvisibility=hidden -c $< -o $@
-DIT_OBJECTS := $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/train_dit_$(arch)_$(precision).o))
+	$(call object,nvccflags) -Xcompiler -fPIC,-fvisibility=hidden
 $(DIT_OBJECTS): $(BUILD)/train_dit_%.o: $(DIT_SOURCES) $(BUILD)/settings
-	$(NVCC) $(call nvccflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+	$(call object,nvccflags)
+$(DIT_TEST_OBJECTS): $(BUILD)/dit_layers_%.o: $(DIT_TEST_SOURCES) $(BUILD)/settings
+	$(call object,nvccflags)
 # NCCL's place in the tests of several ranks on one GPU.
 $(BUILD)/one_gpu_nccl.so: tests/one_gpu_nccl.cu $(BUILD)/settings
 	$(NVCC) -std=c++20 -O2 -shared -Xcompiler -fPIC,-Wall,-Wextra $(if $(ALL_ARCHS),-Xcompiler -Werror) $< -o $@
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(OPS_OBJECTS) $(DIT_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
+	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(OPS_OBJECTS) $(DIT_OBJECTS) $(DIT_TEST_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
 
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
@@ -154,7 +165,7 @@ LADDERS := $(filter-out torch_ops train_dit,$(filter $(patsubst dev/%.cu,%,$(wil
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
 else
-build_ladder = $(CXX) -x c++ $(CXXFLAGS) -Wno-unused-function $(OMP_FLAGS) $< -o $@
+build_ladder = $(for_cpu)
 endif
 $(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) train_unet.cu $(BUILD)/settings | report
 	$(build_ladder)
@@ -162,7 +173,7 @@ $(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)
 	$(build_ladder)
 LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
 $(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
-	$(NVCC) $(call nvcctestflags,$(firstword $(subst _, ,$*)),$(lastword $(subst _, ,$*))) -c $< -o $@
+	$(call object,nvcctestflags)
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 	@$(RUN_PYTHON) $<
@@ -182,18 +193,13 @@ bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
 	@$(RUN_PYTHON) dev/ladders.py
 endif
 
-# The tests and the program under AddressSanitizer and UndefinedBehaviorSanitizer; a NaN made an integer counts too.
-$(BUILD)/test_unet_asan $(BUILD)/train_unet_asan: $(BUILD)/%_asan: %.cu train_unet.cu $(BUILD)/settings
-	$(CXX) -x c++ $(CXXFLAGS) -O1 -g $(OMP_FLAGS) -fsanitize=address,undefined,float-cast-overflow \
-		-fno-sanitize-recover=all $< -o $@
-
 # The CPU's layers for the vectors of other processors: AVX2's, and NEON's where Debian's cross compiler is found.
 OTHER_FLAGS = $(filter-out -march=native -mprefer-vector-width=512,$(CXXFLAGS)) $(OMP_FLAGS)
 NEON_CXX := $(shell command -v aarch64-linux-gnu-g++ 2>/dev/null)
 OTHER_TESTS := $(if $(call compiles,int main() {},-march=x86-64-v3),$(BUILD)/test_unet_avx2) $(if $(NEON_CXX),$(BUILD)/test_unet_neon)
-$(BUILD)/test_unet_avx2: test_unet.cu train_unet.cu $(BUILD)/settings
+$(BUILD)/test_unet_avx2: $(TEST_SOURCES) $(BUILD)/settings
 	$(CXX) -x c++ $(OTHER_FLAGS) -march=x86-64-v3 $< -o $@
-$(BUILD)/test_unet_neon: test_unet.cu train_unet.cu $(BUILD)/settings
+$(BUILD)/test_unet_neon: $(TEST_SOURCES) $(BUILD)/settings
 	$(NEON_CXX) -x c++ $(OTHER_FLAGS) -Wno-psabi $< -o $@
 
 # ---- the demo -----------------------------------------------------------------------------------------------

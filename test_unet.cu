@@ -21,16 +21,15 @@
 // Contents
 //
 //   1  HARNESS
-//   2  TENSOR FILES
-//   3  RANDOM NUMBERS, CHECKSUM
-//   4  MATRIX PRODUCT
-//   5  GRADIENTS BY FINITE DIFFERENCES
-//   6  PLAN
-//   7  THREADS AND BATCHES
-//   8  FILE READERS
-//   9  AGAINST PYTORCH AND NUMPY
-//  10  MAIN
-//  11  A STEP IN PARTS, IN BOTH BUILDS
+//   2  RANDOM NUMBERS, CHECKSUM
+//   3  MATRIX PRODUCT
+//   4  GRADIENTS BY FINITE DIFFERENCES
+//   5  PLAN
+//   6  THREADS AND BATCHES
+//   7  FILE READERS
+//   8  AGAINST PYTORCH AND NUMPY
+//   9  MAIN
+//  10  A STEP IN PARTS, IN BOTH BUILDS
 
 #include <cerrno>
 #include <cfloat>
@@ -63,56 +62,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// ---- reports, of both builds ------------------------------------------------------------------------------
-
-static int passed, failed;
-
-__attribute__((format(printf, 3, 4))) static bool report(bool ok, const std::string& name, const char* format,
-                                                         ...) {
-    char detail[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(detail, sizeof detail, format, args);
-    va_end(args);
-    printf("%s %s: %s\n", ok ? "ok" : "FAIL", name.c_str(), detail);
-    fflush(stdout);
-    ok ? passed++ : failed++;
-    return ok;
-}
-static int summary() {
-    printf("%d passed, %d failed\n", passed, failed);
-    fflush(stdout);
-    return failed ? 1 : 0;
-}
-
-// The error of a tensor: the larger of ||a - r|| / ||r|| and max|a - r| / max|r|. NaN where either holds one,
-// infinite where r is all zeros and a is not.
-template <typename A>
-static double error_of(const A* a, const double* r, size_t n) {
-    double difference = 0, size = 0, worst = 0, largest = 0;
-    for (size_t i = 0; i < n; i++) {
-        double d = fabs((double)a[i] - r[i]);
-        if (std::isnan(d)) return NAN;
-        difference += d * d, size += r[i] * r[i];
-        worst = std::max(worst, d), largest = std::max(largest, fabs(r[i]));
-    }
-    return worst == 0 ? 0 : std::max(sqrt(difference / size), worst / largest);
-}
-template <typename A>
-static double error_of(const std::vector<A>& a, const std::vector<double>& r) {
-    return a.size() == r.size() ? error_of(a.data(), r.data(), a.size()) : NAN;
-}
-
-// Whether an error is the worst so far; a NaN is, and stays it.
-static bool worsens(double error, double worst) { return std::isnan(error) || error > worst; }
-
-static void test_microbatch(double limit);  // below, in section 11
+static void test_microbatch(double limit);  // below, in section 10
 
 #ifdef __CUDACC__
 static int sum_passes = 0;  // launchers that have read a tensor only for the sums that a norm wants
 #define PROFILE(...) (sum_passes += std::string_view(#__VA_ARGS__).starts_with("\"group norm sums\""))
 #define TESTING
 #include "train_unet.cu"
+
+#include "tests/cases.h"
 
 // ===========================================================================================================
 // CUDA LAYERS
@@ -1554,25 +1512,11 @@ void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
 #define LATE_SIDE_LANE
 #include "train_unet.cu"
 
+#include "tests/cases.h"
+
 // ===========================================================================================================
 // 1  HARNESS
 // ===========================================================================================================
-
-// The side lane: each call is done at once; as late as a join permits; or at any time between.
-enum SideLane { AT_ONCE, LATE, ANY_TIME };
-static SideLane side_lane = AT_ONCE;
-static std::deque<std::function<void()>> side_lane_calls;  // that are not done
-static void do_side_lane(size_t left) {
-    for (; side_lane_calls.size() > left; side_lane_calls.pop_front()) side_lane_calls.front()();
-}
-static void on_side_lane(auto launches, bool) {
-    side_calls++;
-    side_lane_calls.push_back(launches);
-    uint32_t waiting = (uint32_t)side_lane_calls.size(), draw = (uint32_t)side_calls;
-    uint32_t some = random_below(waiting + 1, 1, STREAM_PERTURB, draw, 0, 0);
-    do_side_lane(side_lane == AT_ONCE ? 0 : side_lane == LATE ? SIZE_MAX : some);
-}
-static void backend_join(int call) { do_side_lane(call >= side_calls ? 0 : side_calls - call); }
 
 static std::string running = "start";  // the group of tests under way, for the last words of a crash
 
@@ -1583,10 +1527,6 @@ static void last_words(int signal_number) {
                                       : "crashed");
     summary();
     _exit(1);
-}
-
-static double error_of(const std::vector<float>& a, const std::vector<float>& r) {
-    return error_of(a, std::vector<double>(r.begin(), r.end()));
 }
 
 static double largest_of(const std::vector<double>& r) {
@@ -1760,100 +1700,6 @@ static void test_error_measure() {
     report(ok, "error measure", "a NaN, one bad element and a wrong length fail");
 }
 
-// ===========================================================================================================
-// 2  TENSOR FILES
-// ===========================================================================================================
-
-// A tensor of a tensor file, widened: fp32 and int32 are exact in double.
-struct TestTensor {
-    int type = 0;
-    std::vector<int64_t> shape;
-    std::vector<double> values;
-};
-
-// The tensors whose names share what stands before the slash; the first word says what they are for.
-struct Case {
-    std::string name;
-    std::map<std::string, TestTensor> tensors;
-
-    bool has(const std::string& what) const { return tensors.count(what) != 0; }
-    const std::vector<double>& at(const std::string& what) const {
-        if (!has(what)) fail("the case %s has no tensor %s", name.c_str(), what.c_str());
-        return tensors.at(what).values;
-    }
-    std::vector<float> floats(const std::string& what) const {
-        return has(what) ? std::vector<float>(at(what).begin(), at(what).end()) : std::vector<float>();
-    }
-    // args (n): the integers that describe the case
-    int arg(int i) const { return (int)(int64_t)at("args").at(i); }
-    uint32_t word(int i) const { return (uint32_t)(int64_t)at("args").at(i); }
-    bool is(const char* kind) const { return name.substr(0, name.find(' ')) == kind; }
-};
-
-static std::vector<Case> read_cases(const char* path) {
-    Reader in(path);
-    int32_t header[HEADER_INTS];
-    in.read(header, sizeof header);
-    if (header[0] != 0x534E4554 || header[1] != 1) fail("%s is no tensor file of version 1", path);
-    std::vector<Case> cases;
-    for (int i = 0; i < header[2]; i++) {
-        char name[65] = {0};
-        int32_t type_ndim[2];
-        int64_t dims[4];
-        in.read(name, 64), in.read(type_ndim, sizeof type_ndim), in.read(dims, sizeof dims);
-        TestTensor tensor;
-        tensor.type = type_ndim[0];
-        tensor.shape.assign(dims, dims + type_ndim[1]);
-        tensor.values.resize((size_t)(dims[0] * dims[1] * dims[2] * dims[3]));
-        for (size_t first = 0; first < tensor.values.size(); first += 65536) {
-            size_t n = std::min((size_t)65536, tensor.values.size() - first);
-            static float single[65536];
-            static int32_t integer[65536];
-            if (tensor.type == 1) {
-                in.read(&tensor.values[first], n * sizeof(double));
-            } else if (tensor.type == 0) {
-                in.read(single, n * sizeof(float));
-                std::copy(single, single + n, &tensor.values[first]);
-            } else {
-                in.read(integer, n * sizeof(int32_t));
-                std::copy(integer, integer + n, &tensor.values[first]);
-            }
-        }
-        std::string whole = name, group = whole.substr(0, whole.find('/'));
-        if (cases.empty() || cases.back().name != group) cases.push_back({group, {}});
-        cases.back().tensors[whole.substr(std::min(whole.size(), group.size() + 1))] = std::move(tensor);
-    }
-    return cases;
-}
-
-// Collects the comparisons of one case: its line names the worst.
-struct Verdict {
-    double worst = 0, tolerance;
-    std::string where = "nothing";
-    int count = 0;
-    bool bad = false;
-    explicit Verdict(double tolerance) : tolerance(tolerance) {}
-    void note(const std::string& what, double error) {
-        count++;
-        if (!(error < tolerance)) bad = true;
-        if (where == "nothing" || worsens(error, worst)) worst = error, where = what;
-    }
-    void compare(const std::string& what, const std::vector<float>& a, const std::vector<double>& r) {
-        note(what, error_of(a, r));
-    }
-    // A tensor that is zero by mathematics: `scale` is what it would be measured against.
-    void compare_zero(const std::string& what, const std::vector<float>& a, double scale) {
-        double largest = 0;
-        for (float value : a)
-            if (worsens(fabs(value), largest)) largest = fabs(value);
-        note(what + " (zero)", largest / scale < 1e-6 ? 0 : INFINITY);
-    }
-    void line(const std::string& name) const {
-        report(!bad && count > 0, name, "%d tensors, worst %.2g (%s), tolerance %g", count, worst,
-               where.c_str(), tolerance);
-    }
-};
-
 // Columns [first, first + n) of a matrix (rows, width).
 template <typename T>
 static std::vector<T> columns_of(const std::vector<T>& matrix, size_t width, size_t first, size_t n) {
@@ -1864,7 +1710,7 @@ static std::vector<T> columns_of(const std::vector<T>& matrix, size_t width, siz
 }
 
 // ===========================================================================================================
-// 3  RANDOM NUMBERS, CHECKSUM
+// 2  RANDOM NUMBERS, CHECKSUM
 // ===========================================================================================================
 
 // The orders of some epochs, and the image that sample n of a run takes from them.
@@ -1963,7 +1809,7 @@ static void test_checksum() {
 }
 
 // ===========================================================================================================
-// 4  MATRIX PRODUCT
+// 3  MATRIX PRODUCT
 // ===========================================================================================================
 
 static void test_matmul() {
@@ -2013,7 +1859,7 @@ static void test_matmul() {
 }
 
 // ===========================================================================================================
-// 5  GRADIENTS BY FINITE DIFFERENCES
+// 4  GRADIENTS BY FINITE DIFFERENCES
 // ===========================================================================================================
 
 // The derivative of the loss along `direction` by central differences, with the h^2 term removed.
@@ -2105,7 +1951,7 @@ static void test_finite_differences() {
 }
 
 // ===========================================================================================================
-// 6  PLAN
+// 5  PLAN
 // ===========================================================================================================
 
 // The first two of a plan's buffers that share memory at some moment, or one that leaves the arena.
@@ -2422,7 +2268,7 @@ static void test_refusals() {
 }
 
 // ===========================================================================================================
-// 7  THREADS AND BATCHES
+// 6  THREADS AND BATCHES
 // ===========================================================================================================
 
 static Dataset random_images(int count, int size, uint32_t seed) {
@@ -2539,7 +2385,7 @@ static void test_sampling() {
 }
 
 // ===========================================================================================================
-// 8  FILE READERS
+// 7  FILE READERS
 // ===========================================================================================================
 
 // The smallest network that the flags allow: its files are read thousands of times.
@@ -3372,7 +3218,7 @@ static void test_readers(long mutations, uint32_t seed) {
 }
 
 // ===========================================================================================================
-// 9  AGAINST PYTORCH AND NUMPY
+// 8  AGAINST PYTORCH AND NUMPY
 // ===========================================================================================================
 
 // A buffer that a layer is to overwrite: NaN where it does not.
@@ -3802,7 +3648,7 @@ static void test_same_weights(const char* first, const char* second) {
 }
 
 // ===========================================================================================================
-// 10  MAIN
+// 9  MAIN
 // ===========================================================================================================
 
 static const struct {
@@ -3871,7 +3717,7 @@ static int run_tests(int argc, char** argv) {
 #endif  // __CUDACC__
 
 // ===========================================================================================================
-// 11  A STEP IN PARTS, IN BOTH BUILDS
+// 10  A STEP IN PARTS, IN BOTH BUILDS
 // ===========================================================================================================
 
 // Three steps (on a GPU the first is run, the second recorded, the third replayed) of five images at once, in

@@ -9,7 +9,8 @@
 //   189           Winograd by the program's product
 //   241           the product's sums stored straight to where they belong, not by way of a tile on the stack
 //   260           weights transformed as packed panels, in a task's own cache; transforms in registers
-// Since then weights are transformed once a thread and the transforms are no calls: a quarter less time.
+// Since then, in a training step: weights transformed once a thread took 9% off the forward convolutions, and
+// transforms that are no calls 11% off the weight gradients.
 // Two traps: a transform must add up in a local variable, not in an array's element (243 became 184); and a
 // product's last columns must not be stored by a masked store from its sums, or g++ 12 spills them.
 #pragma once

@@ -7,6 +7,7 @@ TEST_UNET, TEST_UNET_ASAN, TEST_UNET_AVX2, TEST_UNET_NEON, LADDERS and PROFILE n
 build for the CPU; the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and
 TRAIN_UNET_FP32.
 """
+import dataclasses
 import functools
 import json
 import os
@@ -215,6 +216,58 @@ def start_flags(config, data, folder, steps, **more):
     for name, value in more.items():
         words += [f"--{name}", value]
     return words
+
+
+def first_gradients(program, perturbed_file, config, folder, data):
+    """[ours, float64's, PyTorch's by autocast in bf16]: {tensor: gradient of step 0}, q, k and v apart; their losses.
+
+    perturbed_file(path, config) writes the weights and returns PyTorch's model with them.
+    """
+    config = dataclasses.replace(config, beta1=0.0)  # then AdamW's first moment is the gradient
+    start, out = folder / f"start {config.seed}.bin", folder / f"run {config.seed}"
+    model = perturbed_file(start, config)
+    run(program, *start_flags(config, data, out, 1, model_weights=start))
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    flat = unet_io.read_checkpoint(str(checkpoint_in(out, 1)), type(config)).sections["adam_m"]
+    assert len(flat) == sum(sizes.values())
+    found = [dict(zip(sizes, np.split(flat, np.cumsum(list(sizes.values()))[:-1])))]
+    losses, images = [losses_in(out)[1]], unet_io.read_images(str(data))
+    batch, device = train_unet.make_batch(images, config, 0), "cuda" if torch.cuda.is_available() else "cpu"
+    for precision, dtype in (("fp32", torch.float64), ("bf16", torch.float32)):
+        trainer = train_unet.Trainer(model, images, config, device, dtype, precision)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        loss = trainer.loss(*batch)
+        loss.backward()
+        losses.append(loss.item())
+        found.append({name: p.grad.double().cpu().numpy().ravel() for name, p in trainer.model.named_parameters()})
+    for gradients in found:
+        for name in [name for name in sizes if ".qkv." in name]:
+            gradients |= {f"{name} {part}": values for part, values in zip("qkv", np.split(gradients.pop(name), 3))}
+    return found, losses
+
+
+def check_gpu_gradients(program, precision, perturbed_file, config, folder, data):
+    """Every parameter's gradient against float64: in fp32 below 1e-5; in bf16 less than twice as far as PyTorch's
+    autocast, as the mean of three batches, for a tensor of a few elements may be right by luck. -> the tensors' names
+    """
+    errors = {}
+    for seed in (3, 4, 5):
+        (ours, exact, theirs), _ = first_gradients(program, perturbed_file, dataclasses.replace(config, seed=seed),
+                                                   folder, data)
+        largest = max(np.abs(values).max() for values in exact.values())
+        for of, r in exact.items():
+            if of.endswith(".qkv.bias k"):  # zero, by mathematics
+                measured = [max(np.abs(a).max() / largest, 5e-7) for a in (ours[of], theirs[of])]
+            else:
+                measured = [error_of(a, r) for a in (ours[of], theirs[of])]
+            errors.setdefault(of, []).append(measured)
+    means = {of: np.mean(values, axis=0) for of, values in errors.items()}
+    ratios = {of: m[0] / (m[1] if precision == "bf16" else 0.5e-5) for of, m in means.items()}
+    for of in sorted(ratios, key=ratios.get)[-5:]:
+        print(f"{of}: {means[of][0]:.2g}, PyTorch in bf16 {means[of][1]:.2g}")
+    print("the median of all: {:.2g}, PyTorch {:.2g}".format(*np.median(list(means.values()), axis=0)))
+    assert all(ratio < 2 for ratio in ratios.values())
+    return list(ratios)
 
 
 def picture(path):

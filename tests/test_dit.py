@@ -13,10 +13,10 @@ import torch.nn.functional as F
 import train_unet
 import unet_io
 from harness import (
-    GPU, QUICK, ROOT, TRAIN, checkpoint_in, error_of, losses_in, on_gpu, picture, refused, run, same_bits, settings,
-    write_toy_images)
+    GPU, ROOT, TRAIN, check_gpu_gradients, checkpoint_in, error_of, first_gradients, losses_in, on_gpu, picture, refused,
+    run, same_bits, settings, start_flags, write_toy_images)
 from test_command_line import completed
-from unet_io import flags_of
+from test_layers import Layers
 
 sys.path.append(str(ROOT / "dev"))
 import train_dit
@@ -79,35 +79,13 @@ def perturbed_file(path, config):
     return model
 
 
-def start_flags(config, data, folder, steps, **more):
-    words = [*flags_of(config), "--data_file", data, "--out_dir", folder, "--steps", steps, *QUICK]
-    for name, value in more.items():
-        words += [f"--{name}", value]
-    return words
-
-
-def sections_of(path):
-    return unet_io.read_checkpoint(str(path), Config).sections
-
-
 # ----------------------------------------------------------------------------------------------------
 # layers
 
-class Layers:
-    """Collects cases for `dit_layers --layers`: inputs in float32, PyTorch's answers in float64."""
-    def __init__(self):
-        self.tensors, self.generator = {}, torch.Generator().manual_seed(1)
-
-    def random(self, *shape, scale=1.0, offset=0.0):
-        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + offset
-        return values.bfloat16().double().requires_grad_()  # exact in either precision
-
-    def add(self, name, args, inputs, outputs):
-        self.tensors[f"{name}/args"] = np.array(args, np.int32)
-        for what, tensor in inputs.items():
-            self.tensors[f"{name}/{what}"] = tensor.detach().numpy().astype(np.float32)
-        for what, tensor in outputs.items():
-            self.tensors[f"{name}/{what}"] = tensor.detach().contiguous().numpy()
+class RoundedLayers(Layers):
+    """Cases for `dit_layers --layers`."""
+    def random(self, *shape, **how):
+        return super().random(*shape, **how).detach().bfloat16().double().requires_grad_()  # exact in either precision
 
 
 def add_patches(layers, B, size, patch, C, pitch=8):
@@ -152,7 +130,7 @@ def add_gelu(layers, n, scale):
 
 
 def test_layers(cpp, tmp_path, dit_layers):
-    layers = Layers()
+    layers = RoundedLayers(seed=1)
     for case in ((2, 8, 2, 3), (1, 12, 3, 1), (3, 4, 1, 4), (2, 16, 8, 8), (1, 64, 64, 5), (2, 6, 2, 6)):
         add_patches(layers, *case)
     for case in ((1, 1, 8), (3, 5, 24), (2, 16, 384), (1, 32, 1152)):
@@ -171,39 +149,11 @@ def test_layers(cpp, tmp_path, dit_layers):
 # ----------------------------------------------------------------------------------------------------
 # the whole model
 
-def first_gradients(program, config, folder, data):
-    """[ours, float64's, PyTorch's by autocast in bf16]: {tensor: gradient of step 0}, q, k and v apart, and the losses.
-
-    With beta1 = 0 AdamW's first moment is the gradient.
-    """
-    config = dataclasses.replace(config, beta1=0.0)
-    start, out = folder / f"start {config.seed}.bin", folder / f"run {config.seed}"
-    model = perturbed_file(start, config)
-    run(program, *start_flags(config, data, out, 1, model_weights=start))
-    names = {name: p.numel() for name, p in model.named_parameters()}
-    flat = sections_of(checkpoint_in(out, 1))["adam_m"]
-    assert len(flat) == sum(names.values())
-    found = [dict(zip(names, np.split(flat, np.cumsum(list(names.values()))[:-1])))]
-    losses, images = [losses_in(out)[1]], unet_io.read_images(str(data))
-    batch, device = train_unet.make_batch(images, config, 0), "cuda" if torch.cuda.is_available() else "cpu"
-    for precision, dtype in (("fp32", torch.float64), ("bf16", torch.float32)):
-        trainer = train_unet.Trainer(model, images, config, device, dtype, precision)
-        trainer.optimizer.zero_grad(set_to_none=True)
-        loss = trainer.loss(*batch)
-        loss.backward()
-        losses.append(loss.item())
-        found.append({name: p.grad.double().cpu().numpy().ravel() for name, p in trainer.model.named_parameters()})
-    for gradients in found:
-        for name in [name for name in names if ".qkv." in name]:
-            gradients |= {f"{name} {part}": values for part, values in zip("qkv", np.split(gradients.pop(name), 3))}
-    return found, losses
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(tmp_path, toy_images, name):
     """Loss and every parameter's gradient, q, k and v apart, against PyTorch in float64."""
     config = MODELS[name]
-    (ours, exact, _), losses = first_gradients(DIT, config, tmp_path, toy_images(config))
+    (ours, exact, _), losses = first_gradients(DIT, perturbed_file, config, tmp_path, toy_images(config))
     assert abs(losses[0] / losses[1] - 1) < 1e-5
     largest, errors = max(np.abs(r).max() for r in exact.values()), {}
     for of, r in exact.items():
@@ -498,24 +448,8 @@ LARGER = {
 @pytest.mark.parametrize("precision", GPU)
 @pytest.mark.parametrize("name", {**MODELS, **LARGER})
 def test_gpu_gradients(tmp_path, toy_images, name, precision):
-    """Against float64: in fp32 below 1e-5; in bf16 less than twice as far as PyTorch's autocast, as the mean of three
-    batches."""
-    config, errors = {**MODELS, **LARGER}[name], {}
-    for seed in (3, 4, 5):
-        (ours, exact, theirs), _ = first_gradients(dit_on_gpu(precision), dataclasses.replace(config, seed=seed), tmp_path,
-                                                   toy_images(config))
-        largest = max(np.abs(values).max() for values in exact.values())
-        for of, r in exact.items():
-            if of.endswith("qkv.bias k"):
-                measured = [max(np.abs(a).max() / largest, 5e-7) for a in (ours[of], theirs[of])]
-            else:
-                measured = [error_of(a, r) for a in (ours[of], theirs[of])]
-            errors.setdefault(of, []).append(measured)
-    means = {of: np.mean(values, axis=0) for of, values in errors.items()}
-    ratios = {of: m[0] / (m[1] if precision == "bf16" else 0.5e-5) for of, m in means.items()}
-    for of in sorted(ratios, key=ratios.get)[-5:]:
-        print(f"{of}: {means[of][0]:.2g}, PyTorch in bf16 {means[of][1]:.2g}")
-    assert all(ratio < 2 for ratio in ratios.values())
+    config = {**MODELS, **LARGER}[name]
+    check_gpu_gradients(dit_on_gpu(precision), precision, perturbed_file, config, tmp_path, toy_images(config))
 
 
 AGAIN = {"fp32": [*((test_training, name) for name in TRAINING), (test_resume,), (test_microbatch,), (test_initial_weights, 5),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import train_unet
-from harness import ADM, QUICK, ROOT, TOY, TRAINING, error_of, losses_in, run, script, start_flags
+from harness import ADM, QUICK, ROOT, TRAINING, error_of, losses_in, run, script, start_flags
 from unet_io import Config
 
 # device, type and the error allowed: of bfloat16, some roundings of 2^-9
