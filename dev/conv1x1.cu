@@ -141,21 +141,6 @@ static void conv1x1_weight_gradient2(Problem&, float* dw, const float* dout, con
         for (int i = 0; i < 16; i++) dw[(o + i / 4) * s.C + c + i % 4] += (float)total[i];
     });
 }
-
-// ---- 3 on a CPU: production -------------------------------------------------------------------------------
-
-static void conv1x1_forward3(Problem& p) {
-    product_forward<1>(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
-                       {.w = p.in<float>("w"), .bias = p.in<float>("bias")});
-}
-static void conv1x1_input_gradient3(Problem& p) {
-    input_gradient<1>(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), {.w = p.in<float>("w")});
-}
-static void conv1x1_weight_gradient3(Problem& p) {
-    Tensor dout = p.tensor_in<float>("dout");
-    launch_weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = p.scratch<float>("dbias", dout.C)}, dout,
-                              p.tensor_in<float>("x"), Rows());
-}
 #else
 // to += from, where a product could not add by itself.
 __global__ void conv1x1_add_kernel(float* to, const float* from, int parts, size_t n) {
@@ -333,21 +318,22 @@ static void conv1x1_weight_gradient4(Problem& p, float* dw, const float* dout, c
            parts, dout, x, s);
     add(dw, parts, splits, n);
 }
+#endif  // __CUDACC__
 
-// ---- 5: production ----------------------------------------------------------------------------------------
+// ---- the program's: 5, on a CPU 3 -------------------------------------------------------------------------
 
-static void conv1x1_forward5(Problem& p) {
+static void conv1x1_program_forward(Problem& p) {
     product_forward<1>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
                        {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
-static void conv1x1_input_gradient5(Problem& p) {
+static void conv1x1_program_input_gradient(Problem& p) {
     input_gradient<1>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
-static void conv1x1_weight_gradient5(Problem& p) {
-    launch_weight_gradient<1>({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"),
-                              p.tensor_in<floatX>("x"), Rows());
+static void conv1x1_program_weight_gradient(Problem& p) {
+    Tensor dout = p.tensor_in<floatX>("dout");
+    float* dbias = ON_GPU ? nullptr : p.scratch<float>("dbias", dout.C);  // on a CPU it comes with dw
+    launch_weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = dbias}, dout, p.tensor_in<floatX>("x"), Rows());
 }
-#endif  // __CUDACC__
 
 static Work work_of(const Problem& p, bool weight_gradient) {
     Shape s = Shape::of(p);
@@ -385,17 +371,17 @@ static const Ladder conv1x1_ladder = {
             {4, in, NCHW, FP32, "direct", input_gradient<float>(conv1x1_input_gradient4)},
             {4, weights, NCHW, FP32, "direct, partial sums", weight_gradient<float>(conv1x1_weight_gradient4),
              LONG_SUM},
-            {5, "forward", NHWC, FLOATX, "train_unet.cu", conv1x1_forward5},
-            {5, in, NHWC, FLOATX, "train_unet.cu", conv1x1_input_gradient5},
-            {5, weights, NHWC, FLOATX, "train_unet.cu", conv1x1_weight_gradient5},
+            {5, "forward", NHWC, FLOATX, "train_unet.cu", conv1x1_program_forward},
+            {5, in, NHWC, FLOATX, "train_unet.cu", conv1x1_program_input_gradient},
+            {5, weights, NHWC, FLOATX, "train_unet.cu", conv1x1_program_weight_gradient},
 #else
             {2, "forward", NCHW, CPU_FP32, "4 x 4 rows at a time", forward<float>(conv1x1_forward2)},
             {2, in, NCHW, CPU_FP32, "4 x 4 rows at a time", input_gradient<float>(conv1x1_input_gradient2)},
             {2, weights, NCHW, CPU_FP32, "4 x 4 rows at a time",
              weight_gradient<float>(conv1x1_weight_gradient2)},
-            {3, "forward", NHWC, CPU_FP32, "train_unet.cu", conv1x1_forward3},
-            {3, in, NHWC, CPU_FP32, "train_unet.cu", conv1x1_input_gradient3},
-            {3, weights, NHWC, CPU_FP32, "train_unet.cu", conv1x1_weight_gradient3},
+            {3, "forward", NHWC, CPU_FP32, "train_unet.cu", conv1x1_program_forward},
+            {3, in, NHWC, CPU_FP32, "train_unet.cu", conv1x1_program_input_gradient},
+            {3, weights, NHWC, CPU_FP32, "train_unet.cu", conv1x1_program_weight_gradient},
 #endif
         };
     }()};
