@@ -15,7 +15,9 @@ import argparse
 import dataclasses
 import math
 import os
+import pathlib
 import re
+import sys
 
 import unet_io  # first, because it explains a missing package
 
@@ -25,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, load_model, pick_device, sample,
+from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, load_model, pick_device, sample,
                         sampler_steps, save_diffusers, save_weights, seed_noise)
 from unet_io import Config, UserError, counted
 
@@ -101,9 +103,24 @@ def parse_classes(text, path):
     return numbers, names
 
 
+def load_weights(path, use_ema=1, overrides=None):
+    """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/train_dit.py.
+    """
+    try:
+        with open(path, "rb") as file:
+            is_dit = file.read(4) == b"DiT\0"
+    except OSError:
+        is_dit = False  # load_model says what is wrong
+    if not is_dit:
+        return load_model(path, use_ema, overrides)
+    sys.path.append(str(pathlib.Path(__file__).resolve().parent / "dev"))
+    import train_dit
+    return train_dit.load_model(path, use_ema, overrides)
+
+
 def load_guide(path, config):
     """The model of --guide_weights, which must take the same pictures, noise and classes, or no classes."""
-    guide, _ = load_model(path)
+    guide, _ = load_weights(path)
     for name in ("image_size", "in_channels", *DIFFUSION, *["num_classes"] * guide.config.class_cond):
         has, wanted = getattr(guide.config, name), getattr(config, name)
         wanted = 0 if name == "num_classes" and not config.class_cond else wanted
@@ -530,7 +547,9 @@ def main():
     given = {name: value for name, value in vars(args).items() if value is not None}
     preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
     overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
-    model, checkpoint = load_model(args.model_filename, args.use_ema, overrides)
+    model, checkpoint = load_weights(args.model_filename, args.use_ema, overrides)
+    if target and not isinstance(model, UNet):
+        raise UserError(f"{args.model_filename} is no UNet; python dev/train_dit.py --export writes a DiT's weights")
     if target:
         if target.endswith("/") or os.path.isdir(target):
             save_diffusers(target, model)

@@ -478,7 +478,7 @@ def set_tensors(model, tensors, flat, path):
 def refuse_contradictions(flags, config, path):
     """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes."""
     for name, value in flags.items():
-        have = getattr(config, name)
+        have = getattr(config, name, "none")  # as a flag of another network
         if name in ARCHITECTURE + DIFFUSION and value != have:
             value, have = (",".join(map(str, x)) or "0" if isinstance(x, tuple) else x for x in (value, have))
             raise UserError(f"--{name} {value} contradicts {path}, which was made with {have}")

@@ -221,11 +221,14 @@ def init_weights(model, seed):
 # ----------------------------------------------------------------------------------------------------
 # files
 
-def load_model(path, use_ema=1):
-    """(DiT, Checkpoint) from a .bin of ./train_dit; use_ema as in train_unet.load_model. Raises UserError."""
+def load_model(path, use_ema=1, overrides=None):
+    """(DiT, Checkpoint) from a .bin of ./train_dit; the rest as in train_unet.load_model. Raises UserError."""
     checkpoint = unet_io.read_checkpoint(path, Config)
-    model = DiT(checkpoint.config)
+    train_unet.refuse_contradictions(overrides or {}, checkpoint.config, path)
     section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
+    if use_ema > 1 and section not in checkpoint.sections:
+        raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
+    model = DiT(checkpoint.config)
     flat = checkpoint.sections.get(section, checkpoint.sections["weights"])
     train_unet.set_tensors(model, model.parameters(), flat, path)
     return model.eval(), checkpoint

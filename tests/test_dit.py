@@ -14,7 +14,7 @@ import train_unet
 import unet_io
 from harness import (
     GPU, ROOT, TRAIN, check_gpu_gradients, checkpoint_in, error_of, first_gradients, losses_in, on_gpu, picture, refused,
-    run, same_bits, settings, start_flags, write_toy_images)
+    run, same_bits, script, settings, start_flags, write_toy_images)
 from test_command_line import completed
 from test_layers import Layers
 
@@ -354,6 +354,17 @@ def test_official_weights(tmp_path):
                          threshold="none")
     for seed in (0, 1):
         assert np.abs(picture(tmp_path / f"{seed:06d}.png") - theirs[seed]).max() <= 2
+    # as latents are wanted: floats, of the same pictures
+    script("generate.py", "--model_filename", tmp_path / "w.bin", "--num_images", 2, "--class", "3", "--sampler", "ddpm",
+           "--sample_steps", 8, "--guidance_scale", 3, "--threshold", "none", "--output_name", tmp_path / "latents.npy",
+           "--device", "cpu")
+    latents = np.load(tmp_path / "latents.npy")
+    assert latents.shape == (2, 4, 8, 8) and latents.dtype == np.float32 and np.abs(latents).max() > 1.1
+    assert np.array_equal(unet_io.to_uint8(latents).transpose(0, 2, 3, 1), theirs)
+    for flags, says in ((["--export", tmp_path / "x.pt"], ["w.bin is no UNet", "dev/train_dit.py --export"]),
+                        (["--num_channels", 64], ["--num_channels 64", "made with none"]),
+                        (["--use_ema", 2], "no section ema_2")):
+        refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "w.bin", *flags, says=says)
     run(*tool, "--export", tmp_path / "w.bin", "--output_name", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(back) == list(state) and all(torch.equal(back[name], state[name]) for name in state)
