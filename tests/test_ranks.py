@@ -148,8 +148,8 @@ def test_kills(tmp_path, images8):
     chance = random.Random(15)
     for kill in range(30):
         folder = tmp_path / str(kill)
-        process, pids = start(folder, images8, wait_for=chance.randint(3, 30))
-        time.sleep(chance.random() * 0.05)
+        process, pids = start(folder, images8, wait_for=chance.randint(3, 20))
+        time.sleep(chance.random() * 0.03)
         os.kill(pids[kill % 4], signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
         wait_for_end(pids)
