@@ -106,11 +106,10 @@ def parse_classes(text, path):
 def load_weights(path, use_ema=1, overrides=None):
     """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/train_dit.py.
     """
-    try:
+    is_dit = False
+    if os.path.isfile(path) and os.access(path, os.R_OK):  # otherwise load_model says what is wrong
         with open(path, "rb") as file:
             is_dit = file.read(4) == b"DiT\0"
-    except OSError:
-        is_dit = False  # load_model says what is wrong
     if not is_dit:
         return load_model(path, use_ema, overrides)
     sys.path.append(str(pathlib.Path(__file__).resolve().parent / "dev"))
