@@ -15,9 +15,7 @@ import argparse
 import dataclasses
 import math
 import os
-import pathlib
 import re
-import sys
 
 import unet_io  # first, because it explains a missing package
 
@@ -112,9 +110,7 @@ def load_weights(path, use_ema=1, overrides=None):
             is_dit = file.read(4) == b"DiT\0"
     if not is_dit:
         return load_model(path, use_ema, overrides)
-    sys.path.append(str(pathlib.Path(__file__).resolve().parent / "dev"))
-    import train_dit
-    return train_dit.load_model(path, use_ema, overrides)
+    return unet_io.import_from_dev("train_dit").load_model(path, use_ema, overrides)
 
 
 def load_guide(path, config):
@@ -547,9 +543,10 @@ def main():
     preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
     overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
     model, checkpoint = load_weights(args.model_filename, args.use_ema, overrides)
-    if target and not isinstance(model, UNet):
-        raise UserError(f"{args.model_filename} is no UNet; python dev/train_dit.py --export writes a DiT's weights")
     if target:
+        if not isinstance(model, UNet):
+            raise UserError(f"{args.model_filename} is no UNet; python dev/train_dit.py --export writes a DiT's"
+                            f" weights")
         if target.endswith("/") or os.path.isdir(target):
             save_diffusers(target, model)
         else:

@@ -5152,7 +5152,7 @@ static constexpr float G_T[3][4] = {{1, 0.5f, 0.5f, 0}, {0, 0.5f, -0.5f, 0}, {0,
 static constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
 static constexpr float A_T[2][4] = {{1, 1, 1, 0}, {0, 1, -1, -1}};
 
-// put(i, element i of m x m^T), where get(i) is x's: vectors of channels. As a call it takes twice as long.
+// put(i, element i of m x m^T), get(i) being x's: vectors of channels. On a Xeon a call takes twice as long.
 template <const auto& m> [[gnu::always_inline]] static inline void transform(auto get, auto put) {
     constexpr int M = std::size(m), N = std::size(m[0]);
     auto dot = [](const float(&row)[N], const Vector* column, int step) {

@@ -342,8 +342,7 @@ def use_native_operators(model):
     The first call builds the operators, which takes one to three minutes.
     """
     global ops
-    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "dev"))
-    import torch_ops as ops
+    ops = unet_io.import_from_dev("torch_ops")
     kinds = {Downsample: NativeDownsample, Upsample: NativeUpsample, ResBlock: NativeResBlock,
              AttentionBlock: NativeAttentionBlock, nn.Linear: NativeLinear}
     for module in model.modules():
@@ -484,6 +483,14 @@ def refuse_contradictions(flags, config, path):
             raise UserError(f"--{name} {value} contradicts {path}, which was made with {have}")
 
 
+def chosen_weights(checkpoint, use_ema, path):
+    """The Checkpoint's flat array that use_ema names, see load_model. Raises UserError."""
+    section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
+    if use_ema > 1 and section not in checkpoint.sections:
+        raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
+    return checkpoint.sections.get(section, checkpoint.sections["weights"])
+
+
 def load_model(path, use_ema=1, overrides=None):
     """(UNet, Checkpoint) from a .bin, old or new, from a .pt or .safetensors that save_weights wrote, or from
     a .pt with the bare state dict of guided-diffusion's model, of UNet, or of the trainer before it.
@@ -508,10 +515,7 @@ def load_model(path, use_ema=1, overrides=None):
     # no memory until the number of parameters is known to be right
     model = _unet_without_memory(checkpoint.config, path)
     tensors = len(list(model.parameters()))
-    section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
-    if use_ema > 1 and section not in checkpoint.sections:
-        raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
-    flat = checkpoint.sections.get(section, checkpoint.sections["weights"])
+    flat = chosen_weights(checkpoint, use_ema, path)
     if checkpoint.tensors not in (0, tensors):
         raise UserError(f"{path} has {checkpoint.tensors} tensors, the model that its header describes has"
                         f" {tensors}")

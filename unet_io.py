@@ -2,7 +2,7 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and messages        explain_missing, UserError, printable, say, Parser, run_script
+1. errors and messages        explain_missing, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
@@ -22,6 +22,7 @@ import difflib
 import enum
 import fcntl
 import functools
+import importlib
 import io
 import itertools
 import math
@@ -113,6 +114,14 @@ class Output(io.FileIO):
         except OSError as error:
             error.filename = "standard output"
             raise
+
+
+def import_from_dev(name):
+    """The module dev/NAME.py."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "dev")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def run_script(main):

@@ -166,8 +166,7 @@ def time_adamw(kind):
 
 def bench_operators():
     """The table's rows: (operator, shape, pass, ours, PyTorch's) in microseconds."""
-    sys.path.insert(0, str(benchmark.ROOT / "dev"))
-    import torch_ops
+    import torch_ops  # which builds them
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     rows = []

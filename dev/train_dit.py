@@ -225,11 +225,8 @@ def load_model(path, use_ema=1, overrides=None):
     """(DiT, Checkpoint) from a .bin of ./train_dit; the rest as in train_unet.load_model. Raises UserError."""
     checkpoint = unet_io.read_checkpoint(path, Config)
     train_unet.refuse_contradictions(overrides or {}, checkpoint.config, path)
-    section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
-    if use_ema > 1 and section not in checkpoint.sections:
-        raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
+    flat = train_unet.chosen_weights(checkpoint, use_ema, path)
     model = DiT(checkpoint.config)
-    flat = checkpoint.sections.get(section, checkpoint.sections["weights"])
     train_unet.set_tensors(model, model.parameters(), flat, path)
     return model.eval(), checkpoint
 
