@@ -91,12 +91,14 @@ ifeq ($(DEVICE),cuda)
 endif
 	$(for_here)
 # Another network, whose file includes the program.
-DIT_SOURCES := dev/train_dit.cu dev/gelu.h train_unet.cu
+DIT_SOURCES := dev/train_dit.cu dev/gelu.h dev/large_products.h train_unet.cu
 train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
 	$(for_here)
 PROFILE_SOURCES := dev/profile.cu dev/work.h train_unet.cu
 dev/profile: $(PROFILE_SOURCES) $(BUILD)/settings | report
 	$(for_here)
+dev/profile_dit: $(PROFILE_SOURCES) $(DIT_SOURCES) $(BUILD)/settings | report
+	$(for_here) -DDIT
 
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
 TEST_SOURCES := test_unet.cu tests/cases.h train_unet.cu
@@ -238,7 +240,7 @@ test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
 
 # Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
-bench: python train_unet dev/profile $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
+bench: python train_unet dev/profile train_dit dev/profile_dit $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
 	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES)) $(if $(PRESETS),--presets $(PRESETS))
 
 # PyTorch's operators and ours, on a GPU, into dev/README.md.
@@ -258,4 +260,4 @@ check_toc:
 	@python3 dev/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet train_dit __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet train_dit __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile profile_dit) data/emoji.bin data/faces.bin

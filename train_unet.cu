@@ -6165,7 +6165,7 @@ template <int D> struct AttentionRow {
 template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
     enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
-    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 64 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
+    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
     // On a multiprocessor. Heads of up to 32, an H100, bf16, T = 256: with 6, B = 32 is one wave; backward
     // takes 40 us, with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
     enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
@@ -6429,11 +6429,11 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     else attention_backward_rows<D, false>(a, t0);
 }
 
-// launch(D), D being the channels that heads of d are padded to, 32, 64, 128 or 256: a constant of kernels.
+// launch(D), heads of d being padded to D channels, 32, 64, 80, 128 or 256: a constant of kernels.
 template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
     if constexpr (D < MAX_HEAD)
-        if (d > D) return with_padded_head<2 * D>(d, launch);
+        if (d > D) return with_padded_head<D == 64 ? 80 : D == 80 ? 128 : 2 * D>(d, launch);
     launch(std::integral_constant<int, D>());
 }
 

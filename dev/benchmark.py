@@ -4,6 +4,7 @@
     python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
     python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
     python dev/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
+    python dev/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
 
 On a CPU the opponent is PyTorch in fp32: eager or torch.compile, with channels_last or without, the best of
 these four in each case. On a GPU it is PyTorch as fast as it goes: torch.compile,
@@ -31,6 +32,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 import torch
 
+import train_dit
 from common import processor_name, text_between, write_between
 from train_unet import Diffusion, UNet
 from unet_io import Config, UserError
@@ -206,8 +208,11 @@ def benchmark_cpu(built):
 # on a GPU: each measurement is a process and a line of RESULTS
 
 RESULTS = ROOT / "build/bench_gpu.jsonl"
-PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32"}
-PROFILES = {"bf16": "dev/profile", "fp32": "build/profile_fp32"}
+PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32", "dit": "./train_dit"}
+PROFILES = {"bf16": "dev/profile", "fp32": "build/profile_fp32", "dit": "dev/profile_dit"}
+DITS = {"DiT-B/2": dict(depth=12, hidden_size=768, num_heads=12),
+        "DiT-XL/2": dict(depth=28, hidden_size=1152, num_heads=16)}  # on latents of 256 x 256 pixels, as their authors
+OF_DITS = dict(in_channels=4, learn_sigma=1, class_cond=1, num_classes=1000, cond_drop_prob=0.1)
 EVERYTHING = ("--ema_rate 0.999,0.9999 --grad_clip 1 --skip_outliers 6 --weight_decay 0.01"
               " --lr_schedule linear --warmup_steps 100 --final_lr_fraction 0.1 --predict v"
               " --zero_terminal_snr 1 --min_snr_gamma 5 --offset_noise 0.1 --flip 1")
@@ -233,26 +238,29 @@ def launched(command, first_line, **environment):
 def measure_program(preset, precision, batch_size):
     """A dict of measurements of ./train_unet, without EMA: what profile.cu prints, and a short training run; and
     the time of a step with the preset's flags, which have one EMA, and with EVERYTHING."""
-    batch, no_ema = ["--preset", preset, "--batch_size", str(batch_size)], ["--ema_rate", "0"]
+    of, batch = "dit" if preset in DITS else precision, ["--preset", preset, "--batch_size", str(batch_size)]
+    if preset in DITS:
+        batch += [f"--{name}={value}" for name, value in OF_DITS.items()]
+    no_ema = ["--ema_rate", "0"]
     with tempfile.TemporaryDirectory() as folder:
         data, config = DATA, preset_config(preset, batch_size)
         if config.class_cond:  # some images with so many classes; what they show takes no time
-            data, shape = os.path.join(folder, "data.bin"), (config.num_classes, 3) + 2 * (config.image_size,)
+            data, shape = os.path.join(folder, "data.bin"), (config.num_classes, config.in_channels, *2 * [config.image_size])
             unet_io.write_images(data, np.random.default_rng(0).integers(0, 256, shape, np.uint8),
                                  [f"{i:06}" for i in range(config.num_classes)])
-        first, _ = launched([PROGRAMS[precision], *batch, *no_ema, "--out_dir", folder, "--data_file", data,
+        first, _ = launched([PROGRAMS[of], *batch, *no_ema, "--out_dir", folder, "--data_file", data,
                              "--steps", "60", "--log_every", "20", "--save_every", "0", "--num_samples", "1",
                              "--sample_steps", "1"], r"step 1/60 \| loss")
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
             loop = json.loads(metrics.readlines()[-1])["ms"]
-    profile = launched([PROFILES[precision], *batch, *no_ema], "train_unet on ")[1]
+    profile = launched([PROFILES[of], *batch, *no_ema], r"train_\w+ on ")[1]
     found = {name: float(re.search(rf"^{line}: +([\d.]+) ", profile, re.M)[1]) for name, line in
              dict(step_ms="one training step", call_ms="one network call", memory_mib="memory").items()}
     for name, flags in dict(default_ms="", everything_ms=EVERYTHING).items():
-        output = launched([PROFILES[precision], *batch, *flags.split()], "train_unet on ")[1]
+        output = launched([PROFILES[of], *batch, *flags.split()], r"train_\w+ on ")[1]
         found[name] = float(re.search(r"^one training step: +([\d.]+) ", output, re.M)[1])
-    return dict(of="train_unet", first_s=first, loop_ms=loop, **found, profile=profile,
-                gpu=re.match("train_unet on (.+?): ", profile)[1])
+    return dict(of="the program", program=PROGRAMS[of], first_s=first, loop_ms=loop, **found, profile=profile,
+                gpu=re.match(r"train_\w+ on (.+?): ", profile)[1])
 
 
 def measure_opponent(preset, precision, batch_size):
@@ -291,6 +299,8 @@ def milliseconds(call, warmup=5, count=20):
 
 
 def preset_config(preset, batch_size):
+    if preset in DITS:
+        return train_dit.Config(**DITS[preset] | OF_DITS, batch_size=batch_size)
     named = {field.name for field in dataclasses.fields(Config)}
     flags = {name: value for name, value in unet_io.PRESETS[preset].items() if name in named}
     return Config(**flags | dict(batch_size=batch_size))
@@ -301,7 +311,8 @@ def opponent(config, half):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = half
     torch.backends.cudnn.benchmark = True
     layout = torch.channels_last if half else torch.contiguous_format
-    model = UNet(config).to("cuda", memory_format=layout)
+    network = train_dit.DiT if isinstance(config, train_dit.Config) else UNet
+    model = network(config).to("cuda", memory_format=layout)
     return model, layout, torch.autocast("cuda", torch.bfloat16, enabled=half)
 
 
@@ -310,7 +321,7 @@ def training_step(config, model, forward, optimizer, layout, autocast):
     there are)."""
     device, batch_size = next(model.parameters()).device, config.batch_size
     diffusion = Diffusion(config, device)
-    x0 = torch.randn(batch_size, 3, config.image_size, config.image_size, device=device).clamp(-1, 1)
+    x0 = torch.randn(batch_size, config.in_channels, config.image_size, config.image_size, device=device).clamp(-1, 1)
     x0 = x0.to(memory_format=layout)
     y = [torch.randint(0, config.num_classes, (batch_size,), device=device)] if config.class_cond else []
 
@@ -394,7 +405,7 @@ def render_gpu(lines):
     for line in lines:
         key = line["precision"], line["batch"]
         newest[(*key, line["uuid"], line["of"])] = line
-        both = [newest.get((*key, line["uuid"], of)) for of in ("train_unet", "PyTorch")]
+        both = [newest.get((*key, line["uuid"], of)) for of in ("the program", "PyTorch")]
         if all(both):
             pairs.pop(key, None)  # so that the newest comes last
             pairs[key] = both
@@ -411,7 +422,7 @@ def render_gpu(lines):
     for precision, size in order:
         ours, theirs = pairs[precision, size]
         how = "torch.compile, CUDA graph, bf16" if precision == "bf16" else "eager, fp32"
-        for name, line in ((f"`./train_unet`, {precision}", ours), (f"{torch_name}, {how}", theirs)):
+        for name, line in ((f"`{ours['program']}`, {precision}", ours), (f"{torch_name}, {how}", theirs)):
             text += (f"| {name} | {size} | {line['step_ms']:.2f} | {1e3 * size / line['step_ms']:.0f}"
                      f" | {line['call_ms']:.2f} | {line['memory_mib'] / 1024:.2f} GiB"
                      f" | {line['first_s']:.1f} s |\n")
@@ -433,6 +444,9 @@ def render_gpu(lines):
             head, kinds, blocks = pairs[key][0]["profile"].split("\n\n")[:3]
             profile += (f"<details><summary>Batch {key[1]}</summary>\n\n"
                         f"```text\n{head}\n\n{kinds}\n\n{blocks}\n```\n\n</details>\n\n")
+    if preset in DITS:  # with its profile
+        head, kinds = pairs["bf16", 32][0]["profile"].split("\n\n")[:2]
+        text += f"\n<details><summary>Where the time goes</summary>\n\n```text\n{head}\n\n{kinds}\n```\n\n</details>\n"
     if preset != "unet64":
         return {preset: text}
     return dict(gpu=text) | (dict(profile=profile.strip() + "\n") if profile else {})
@@ -589,7 +603,7 @@ def main():
                         metavar="NAME,NAME", help="what a GPU trains in it, and drawing (default:"
                         " unet64,adm64,drawing)")
     args = parser.parse_args()
-    if unknown := set(args.presets) - {*unet_io.PRESETS, "drawing"}:
+    if unknown := set(args.presets) - {*unet_io.PRESETS, *DITS, "drawing"}:
         raise UserError(f"--presets: there is no preset {min(unknown)}")
     benchmark(args.presets, args.batches)
 

@@ -27,34 +27,51 @@ template <typename T> static constexpr int GELU_ELEMENTS = 16 / sizeof(T);
 template <typename T> static constexpr int GELU_ELEMENTS = 1;
 #endif
 
+// Both can be done behind a product, see large_products.h: `finish` has 16 bytes of its outputs, at.first being their place.
+struct GeluPlace {
+    size_t first;
+};
 template <typename T> struct GeluForward {
     TensorOf<T> out, x;
 
-    enum { N = GELU_ELEMENTS<T> };
+    enum { N = GELU_ELEMENTS<T>, OVERWRITES = false };
+    struct Extra {};
+    HOST_DEVICE Extra extra(const auto&) const { return {}; }
+    HOST_DEVICE void finish(const auto& at, ::Vector<T, N> values, Extra) const {
+        for (int k = 0; k < N; k++) values.of[k] = (T)gelu((float)values.of[k]);
+        store(out.data + at.first, values);
+    }
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N, count = (size_t)x.B * x.T() * x.C;
-        if (N > 1 && first + N <= count) {
-            ::Vector<T, N> v = load<N>(x.data + first);
-            for (int k = 0; k < N; k++) v.of[k] = (T)gelu((float)v.of[k]);
-            store(out.data + first, v);
-        } else
+        if (N > 1 && first + N <= count) finish(GeluPlace{first}, load<N>(x.data + first), {});
+        else
             for (size_t i = first; i < first + N && i < count; i++) out.data[i] = (T)gelu((float)x.data[i]);
     }
 };
-template <typename T> struct GeluBackward {
-    TensorOf<T> dx, dout, x;
+// AGAIN: what forward wrote is made once more, for who did not keep it.
+template <typename T, bool AGAIN = false> struct GeluBackward {
+    TensorOf<T> dx, dout, x, again = {};
 
-    enum { N = GELU_ELEMENTS<T> };
+    enum { N = GELU_ELEMENTS<T>, OVERWRITES = true };
+    typedef ::Vector<T, N> Extra;
+    HOST_DEVICE Extra extra(const auto& at) const { return load<N>(x.data + at.first); }
+    HOST_DEVICE void finish(const auto& at, ::Vector<T, N> upstream, Extra values) const {
+        for (int k = 0; k < N; k++)
+            upstream.of[k] = (T)((float)upstream.of[k] * gelu_gradient((float)values.of[k]));
+        store(dx.data + at.first, upstream);
+        for (int k = 0; k < N; k++) values.of[k] = (T)gelu((float)values.of[k]);
+        if (AGAIN) store(again.data + at.first, values);
+    }
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N, count = (size_t)x.B * x.T() * x.C;
-        if (N > 1 && first + N <= count) {
-            ::Vector<T, N> v = load<N>(x.data + first), upstream = load<N>(dout.data + first);
-            for (int k = 0; k < N; k++) v.of[k] = (T)((float)upstream.of[k] * gelu_gradient((float)v.of[k]));
-            store(dx.data + first, v);
-        } else
-            for (size_t i = first; i < first + N && i < count; i++)
-                dx.data[i] = (T)((float)dout.data[i] * gelu_gradient((float)x.data[i]));
+        GeluPlace at = {first};
+        if (N > 1 && first + N <= count) return finish(at, load<N>(dout.data + first), extra(at));
+        for (size_t i = first; i < first + N && i < count; i++) {
+            float value = (float)x.data[i];
+            dx.data[i] = (T)((float)dout.data[i] * gelu_gradient(value));
+            if (AGAIN) again.data[i] = (T)gelu(value);
+        }
     }
 };

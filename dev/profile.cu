@@ -162,6 +162,32 @@ static Kind kind_of(const UpdateWeights<T>& l) {
     for (float* mean : l.memory.ema) bytes += mean ? 2 * sizeof(float) : 0;
     return {"AdamW", bytes * l.n};
 }
+#ifdef DIT
+template <typename T>
+static Kind kind_of(const LayerNormForward<T>& l) {
+    return {"layer norm", 2.0 * sizeof(T) * l.x.count()};
+}
+template <typename T>
+static Kind kind_of(const LayerNormBackward<T>& l) {
+    return {"layer norm backward", (l.residual.data ? 4.0 : 3.0) * sizeof(T) * l.x.count()};
+}
+template <typename T>
+static Kind kind_of(const TokenSums<T>& l) {
+    return {"sums over tokens", 2.0 * sizeof(T) * l.x.count()};
+}
+template <typename T>
+static Kind kind_of(const Gate<T>& l) {
+    return {"gate", (l.x.data ? 3.0 : 2.0) * sizeof(T) * l.out.count()};
+}
+template <typename T>
+static Kind kind_of(const GeluForward<T>& l) {
+    return {"GELU", 2.0 * sizeof(T) * l.x.count()};
+}
+template <typename T, bool AGAIN>
+static Kind kind_of(const GeluBackward<T, AGAIN>& l) {
+    return {"GELU", (3.0 + AGAIN) * sizeof(T) * l.x.count()};
+}
+#endif
 static Kind kind_of(const BeginStep&) { return {"begin, images, end", 0}; }
 static Kind kind_of(const LoadImages& l) { return {"begin, images, end", (sizeof(float) + 1.0) * l.items()}; }
 static Kind kind_of(const FinishStep&) { return {"begin, images, end", 0}; }
@@ -293,7 +319,7 @@ static void run_program(int argc, char** argv) {
     Config config = given_config(parse_flags(others));
     if (config.help) return print_help();
     backend_init();
-    printf("train_unet on %s, batch %d\n", backend_name().c_str(), config.batch_size);
+    printf(PROGRAM " on %s, batch %d\n", backend_name().c_str(), config.batch_size);
     check_config(config);
     if (!calls.empty()) return print_calls(config, calls);
     if (!trace.empty()) Writer trial(trace);  // what can't be written is better said now

@@ -95,8 +95,11 @@ template <typename T> struct TokenVector {
     enum { N = 16 / sizeof(T) };
     size_t first;  // its place in the tensor
     int b, c;      // image and first channel
+    TokenVector() = default;
     HOST_DEVICE TokenVector(size_t item, const TensorOf<T>& x)
         : first(item * N), b((int)(first / x.C / x.T())), c((int)(first % x.C)) {}
+    HOST_DEVICE TokenVector(int row, int column, const TensorOf<T>& x)
+        : first((size_t)row * x.C + column), b(row / x.T()), c(column) {}
     static size_t count(const TensorOf<T>& x) { return x.count() / N; }
 };
 
@@ -278,24 +281,35 @@ template <typename T> struct TokenSums {
     }
 };
 
-// out = x + gate * branch, gate an image's (B, D); its backward, dbranch = gate * dout, is the same without x.
+// out = x + gate * branch, gate an image's (B, D); its backward, dbranch = gate * dout, is the same without x. Can
+// be done behind the product that writes branch.
 template <typename T> struct Gate {
     TensorOf<T> out, branch;
     RowsOf<T> gate;
     TensorOf<T> x = {};
 
+    enum { N = TokenVector<T>::N, OVERWRITES = false };
+    struct Extra {
+        ::Vector<T, N> x, gate;
+    };
+    HOST_DEVICE Extra extra(TokenVector<T> at) const {
+        Extra result = {{}, load<N>(gate.row(at.b) + at.c)};
+        if (x.data) result.x = load<N>(x.data + at.first);
+        return result;
+    }
+    HOST_DEVICE void finish(TokenVector<T> at, ::Vector<T, N> values, Extra with) const {
+        for (int k = 0; k < N; k++)
+            with.x.of[k] = (T)((float)with.x.of[k] + (float)with.gate.of[k] * (float)values.of[k]);
+        store(out.data + at.first, with.x);
+    }
     size_t items() const { return TokenVector<T>::count(out); }
     HOST_DEVICE void operator()(size_t item) const {
-        enum { N = TokenVector<T>::N };
         TokenVector<T> at(item, out);
-        ::Vector<T, N> values = load<N>(branch.data + at.first), gates = load<N>(gate.row(at.b) + at.c),
-                       sum = {};
-        if (x.data) sum = load<N>(x.data + at.first);
-        for (int k = 0; k < N; k++)
-            sum.of[k] = (T)((float)sum.of[k] + (float)gates.of[k] * (float)values.of[k]);
-        store(out.data + at.first, sum);
+        finish(at, load<N>(branch.data + at.first), extra(at));
     }
 };
+
+#include "large_products.h"
 
 // ==== 3  BLOCKS ============================================================================================
 // The embedding of timestep and class is the UNet's EmbedBlock: what comes out are the adaLN projections of
@@ -360,15 +374,12 @@ struct TransformerBlock : DitModule {
     void forward() {
         Tensor normed = take_tensor(h, D), active = take_tensor(h, W);
         norm(normed, x.first, 0, SHIFT1);
-        product_forward(qkv, normed, to_qkv);
+        linear_forward(qkv, normed, to_qkv, Nothing());
         attention_forward(joined, lse, qkv, block.heads);
-        product_forward(branch1, joined, projection);
-        run(Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
+        linear_forward(branch1, joined, projection, Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
         norm(normed, middle, 1, SHIFT2);
-        product_forward(hidden, normed, fc1);
-        run(GeluForward<floatX>{active, hidden});
-        product_forward(branch2, active, fc2);
-        run(Gate<floatX>{out, branch2, modulation(GATE2), middle});
+        linear_forward(hidden, normed, fc1, GeluForward<floatX>{active, hidden});
+        linear_forward(branch2, active, fc2, Gate<floatX>{out, branch2, modulation(GATE2), middle});
     }
     void backward() {
         Tensor dbranch = take_tensor(h, D), active = take_tensor(h, W), dhidden = take_tensor(h, W);
@@ -377,24 +388,22 @@ struct TransformerBlock : DitModule {
         Tensor dqkv = {branch1.data, B, h, h, 3 * D};  // where branch1, middle and branch2 were
         run(TokenSums<floatX>{{}, dmodulation(GATE2), dout, branch2});
         run(Gate<floatX>{dbranch, dout, modulation(GATE2)});
-        run(GeluForward<floatX>{active, hidden});
-        weight_gradient(fc2, dbranch, active);
-        input_gradient(dhidden, dbranch, fc2);
-        run(GeluBackward<floatX>{dhidden, dhidden, hidden});
+        linear_backward(dhidden, dbranch, fc2, GeluBackward<floatX, true>{dhidden, dhidden, hidden, active});
+        linear_weights(fc2, dbranch, active);
         norm(normed2, middle, 1, SHIFT2);
-        weight_gradient(fc1, dhidden, normed2);
-        input_gradient(dnormed, dhidden, fc1);
+        linear_weights(fc1, dhidden, normed2);
+        linear_backward(dnormed, dhidden, fc1, Nothing());
         norm_backward(dmiddle, dnormed, middle, dout, 1, SHIFT2);
 
         run(TokenSums<floatX>{{}, dmodulation(GATE1), dmiddle, branch1});
         run(Gate<floatX>{dbranch1, dmiddle, modulation(GATE1)});
-        weight_gradient(projection, dbranch1, joined);
-        input_gradient(dnormed, dbranch1, projection);  // of the joined heads
+        linear_weights(projection, dbranch1, joined);
+        linear_backward(dnormed, dbranch1, projection, Nothing());  // of the joined heads
         attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
-        input_gradient(dnormed, dqkv, to_qkv);
+        linear_backward(dnormed, dqkv, to_qkv, Nothing());
         norm(normed1, x.first, 0, SHIFT1);
         norm_backward(dx.first, dnormed, x.first, dmiddle, 0, SHIFT1);
-        weight_gradient(to_qkv, dqkv, normed1);
+        linear_weights(to_qkv, dqkv, normed1);
     }
 };
 

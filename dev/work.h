@@ -13,7 +13,11 @@ struct Work {
 static Work convolution_work(double M, int taps, int C, int O);
 static Work convolution_work(double M, int taps, int C, int O, size_t weight);
 
+#ifdef DIT
+#include "train_dit.cu"
+#else
 #include "../train_unet.cu"
+#endif
 
 static Work convolution_work(double M, int taps, int C, int O, size_t weight) {
     double weights = (double)taps * C * O;

@@ -40,8 +40,42 @@ struct LayerCase : Case {
     }
 };
 
+// A linear layer with what follows it, "gate", "gelu" or "plain", and its gradients.
+static void test_linear(LayerCase& c) {
+    Tensor x = c.tensor("x"), out = c.out("out"), after = c.out("after"), dout = c.tensor("dout"), dx = c.out("dx");
+    const size_t outputs = out.C, inputs = x.C;
+    std::vector<float> nothing(outputs * inputs + outputs, NAN), found(nothing);
+    auto gradients = allocate<float>(nothing.size());
+    backend_upload(gradients.get(), nothing.data(), nothing.size() * sizeof(float));
+    Linear layer = {c.tensor("w").data, c.tensor("bias").data, gradients.get(), gradients.get() + outputs * inputs};
+    Tensor hidden = c.tensor("hidden"), again = c.out("again");
+    if (c.arg(0) == 0) linear_forward(out, x, layer, Nothing()), linear_backward(dx, dout, layer, Nothing());
+    if (c.arg(0) == 1) {
+        linear_forward(out, x, layer, GeluForward<floatX>{after, out});
+        linear_backward(dx, dout, layer, GeluBackward<floatX, true>{dx, dx, hidden, again});
+        c.compare("again", again);
+    }
+    if (c.arg(0) == 2) {
+        linear_forward(out, x, layer, Gate<floatX>{after, out, c.rows(c.tensor("gate")), c.tensor("residual")});
+        linear_backward(dx, dout, layer, Nothing());
+    }
+    linear_weights(layer, dout, x);
+    backend_join();
+    backend_download(found.data(), gradients.get(), found.size() * sizeof(float));
+    c.compare("out", out), c.compare("dx", dx);
+    if (c.arg(0)) c.compare("after", after);
+    c.verdict.compare("dw", {found.begin(), found.end() - outputs}, c.at("dw"));
+    c.verdict.compare("dbias", {found.end() - outputs, found.end()}, c.at("dbias"));
+}
+
 static void test_layer(LayerCase c) {
-    if (c.is("patches")) {
+    if (c.is("linear")) {
+#ifdef HOPPER
+        for (forced_large = 0; forced_large < 2; forced_large++) test_linear(c);
+#else
+        test_linear(c);
+#endif
+    } else if (c.is("patches")) {
         Tensor tokens = c.out("tokens"), image = c.out("again");
         run(Patches<floatX>{tokens, c.tensor("image"), c.arg(0), c.arg(1)});
         run(Patches<floatX>{tokens, image, c.arg(0), c.arg(1), true});

@@ -231,6 +231,7 @@ def layer_cases():
     add_attention(layers, 1, 49, 8, 8)
     add_attention(layers, 1, 100, 96, 1)
     add_attention(layers, 2, 1, 32, 2)
+    add_attention(layers, 2, 81, 144, 2)               # heads of 72, as DiT-XL's
     add_attention(layers, 1, 4225, 4, 1)               # so many pixels that fewer rows fit at a time
     for kind in ("upsample", "downsample"):
         add_resample(layers, kind, 2, 16, 16, 64)
