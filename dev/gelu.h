@@ -7,18 +7,13 @@ static const float GELU_ROOT = 0.7978845608f, GELU_CUBE = 0.044715f;
 
 // (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), which is sigmoid(2 u).
 HOST_DEVICE static inline float gelu_gate(float x) {
-    float u = GELU_ROOT * (x + GELU_CUBE * x * x * x);
-#ifdef __CUDA_ARCH__
-    return 0.5f + 0.5f * tanhf(u);
-#else
-    return sigmoid(2 * u);
-#endif
+    return sigmoid(x * (2 * GELU_ROOT + 2 * GELU_ROOT * GELU_CUBE * (x * x)));
 }
 // x (1 + tanh u) / 2, and its derivative.
 HOST_DEVICE static inline float gelu(float x) { return x * gelu_gate(x); }
 HOST_DEVICE static inline float gelu_gradient(float x) {
     float s = gelu_gate(x);
-    return s + 2 * x * s * (1 - s) * GELU_ROOT * (1 + 3 * GELU_CUBE * x * x);
+    return s + x * s * (1 - s) * (2 * GELU_ROOT + 6 * GELU_ROOT * GELU_CUBE * (x * x));
 }
 
 #ifdef __CUDACC__
@@ -27,24 +22,21 @@ template <typename T> static constexpr int GELU_ELEMENTS = 16 / sizeof(T);
 template <typename T> static constexpr int GELU_ELEMENTS = 1;
 #endif
 
-// Both can be done behind a product, see large_products.h: `finish` has 16 bytes of its outputs, at.first being their place.
-struct GeluPlace {
-    size_t first;
-};
+// Both can be done behind a product, see large_products.h: `finish` has 16 bytes of its outputs.
 template <typename T> struct GeluForward {
     TensorOf<T> out, x;
 
     enum { N = GELU_ELEMENTS<T>, OVERWRITES = false };
     struct Extra {};
-    HOST_DEVICE Extra extra(const auto&) const { return {}; }
-    HOST_DEVICE void finish(const auto& at, ::Vector<T, N> values, Extra) const {
+    HOST_DEVICE Extra extra(size_t) const { return {}; }
+    HOST_DEVICE void finish(size_t first, ::Vector<T, N> values, Extra) const {
         for (int k = 0; k < N; k++) values.of[k] = (T)gelu((float)values.of[k]);
-        store(out.data + at.first, values);
+        store(out.data + first, values);
     }
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N, count = (size_t)x.B * x.T() * x.C;
-        if (N > 1 && first + N <= count) finish(GeluPlace{first}, load<N>(x.data + first), {});
+        if (N > 1 && first + N <= count) finish(first, load<N>(x.data + first), {});
         else
             for (size_t i = first; i < first + N && i < count; i++) out.data[i] = (T)gelu((float)x.data[i]);
     }
@@ -55,19 +47,18 @@ template <typename T, bool AGAIN = false> struct GeluBackward {
 
     enum { N = GELU_ELEMENTS<T>, OVERWRITES = true };
     typedef ::Vector<T, N> Extra;
-    HOST_DEVICE Extra extra(const auto& at) const { return load<N>(x.data + at.first); }
-    HOST_DEVICE void finish(const auto& at, ::Vector<T, N> upstream, Extra values) const {
+    HOST_DEVICE Extra extra(size_t first) const { return load<N>(x.data + first); }
+    HOST_DEVICE void finish(size_t first, ::Vector<T, N> upstream, Extra values) const {
         for (int k = 0; k < N; k++)
             upstream.of[k] = (T)((float)upstream.of[k] * gelu_gradient((float)values.of[k]));
-        store(dx.data + at.first, upstream);
+        store(dx.data + first, upstream);
         for (int k = 0; k < N; k++) values.of[k] = (T)gelu((float)values.of[k]);
-        if (AGAIN) store(again.data + at.first, values);
+        if (AGAIN) store(again.data + first, values);
     }
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N, count = (size_t)x.B * x.T() * x.C;
-        GeluPlace at = {first};
-        if (N > 1 && first + N <= count) return finish(at, load<N>(dout.data + first), extra(at));
+        if (N > 1 && first + N <= count) return finish(first, load<N>(dout.data + first), extra(first));
         for (size_t i = first; i < first + N && i < count; i++) {
             float value = (float)x.data[i];
             dx.data[i] = (T)((float)dout.data[i] * gelu_gradient(value));

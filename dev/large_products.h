@@ -5,18 +5,19 @@
 // keeps an H200 at half its peak. Here two warpgroups share a tile of 128 by 192, for 77 operations a byte. 192 divides
 // the widths of the paper's models.
 //
-// What follows a product element by element, GELU or a gate, is done where its outputs still are at hand: it is a layer
-// that has, besides operator() for where it is run by itself,
-//     Extra extra(at)                  loads what it needs at `at`, a TokenVector
-//     void finish(at, product, extra)  does its work on the product's vector; OVERWRITES: nobody reads the product
-// and both ways give the same bits.
+// GELU, or its gradient, is done where a product's outputs still are at hand: it is a layer that has, besides operator()
+// for where it is run by itself,
+//     Extra extra(first)                  loads what it needs for the vector of elements from `first` on
+//     void finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads the product
+// and both ways give the same bits. A gate is no such layer: on an H200 its loads made a product of DiT-XL/2 take 40 us
+// longer, and by itself it takes 12.
 #pragma once
 
 struct Nothing {
     enum { OVERWRITES = false };
     struct Extra {};
-    HOST_DEVICE Extra extra(const auto&) const { return {}; }
-    HOST_DEVICE void finish(const auto&, const auto&, Extra) const {}
+    HOST_DEVICE Extra extra(size_t) const { return {}; }
+    HOST_DEVICE void finish(size_t, const auto&, Extra) const {}
 };
 
 #ifdef HOPPER
@@ -25,19 +26,38 @@ namespace gpu {
 static int forced_large = -1;  // set by tests: 1, every product; 0, none
 
 // Sums over k of A (M, K) times B (N, K). A or B lies as it is written here, or, as COLUMNS, transposed: (K, M), (K, N).
+// With A so, a product is a weight gradient, which has few tiles and many k: the tiles that are left when every
+// block has had as many whole ones as the others are split, and their parts are added up.
 enum { LARGE_M = 128, LARGE_N = 192, LARGE_STAGES = 4 };
+struct LargePart {
+    float sums[LARGE_M][LARGE_N], rows[LARGE_M];
+};
 struct LargeProduct {
     CUtensorMap a, b;
-    int M, N, K, splits = 1;   // parts of K, whose sums are apart
-    Tensor out = {};           // (M, N), of a linear layer forward, or its input gradient
-    const floatX* bias = {};   // (N), or null
-    float* sums = {};          // (splits, M, N), of a weight gradient
-    float* bias_sums = {};     // (splits, M): A's rows added up, or null
-    __host__ __device__ int m_tiles() const { return ceil_div(M, LARGE_M); }
+    int M, N, K;
+    floatX* out = {};             // (M, N), of a linear layer forward, or its input gradient
+    const floatX* bias = {};      // (N), or null
+    float *dw = {}, *dbias = {};  // (M, N), (M) or null
+    int whole = 0, splits = 1;    // the tiles from `whole` on are split into so many parts
+    LargePart* parts = {};        // (splits, tiles that are split)
     __host__ __device__ int n_tiles() const { return ceil_div(N, LARGE_N); }
-    __host__ __device__ int tiles() const { return splits * m_tiles() * n_tiles(); }
-    // Split s has chunks of 64 k [first_chunk(s), first_chunk(s + 1)).
-    __device__ int first_chunk(int s) const { return (int)((long long)s * ceil_div(K, 64) / splits); }
+    __host__ __device__ int tiles() const { return ceil_div(M, LARGE_M) * n_tiles(); }
+    __host__ __device__ int chunks() const { return ceil_div(K, 64); }  // of 64 k
+    __host__ __device__ int items() const { return whole + splits * (tiles() - whole); }
+};
+// What a block does, one item after another: chunks [first, last) of a tile. All blocks are at about the same k at a time,
+// so that what several of them need comes from the L2.
+struct LargeWalk {
+    const LargeProduct& g;
+    int item = blockIdx.x - gridDim.x, first, last, m0, n0;
+    __device__ bool next() {
+        if ((item += gridDim.x) >= g.items()) return false;
+        const int rest = g.tiles() - g.whole, split = item < g.whole ? 0 : (item - g.whole) / rest,
+                  tile = item - split * rest, splits = item < g.whole ? 1 : g.splits;
+        first = split * g.chunks() / splits, last = (split + 1) * g.chunks() / splits;
+        m0 = tile / g.n_tiles() * LARGE_M, n0 = tile % g.n_tiles() * LARGE_N;
+        return true;
+    }
 };
 struct LargeShared {
     struct Stage {
@@ -45,67 +65,75 @@ struct LargeShared {
     } stages[LARGE_STAGES];
     Rows64 outputs[2][3];  // of a warpgroup
     RingBarriers<LARGE_STAGES> ring;
+    Barrier turn[2];    // of each warpgroup, to multiply
     uint32_t ones[32];  // eight rows of eight k, in bf16
 };
 
-__device__ inline void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+__device__ inline void store_matrices(uint32_t address, const uint32_t* r) {  // r: 4
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
-// What becomes of a warpgroup's sums, 64 rows from m0 on by LARGE_N columns: rounded, and through shared memory, so that
-// threads next to each other have vectors next to each other.
+// What becomes of a warpgroup's tile: rounded, and through shared memory, 64 rows at a time, so that threads next to each
+// other have vectors next to each other.
 template <class After>
 __device__ __forceinline__ void large_outputs(const LargeProduct& g, const After& after, Rows64 (&outputs)[3],
-                                              const float (&c)[96], const uint32_t (&bias)[24], int m0, int n0,
-                                              int warpgroup) {
-    const int lane = threadIdx.x % 32, line = threadIdx.x % 128 / 32 * 16;
-    warpgroup_barrier(warpgroup);  // the last tile's have been read
-    UNROLLED_FOR (int j = 0; j < 24; j += 2) {
-        uint32_t r[4];
+                                              const float (&c)[192], int m0, int n0, int warpgroup) {
+    int thread = threadIdx.x % 128;
+    const int lane = thread % 32, line = thread / 32 * 16;
+    uint32_t rounded[2][48];  // of each half two columns of a row, and of that eight further down
+    UNROLLED_FOR (int j = 0; j < 24; j++) {
+        const int n = n0 + 8 * j + lane % 4 * 2;
+        const uint32_t bias = g.bias && n < g.N ? *(const uint32_t*)(g.bias + n) : 0;
+        const float low = bf16_of_pair(bias, 0), high = bf16_of_pair(bias, 1);
         UNROLLED_FOR (int i = 0; i < 4; i++) {
-            const float* pair = c + 4 * (j + i / 2) + 2 * (i % 2);
-            const uint32_t added = bias[j + i / 2];
-            r[i] = pack_bf16(pair[0] + bf16_of_pair(added, 0), pair[1] + bf16_of_pair(added, 1));
+            const float* pair = c + i / 2 * 96 + 4 * j + 2 * (i % 2);
+            rounded[i / 2][2 * j + i % 2] = pack_bf16(pair[0] + low, pair[1] + high);
         }
-        const int vector = j + lane / 16;
-        store_matrices(shared_address(outputs[vector / 8]) + swizzled(line + lane % 16, vector % 8), r);
     }
-    warpgroup_barrier(warpgroup);
-    enum { AT_ONCE = 4 };  // whose loads come before their stores: none waits for another
-    UNROLLED_FOR (int i = 0; i < 64 * 24 / 128; i += AT_ONCE) {
-        Vector<floatX, VEC> product[AT_ONCE];
-        typename After::Extra extra[AT_ONCE];
-        TokenVector<floatX> at[AT_ONCE];
-        bool inside[AT_ONCE];
-        UNROLLED_FOR (int k = 0; k < AT_ONCE; k++) {
-            const int item = (i + k) * 128 + threadIdx.x % 128, row = item / 24, vector = item % 24;
-            product[k] = *(const Vector<floatX, VEC>*)(outputs[vector / 8] + swizzled(row, vector % 8));
-            at[k] = TokenVector<floatX>(m0 + row, n0 + vector * VEC, g.out);
-            inside[k] = m0 + row < g.M && n0 + vector * VEC < g.N;
-            if (inside[k]) extra[k] = after.extra(at[k]);
+    UNROLLED_FOR (int half = 0; half < 2; half++) {
+        warpgroup_barrier(warpgroup);  // the last have been read
+        UNROLLED_FOR (int j = 0; j < 24; j += 2) {
+            const int vector = j + lane / 16;
+            store_matrices(shared_address(outputs[vector / 8]) + swizzled(line + lane % 16, vector % 8),
+                           rounded[half] + 2 * j);
         }
-        UNROLLED_FOR (int k = 0; k < AT_ONCE; k++) {
-            if (!inside[k]) continue;
-            if (!After::OVERWRITES) store(g.out.data + at[k].first, product[k]);
-            after.finish(at[k], product[k], extra[k]);
+        warpgroup_barrier(warpgroup);
+        asm volatile("" : "+r"(thread));  // or what follows from it is computed early, into registers that the sums need
+        // A thread has a vector of every 16th row, of each 64 columns. All loads come before the first store.
+        const int row = thread / 8, vector = thread % 8, m = m0 + 64 * half + row;
+        size_t first = (size_t)m * g.N + n0 + vector * VEC;
+#pragma unroll 1
+        for (int panel = 0; panel < 3; panel++, first += 64) {
+            typename After::Extra extra[4];
+            const int rows = n0 + panel * 64 + vector * VEC < g.N ? g.M - m : 0;  // that there are from this one on
+            UNROLLED_FOR (int k = 0; k < 4; k++)
+                if (16 * k < rows) extra[k] = after.extra(first + (size_t)k * 16 * g.N);
+            UNROLLED_FOR (int k = 0; k < 4; k++) {
+                if (16 * k >= rows) break;
+                const size_t at = first + (size_t)k * 16 * g.N;
+                auto product = *(const Vector<floatX, VEC>*)(outputs[panel] + swizzled(row + 16 * k, vector));
+                if (!After::OVERWRITES) store(g.out + at, product);
+                after.finish(at, product, extra[k]);
+            }
         }
     }
 }
 
-// A block takes tile after tile: a thread lets the copy engine fill a ring with chunks of 64 k, of which each of two
-// warpgroups multiplies its 64 rows of A with all of B. The next tile's chunks come while this one's outputs leave.
+// A block takes tile after tile: a thread lets the copy engine fill a ring with chunks of 64 k. Two warpgroups take tiles
+// in turn: while one multiplies, the other's outputs leave.
 template <bool A_COLUMNS, bool B_COLUMNS, class After>
 __global__ void __launch_bounds__(384, 1)
     large_product_kernel(const __grid_constant__ LargeProduct g, const __grid_constant__ After after) {
     await_inputs();
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(LargeShared*)hopper_shared;
-    const int warpgroup = this_warpgroup(), lane = threadIdx.x % 32, n_tiles = g.n_tiles(),
-              sum_tiles = g.m_tiles() * n_tiles, tiles = g.tiles();
+    const int warpgroup = this_warpgroup(), lane = threadIdx.x % 32;
+    LargeWalk at = {g};
     if (threadIdx.x == 0) {
-        shared.ring.init(2);
+        shared.ring.init(1);
+        for (Barrier& turn : shared.turn) turn.init(1);
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
     if (threadIdx.x < 32) shared.ones[threadIdx.x] = 0x3f803f80;
@@ -113,82 +141,106 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
 
     if (warpgroup == 2) {
-        SET_REGISTERS("dec", 40);
+        SET_REGISTERS("dec", 24);
         if (threadIdx.x > 256) return;
-        Ring<LARGE_STAGES> stage = {0, 1};
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int split = tile / sum_tiles, m0 = tile % sum_tiles / n_tiles * LARGE_M,
-                      n0 = tile % n_tiles * LARGE_N, last = g.first_chunk(split + 1);
-            for (int chunk = g.first_chunk(split); chunk < last; chunk++, stage.next()) {
+        for (Ring<LARGE_STAGES> stage = {0, 1}; at.next();)
+            for (int chunk = at.first; chunk < at.last; chunk++, stage.next()) {
                 auto& to = shared.stages[stage.slot];
                 Barrier& full = shared.ring.full[stage.slot];
                 shared.ring.empty[stage.slot].wait(stage.parity);
                 full.expect(sizeof to);
-                if (!A_COLUMNS) copy_box(to.a, g.a, full, chunk * 64, {0, 0, m0});
+                if (!A_COLUMNS) copy_box(to.a, g.a, full, chunk * 64, {0, 0, at.m0});
                 for (int i = 0; i < 2 && A_COLUMNS; i++)
-                    copy_box(to.a[i], g.a, full, m0 + 64 * i, {0, 0, chunk * 64});
-                if (!B_COLUMNS) copy_box(to.b, g.b, full, chunk * 64, {0, 0, n0});
+                    copy_box(to.a[i], g.a, full, at.m0 + 64 * i, {0, 0, chunk * 64});
+                if (!B_COLUMNS) copy_box(to.b, g.b, full, chunk * 64, {0, 0, at.n0});
                 for (int i = 0; i < 3 && B_COLUMNS; i++)
-                    copy_box(to.b[i], g.b, full, n0 + 64 * i, {0, 0, chunk * 64});
+                    copy_box(to.b[i], g.b, full, at.n0 + 64 * i, {0, 0, chunk * 64});
             }
-        }
         return;
     }
 
-    SET_REGISTERS("inc", 232);  // all begin with 168: 2 * 232 + 40 = 3 * 168
-    const int line = threadIdx.x % 128 / 32 * 16;  // the first of a warp's 16 rows of its warpgroup's 64
+    SET_REGISTERS("inc", 240);  // all begin with 168: 2 * 240 + 24 = 3 * 168
+    const bool leads = threadIdx.x % 128 == 0;
     Ring<LARGE_STAGES> stage;
     auto release = [&] {  // the stage before
-        if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+        if (leads) shared.ring.empty[stage.previous()].arrive();
     };
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int split = tile / sum_tiles, m0 = tile % sum_tiles / n_tiles * LARGE_M + warpgroup * 64,
-                  n0 = tile % n_tiles * LARGE_N;
-        const int first = g.first_chunk(split), last = g.first_chunk(split + 1);
-        uint32_t bias[24] = {};  // of a thread's two columns of each eight; it arrives during the product
-        if (g.bias)
-            UNROLLED_FOR (int j = 0; j < 24; j++) {
-                const int n = n0 + 8 * j + lane % 4 * 2;
-                if (n < g.N) bias[j] = *(const uint32_t*)(g.bias + n);
-            }
-        float c[96] = {}, row_sums[4] = {};
+    auto skip = [&] {  // what the other warpgroup has
+        bool more = at.next();
+        if (more) stage.skip(at.last - at.first);
+        return more;
+    };
+    int parity = warpgroup == 0;  // of its turn: the first comes at once
+    for (bool more = warpgroup == 0 || skip(); more && at.next(); more = skip()) {
+        float c[2 * 96] = {}, row_sums[2][4] = {};
+        shared.turn[warpgroup].wait(parity), parity ^= 1;
         auto multiply = [&](auto with_bias) {
             constexpr bool BIAS = decltype(with_bias)::value;
 #pragma unroll 1
-            for (int chunk = first; chunk < last; chunk++, stage.next()) {
+            for (int chunk = at.first; chunk < at.last; chunk++, stage.next()) {
                 auto& from = shared.stages[stage.slot];
-                const uint64_t a = shared_matrix(shared_address(from.a[warpgroup]), 1024);
+                const uint64_t a = shared_matrix(shared_address(from.a), 1024);
                 const uint64_t b = shared_matrix(shared_address(from.b), 1024, sizeof(Rows64));
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
-                UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    const uint64_t left = further(a, k * (A_COLUMNS ? 2048 : 32));
-                    wgmma<192, A_COLUMNS, B_COLUMNS>(c, left, further(b, k * (B_COLUMNS ? 2048 : 32)));
-                    if (BIAS) wgmma<8, A_COLUMNS, 0>(row_sums, left, (shared_address(shared.ones) & 0x3ffff) >> 4);
-                }
+                UNROLLED_FOR (int k = 0; k < 4; k++)
+                    UNROLLED_FOR (int half = 0; half < 2; half++) {
+                        const uint64_t left = further(a, half * sizeof(Rows64) + k * (A_COLUMNS ? 2048 : 32));
+                        wgmma<192, A_COLUMNS, B_COLUMNS>(c + 96 * half, left, further(b, k * (B_COLUMNS ? 2048 : 32)));
+                        if (BIAS)
+                            wgmma<8, A_COLUMNS, 0>(row_sums[half], left, (shared_address(shared.ones) & 0x3ffff) >> 4);
+                    }
                 wgmma_commit();
                 wgmma_wait<1>();  // the chunk before is done
-                if (chunk > first) release();
+                if (chunk > at.first) release();
             }
+            if (leads) shared.turn[!warpgroup].arrive();
             wgmma_wait<0>();
             release();
         };
-        if (A_COLUMNS && g.bias_sums && n0 == 0) multiply(std::true_type());
-        else multiply(std::false_type());
+        const bool with_bias = A_COLUMNS && g.dbias && at.n0 == 0;
+        with_bias ? multiply(std::true_type()) : multiply(std::false_type());
 
-        if constexpr (A_COLUMNS) {  // a weight gradient, in fp32
-            float* to = g.sums + (size_t)split * g.M * g.N;
-            const int m = m0 + line + lane / 4;
-            UNROLLED_FOR (int i = 0; i < 48; i++) {
-                const int row = m + i % 2 * 8, n = n0 + i / 2 * 8 + lane % 4 * 2;
-                if (row < g.M && n < g.N) *(float2*)(to + (size_t)row * g.N + n) = make_float2(c[2 * i], c[2 * i + 1]);
+        if constexpr (A_COLUMNS) {
+            const bool whole = g.splits == 1 || at.item < g.whole;
+            LargePart& part = g.parts[at.item - g.whole];
+            UNROLLED_FOR (int half = 0; half < 2; half++) {
+                const int row = half * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+                UNROLLED_FOR (int i = 0; i < 48; i++) {
+                    const int m = row + i % 2 * 8, n = i / 2 * 8 + lane % 4 * 2;
+                    const float2 sums = {c[half * 96 + 2 * i], c[half * 96 + 2 * i + 1]};
+                    if (!whole) *(float2*)&part.sums[m][n] = sums;
+                    else if (at.m0 + m < g.M && at.n0 + n < g.N)
+                        *(float2*)(g.dw + (size_t)(at.m0 + m) * g.N + at.n0 + n) = sums;
+                }
+                for (int m = row, h = 0; h < 2 && with_bias && lane % 4 == 0; h++, m += 8)
+                    if (!whole) part.rows[m] = row_sums[half][2 * h];
+                    else if (at.m0 + m < g.M) g.dbias[at.m0 + m] = row_sums[half][2 * h];
             }
-            for (int h = 0; h < 2 && n0 == 0 && g.bias_sums; h++)
-                if (lane % 4 == 0 && m + 8 * h < g.M) g.bias_sums[(size_t)split * g.M + m + 8 * h] = row_sums[2 * h];
         } else {
-            large_outputs(g, after, shared.outputs[warpgroup], c, bias, m0, n0, warpgroup);
+            large_outputs(g, after, shared.outputs[warpgroup], c, at.m0, at.n0, warpgroup);
         }
     }
+}
+
+// Split tiles' parts, added up in the order of k. LARGE_SLICES blocks a tile, a thread four columns of a row.
+enum { LARGE_SLICES = 16, LARGE_ADDERS = LARGE_M / LARGE_SLICES * LARGE_N / 4 };
+__global__ void __launch_bounds__(LARGE_ADDERS) large_reduce_kernel(const __grid_constant__ LargeProduct g) {
+    await_inputs();
+    const int rest = g.tiles() - g.whole, part = blockIdx.x / LARGE_SLICES, tile = g.whole + part;
+    auto sum = [&](auto of) {  // of(part), over the tile's parts
+        auto total = of(g.parts[part]);
+#pragma unroll 4
+        for (int split = 1; split < g.splits; split++) total += of(g.parts[split * rest + part]);
+        return total;
+    };
+    const int row = blockIdx.x % LARGE_SLICES * (LARGE_M / LARGE_SLICES) + threadIdx.x / (LARGE_N / 4),
+              column = threadIdx.x % (LARGE_N / 4) * 4;
+    const int m = tile / g.n_tiles() * LARGE_M + row, n = tile % g.n_tiles() * LARGE_N + column;
+    if (m >= g.M || n >= g.N) return;
+    *(float4*)(g.dw + (size_t)m * g.N + n) =
+        sum([&](const LargePart& from) { return *(const float4*)&from.sums[row][column]; });
+    if (g.dbias && n == 0) g.dbias[m] = sum([&](const LargePart& from) { return from.rows[row]; });
 }
 
 // A matrix (rows, columns) in copies of so many rows of 64 columns.
@@ -197,7 +249,7 @@ static CUtensorMap matrix_map(const floatX* data, int rows, int columns, int box
 }
 template <bool A_COLUMNS, bool B_COLUMNS, class After>
 static void launch_large(const LargeProduct& g, const After& after) {
-    launch(large_product_kernel<A_COLUMNS, B_COLUMNS, After>, std::min(g.tiles(), gpu_multiprocessors), 384,
+    launch(large_product_kernel<A_COLUMNS, B_COLUMNS, After>, std::min(g.items(), gpu_multiprocessors), 384,
            sizeof(LargeShared), g, after);
 }
 // Whether a product has enough tiles for every multiprocessor.
@@ -210,7 +262,7 @@ template <class After> static bool large_forward(Tensor out, Tensor x, const Lin
     if (!is_large(M, N)) return false;
     PROFILE("1x1 forward", convolution_work(M, 1, K, N));
     LargeProduct g = {matrix_map(x.data, M, K, LARGE_M), matrix_map(layer.w, N, K, LARGE_N), M, N, K};
-    g.out = out, g.bias = layer.bias;
+    g.out = out.data, g.bias = layer.bias;
     launch_large<false, false>(g, after);
     return true;
 }
@@ -219,32 +271,29 @@ template <class After> static bool large_input_gradient(Tensor dx, Tensor dout, 
     if (!is_large(M, N)) return false;
     PROFILE("1x1 dX", convolution_work(M, 1, K, N));
     LargeProduct g = {matrix_map(dout.data, M, K, LARGE_M), matrix_map(layer.w, K, N, 64), M, N, K};
-    g.out = dx;
+    g.out = dx.data;
     launch_large<false, true>(g, after);
     return true;
 }
-// The splits that take the least time, estimated in clocks of an H200: blocks' turns, and moving the sums.
 static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
-    const int M = dout.C, N = x.C, K = x.rows(), chunks = ceil_div(K, 64);
-    const int tiles = ceil_div(M, LARGE_M) * ceil_div(N, LARGE_N);
-    if (forced_large < 0 ? tiles * chunks < 8 * gpu_multiprocessors : !forced_large) return false;
-    on_side_lane([=] {
+    const int M = dout.C, N = x.C, K = x.rows();
+    LargeProduct g = {matrix_map(dout.data, K, M, 64), matrix_map(x.data, K, N, 64), M, N, K};
+    const int blocks = gpu_multiprocessors, rest = g.tiles() % blocks;
+    if (forced_large < 0 ? (double)g.tiles() * g.chunks() < 8.0 * blocks : !forced_large) return false;
+    on_side_lane([=]() mutable {
         PROFILE("1x1 dW", convolution_work(K, 1, N, M, sizeof(float)));
-        const double most = (double)(lane->workspace.capacity - ((size_t)1 << 20));
-        double least = 0;
-        int splits = 1;
-        for (int s = 1; s == 1 || (s <= chunks && s <= 32 && 4.0 * s * (M + 0.0) * (N + 1) < most); s++) {
-            double clocks = ceil_div(s * tiles, gpu_multiprocessors) * (ceil_div(chunks, s) * 850.0 + 3000);
-            if (s > 1) clocks += 8.0 * s * M * N / 1800 + 3000;
-            if (s == 1 || clocks < least) least = clocks, splits = s;
+        Arena workspace = lane->workspace;
+        // The parts that take the least time, estimated in clocks of an H200: for its items, and for each part.
+        double least = INFINITY;
+        for (int s = 1; s <= std::min(g.chunks(), 16) && s * rest * sizeof(LargePart) <= workspace.capacity; s++) {
+            double clocks = ceil_div(s * rest, blocks) * (ceil_div(g.chunks(), s) * 800.0 + 2500);
+            if (s > 1) clocks += 5000 + 90.0 * s * rest;
+            if (clocks < least) least = clocks, g.splits = s;
         }
-        WeightGradient sums = {layer.dw, layer.dbias, {dout.data, 1, 1, K, M}, {{x.data, 1, 1, K, N}}, {}, 1};
-        sums.patch.images = 1, sums.splits = splits;
-        launch_weight_sums(sums, [&](const WeightGradient& w) {
-            LargeProduct g = {matrix_map(dout.data, K, M, 64), matrix_map(x.data, K, N, 64), M, N, K, splits};
-            g.sums = w.partial ? w.partial : w.dw, g.bias_sums = w.bias_parts;
-            launch_large<true, true>(g, Nothing());
-        });
+        g.dw = layer.dw, g.dbias = layer.dbias, g.whole = g.tiles() - rest;
+        if (g.splits > 1) g.parts = take<LargePart>(&workspace, g.splits * rest);
+        launch_large<true, true>(g, Nothing());
+        if (g.splits > 1) launch(large_reduce_kernel, rest * LARGE_SLICES, LARGE_ADDERS, 0, g);
     }, true);
     return true;
 }

@@ -95,11 +95,8 @@ template <typename T> struct TokenVector {
     enum { N = 16 / sizeof(T) };
     size_t first;  // its place in the tensor
     int b, c;      // image and first channel
-    TokenVector() = default;
     HOST_DEVICE TokenVector(size_t item, const TensorOf<T>& x)
         : first(item * N), b((int)(first / x.C / x.T())), c((int)(first % x.C)) {}
-    HOST_DEVICE TokenVector(int row, int column, const TensorOf<T>& x)
-        : first((size_t)row * x.C + column), b(row / x.T()), c(column) {}
     static size_t count(const TensorOf<T>& x) { return x.count() / N; }
 };
 
@@ -161,32 +158,42 @@ template <typename T> struct LayerNormForward {
     float2* statistics;
     RowsOf<T> shift, scale;
 
+#ifdef __CUDA_ARCH__
+    enum { KEPT = 5 };
+#else
+    enum { KEPT = 1 };
+#endif
     enum { THREADS = 32, N = 16 / sizeof(T) };
     size_t items() const { return x.rows(); }
     HOST_DEVICE void operator()(Team team) const {
         const int C = x.C, b = team.index / x.T(), begin = team.thread * N, step = team.threads * N;
         const T* from = x.data + (size_t)team.index * C;
         T* to = out.data + (size_t)team.index * C;
+        ::Vector<T, N> kept[KEPT] = {};  // a thread's first vectors stay in registers
+        UNROLLED_FOR (int i = 0; i < KEPT; i++)
+            if (begin + i * step < C) kept[i] = load<N>(from + begin + i * step);
+        auto each = [&](auto work) {  // work(first channel, vector)
+            UNROLLED_FOR (int i = 0; i < KEPT; i++)
+                if (begin + i * step < C) work(begin + i * step, kept[i]);
+            for (int c = begin + KEPT * step; c < C; c += step) work(c, load<N>(from + c));
+        };
         Sum sum = 0, squares = 0;
-        for (int c = begin; c < C; c += step) {
-            ::Vector<T, N> value = load<N>(from + c);
+        each([&](int, ::Vector<T, N> value) {
             for (int k = 0; k < N; k++) sum += (float)value.of[k];
-        }
+        });
         float mean = sum_for_all(sum) / C;
-        for (int c = begin; c < C; c += step) {
-            ::Vector<T, N> value = load<N>(from + c);
+        each([&](int, ::Vector<T, N> value) {
             for (int k = 0; k < N; k++) squares += ((float)value.of[k] - mean) * ((float)value.of[k] - mean);
-        }
+        });
         float rstd = 1 / sqrtf(sum_for_all(squares) / C + 1e-6f);
         if (team.thread == 0) statistics[team.index] = {mean, rstd};
-        for (int c = begin; c < C; c += step) {
-            ::Vector<T, N> value = load<N>(from + c), scales = load<N>(scale.row(b) + c),
-                           shifts = load<N>(shift.row(b) + c);
+        each([&](int c, ::Vector<T, N> value) {
+            ::Vector<T, N> scales = load<N>(scale.row(b) + c), shifts = load<N>(shift.row(b) + c);
             for (int k = 0; k < N; k++)
                 value.of[k] =
                     (T)(((float)value.of[k] - mean) * rstd * (1 + (float)scales.of[k]) + (float)shifts.of[k]);
             store(to + c, value);
-        }
+        });
     }
 };
 // dx = residual + the gradient through the norm, with dy that of its output. With g = dy (1 + scale),
@@ -281,31 +288,22 @@ template <typename T> struct TokenSums {
     }
 };
 
-// out = x + gate * branch, gate an image's (B, D); its backward, dbranch = gate * dout, is the same without x. Can
-// be done behind the product that writes branch.
+// out = x + gate * branch, gate an image's (B, D); its backward, dbranch = gate * dout, is the same without x.
 template <typename T> struct Gate {
     TensorOf<T> out, branch;
     RowsOf<T> gate;
     TensorOf<T> x = {};
 
-    enum { N = TokenVector<T>::N, OVERWRITES = false };
-    struct Extra {
-        ::Vector<T, N> x, gate;
-    };
-    HOST_DEVICE Extra extra(TokenVector<T> at) const {
-        Extra result = {{}, load<N>(gate.row(at.b) + at.c)};
-        if (x.data) result.x = load<N>(x.data + at.first);
-        return result;
-    }
-    HOST_DEVICE void finish(TokenVector<T> at, ::Vector<T, N> values, Extra with) const {
-        for (int k = 0; k < N; k++)
-            with.x.of[k] = (T)((float)with.x.of[k] + (float)with.gate.of[k] * (float)values.of[k]);
-        store(out.data + at.first, with.x);
-    }
     size_t items() const { return TokenVector<T>::count(out); }
     HOST_DEVICE void operator()(size_t item) const {
+        enum { N = TokenVector<T>::N };
         TokenVector<T> at(item, out);
-        finish(at, load<N>(branch.data + at.first), extra(at));
+        ::Vector<T, N> values = load<N>(branch.data + at.first), gates = load<N>(gate.row(at.b) + at.c),
+                       sum = {};
+        if (x.data) sum = load<N>(x.data + at.first);
+        for (int k = 0; k < N; k++)
+            sum.of[k] = (T)((float)sum.of[k] + (float)gates.of[k] * (float)values.of[k]);
+        store(out.data + at.first, sum);
     }
 };
 
@@ -376,10 +374,12 @@ struct TransformerBlock : DitModule {
         norm(normed, x.first, 0, SHIFT1);
         linear_forward(qkv, normed, to_qkv, Nothing());
         attention_forward(joined, lse, qkv, block.heads);
-        linear_forward(branch1, joined, projection, Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
+        linear_forward(branch1, joined, projection, Nothing());
+        run(Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
         norm(normed, middle, 1, SHIFT2);
         linear_forward(hidden, normed, fc1, GeluForward<floatX>{active, hidden});
-        linear_forward(branch2, active, fc2, Gate<floatX>{out, branch2, modulation(GATE2), middle});
+        linear_forward(branch2, active, fc2, Nothing());
+        run(Gate<floatX>{out, branch2, modulation(GATE2), middle});
     }
     void backward() {
         Tensor dbranch = take_tensor(h, D), active = take_tensor(h, W), dhidden = take_tensor(h, W);
