@@ -6433,7 +6433,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
 template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
     if constexpr (D < MAX_HEAD)
-        if (d > D) return with_padded_head<D == 64 ? 80 : D == 80 ? 128 : 2 * D>(d, launch);
+        if (d > D) return with_padded_head<(D == 64 ? 80 : D == 80 ? 128 : 2 * D)>(d, launch);
     launch(std::integral_constant<int, D>());
 }
 

@@ -1,16 +1,16 @@
-// large_products.h: linear layers with many rows, on Hopper's tensor cores, for train_dit.cu, after which it is included.
+// large_products.h: linear layers with many rows, on Hopper's tensor cores; train_dit.cu includes it.
 //
-// The program's own 1x1 products have tiles of 64 channels by 128 pixels: right for a UNet's, of which there are
-// many small ones. Each of their sums costs a byte of the L2's bandwidth for every 43 operations, which
-// keeps an H200 at half its peak. Here two warpgroups share a tile of 128 by 192, for 77 operations a byte. 192 divides
-// the widths of the paper's models.
+// The program's own 1x1 products have tiles of 64 channels by 128 pixels: right for a UNet's, of which there
+// are many small ones. Each byte that a tile takes from the L2 serves 43 operations, which keeps an H200 at
+// half its peak. Here tiles are 128 by 192, for 77 operations a byte. 192 divides the widths of the paper's
+// models, but 1024.
 //
-// GELU, or its gradient, is done where a product's outputs still are at hand: it is a layer that has, besides operator()
-// for where it is run by itself,
+// GELU, or its gradient, is done where a product's outputs still are at hand. It is a layer that has, besides
+// operator() for where it is run by itself,
 //     Extra extra(first)                  loads what it needs for the vector of elements from `first` on
-//     void finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads the product
-// and both ways give the same bits. A gate is no such layer: on an H200 its loads made a product of DiT-XL/2 take 40 us
-// longer, and by itself it takes 12.
+//     void finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads that
+// and both ways give the same bits. A gate is no such layer: its loads made a product of DiT-XL/2 take 40 us
+// longer on an H200, and by itself it takes 12.
 #pragma once
 
 struct Nothing {
@@ -25,9 +25,9 @@ namespace gpu {
 
 static int forced_large = -1;  // set by tests: 1, every product; 0, none
 
-// Sums over k of A (M, K) times B (N, K). A or B lies as it is written here, or, as COLUMNS, transposed: (K, M), (K, N).
-// With A so, a product is a weight gradient, which has few tiles and many k: the tiles that are left when every
-// block has had as many whole ones as the others are split, and their parts are added up.
+// Sums over k of A (M, K) times B (N, K). Either lies as it is written here or, as COLUMNS, transposed: (K, M),
+// (K, N). With A so, a product is a weight gradient, which has few tiles and many k: the tiles that are left
+// when every block has had as many whole ones as the others are split, and their parts added up.
 enum { LARGE_M = 128, LARGE_N = 192, LARGE_STAGES = 4 };
 struct LargePart {
     float sums[LARGE_M][LARGE_N], rows[LARGE_M];
@@ -45,8 +45,8 @@ struct LargeProduct {
     __host__ __device__ int chunks() const { return ceil_div(K, 64); }  // of 64 k
     __host__ __device__ int items() const { return whole + splits * (tiles() - whole); }
 };
-// What a block does, one item after another: chunks [first, last) of a tile. All blocks are at about the same k at a time,
-// so that what several of them need comes from the L2.
+// What a block does, one item after another: chunks [first, last) of a tile. All blocks are at about the same k
+// at a time, so that what several of them need comes from the L2.
 struct LargeWalk {
     const LargeProduct& g;
     int item = blockIdx.x - gridDim.x, first, last, m0, n0;
@@ -66,7 +66,7 @@ struct LargeShared {
     Rows64 outputs[2][3];  // of a warpgroup
     RingBarriers<LARGE_STAGES> ring;
     Barrier turn[2];    // of each warpgroup, to multiply
-    uint32_t ones[32];  // eight rows of eight k, in bf16
+    uint32_t ones[64];  // eight rows of 16 k, in bf16
 };
 
 __device__ inline void store_matrices(uint32_t address, const uint32_t* r) {  // r: 4
@@ -75,8 +75,8 @@ __device__ inline void store_matrices(uint32_t address, const uint32_t* r) {  //
                  : "memory");
 }
 
-// What becomes of a warpgroup's tile: rounded, and through shared memory, 64 rows at a time, so that threads next to each
-// other have vectors next to each other.
+// What becomes of a warpgroup's tile: rounded, and through shared memory, 64 rows at a time, so that threads next
+// to each other have vectors next to each other.
 template <class After>
 __device__ __forceinline__ void large_outputs(const LargeProduct& g, const After& after, Rows64 (&outputs)[3],
                                               const float (&c)[192], int m0, int n0, int warpgroup) {
@@ -93,36 +93,43 @@ __device__ __forceinline__ void large_outputs(const LargeProduct& g, const After
         }
     }
     UNROLLED_FOR (int half = 0; half < 2; half++) {
+        // Or what follows from `thread` is computed early, into registers that the sums need.
+        asm volatile("" : "+r"(thread));
+        // A thread has a vector of every 16th row, of each 64 columns; loads for the next 64 come before the
+        // stores of these.
+        const int row = thread / 8, vector = thread % 8, m = m0 + 64 * half + row;
+        size_t at[4];
+        typename After::Extra extra[4], next[4];
+        // Rows that there are from its first on, if it has such columns.
+        auto rows = [&](int panel) { return n0 + panel * 64 + vector * VEC < g.N ? g.M - m : 0; };
+        auto load_next = [&](int panel) {
+            UNROLLED_FOR (int k = 0; k < 4; k++)
+                if (16 * k < rows(panel)) next[k] = after.extra(at[k] + 64 * panel);
+        };
+        UNROLLED_FOR (int k = 0; k < 4; k++) at[k] = (size_t)(m + 16 * k) * g.N + n0 + vector * VEC;
+        load_next(0);
         warpgroup_barrier(warpgroup);  // the last have been read
         UNROLLED_FOR (int j = 0; j < 24; j += 2) {
-            const int vector = j + lane / 16;
-            store_matrices(shared_address(outputs[vector / 8]) + swizzled(line + lane % 16, vector % 8),
+            const int to = j + lane / 16;
+            store_matrices(shared_address(outputs[to / 8]) + swizzled(line + lane % 16, to % 8),
                            rounded[half] + 2 * j);
         }
         warpgroup_barrier(warpgroup);
-        asm volatile("" : "+r"(thread));  // or what follows from it is computed early, into registers that the sums need
-        // A thread has a vector of every 16th row, of each 64 columns. All loads come before the first store.
-        const int row = thread / 8, vector = thread % 8, m = m0 + 64 * half + row;
-        size_t first = (size_t)m * g.N + n0 + vector * VEC;
-#pragma unroll 1
-        for (int panel = 0; panel < 3; panel++, first += 64) {
-            typename After::Extra extra[4];
-            const int rows = n0 + panel * 64 + vector * VEC < g.N ? g.M - m : 0;  // that there are from this one on
-            UNROLLED_FOR (int k = 0; k < 4; k++)
-                if (16 * k < rows) extra[k] = after.extra(first + (size_t)k * 16 * g.N);
+        UNROLLED_FOR (int panel = 0; panel < 3; panel++) {
+            UNROLLED_FOR (int k = 0; k < 4; k++) extra[k] = next[k];
+            if (panel < 2) load_next(panel + 1);
             UNROLLED_FOR (int k = 0; k < 4; k++) {
-                if (16 * k >= rows) break;
-                const size_t at = first + (size_t)k * 16 * g.N;
+                if (16 * k >= rows(panel)) break;
                 auto product = *(const Vector<floatX, VEC>*)(outputs[panel] + swizzled(row + 16 * k, vector));
-                if (!After::OVERWRITES) store(g.out + at, product);
-                after.finish(at, product, extra[k]);
+                if (!After::OVERWRITES) store(g.out + at[k] + 64 * panel, product);
+                after.finish(at[k] + 64 * panel, product, extra[k]);
             }
         }
     }
 }
 
-// A block takes tile after tile: a thread lets the copy engine fill a ring with chunks of 64 k. Two warpgroups take tiles
-// in turn: while one multiplies, the other's outputs leave.
+// A block takes tile after tile: a thread lets the copy engine fill a ring with chunks of 64 k. Two warpgroups
+// take tiles in turn: while one multiplies, the other's outputs leave.
 template <bool A_COLUMNS, bool B_COLUMNS, class After>
 __global__ void __launch_bounds__(384, 1)
     large_product_kernel(const __grid_constant__ LargeProduct g, const __grid_constant__ After after) {
@@ -136,7 +143,7 @@ __global__ void __launch_bounds__(384, 1)
         for (Barrier& turn : shared.turn) turn.init(1);
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
-    if (threadIdx.x < 32) shared.ones[threadIdx.x] = 0x3f803f80;
+    if (threadIdx.x < 64) shared.ones[threadIdx.x] = 0x3f803f80;
     fence_shared();
     __syncthreads();
 
@@ -186,9 +193,11 @@ __global__ void __launch_bounds__(384, 1)
                 UNROLLED_FOR (int k = 0; k < 4; k++)
                     UNROLLED_FOR (int half = 0; half < 2; half++) {
                         const uint64_t left = further(a, half * sizeof(Rows64) + k * (A_COLUMNS ? 2048 : 32));
-                        wgmma<192, A_COLUMNS, B_COLUMNS>(c + 96 * half, left, further(b, k * (B_COLUMNS ? 2048 : 32)));
+                        wgmma<192, A_COLUMNS, B_COLUMNS>(c + 96 * half, left,
+                                                         further(b, k * (B_COLUMNS ? 2048 : 32)));
                         if (BIAS)
-                            wgmma<8, A_COLUMNS, 0>(row_sums[half], left, (shared_address(shared.ones) & 0x3ffff) >> 4);
+                            wgmma<8, A_COLUMNS, 0>(row_sums[half], left,
+                                                   (shared_address(shared.ones) & 0x3ffff) >> 4);
                     }
                 wgmma_commit();
                 wgmma_wait<1>();  // the chunk before is done
@@ -203,18 +212,18 @@ __global__ void __launch_bounds__(384, 1)
 
         if constexpr (A_COLUMNS) {
             const bool whole = g.splits == 1 || at.item < g.whole;
-            LargePart& part = g.parts[at.item - g.whole];
+            LargePart* part = g.parts + (at.item - g.whole);
             UNROLLED_FOR (int half = 0; half < 2; half++) {
                 const int row = half * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
                 UNROLLED_FOR (int i = 0; i < 48; i++) {
                     const int m = row + i % 2 * 8, n = i / 2 * 8 + lane % 4 * 2;
                     const float2 sums = {c[half * 96 + 2 * i], c[half * 96 + 2 * i + 1]};
-                    if (!whole) *(float2*)&part.sums[m][n] = sums;
+                    if (!whole) *(float2*)&part->sums[m][n] = sums;
                     else if (at.m0 + m < g.M && at.n0 + n < g.N)
                         *(float2*)(g.dw + (size_t)(at.m0 + m) * g.N + at.n0 + n) = sums;
                 }
                 for (int m = row, h = 0; h < 2 && with_bias && lane % 4 == 0; h++, m += 8)
-                    if (!whole) part.rows[m] = row_sums[half][2 * h];
+                    if (!whole) part->rows[m] = row_sums[half][2 * h];
                     else if (at.m0 + m < g.M) g.dbias[at.m0 + m] = row_sums[half][2 * h];
             }
         } else {
@@ -243,6 +252,8 @@ __global__ void __launch_bounds__(LARGE_ADDERS) large_reduce_kernel(const __grid
     if (g.dbias && n == 0) g.dbias[m] = sum([&](const LargePart& from) { return from.rows[row]; });
 }
 
+// ---- launchers: whether they took the product
+
 // A matrix (rows, columns) in copies of so many rows of 64 columns.
 static CUtensorMap matrix_map(const floatX* data, int rows, int columns, int box) {
     return tensor_map({(floatX*)data, 1, 1, rows, columns}, {box, 1, 1});
@@ -254,10 +265,12 @@ static void launch_large(const LargeProduct& g, const After& after) {
 }
 // Whether a product has enough tiles for every multiprocessor.
 static bool is_large(int M, int N) {
-    return forced_large >= 0 ? forced_large : ceil_div(M, LARGE_M) * ceil_div(N, LARGE_N) >= gpu_multiprocessors;
+    return forced_large >= 0 ? forced_large
+                             : ceil_div(M, LARGE_M) * ceil_div(N, LARGE_N) >= gpu_multiprocessors;
 }
 
-template <class After> static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& after) {
+template <class After>
+static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& after) {
     const int M = x.rows(), N = out.C, K = x.C;
     if (!is_large(M, N)) return false;
     PROFILE("1x1 forward", convolution_work(M, 1, K, N));
@@ -266,7 +279,8 @@ template <class After> static bool large_forward(Tensor out, Tensor x, const Lin
     launch_large<false, false>(g, after);
     return true;
 }
-template <class After> static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& after) {
+template <class After>
+static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& after) {
     const int M = dx.rows(), N = dx.C, K = dout.C;
     if (!is_large(M, N)) return false;
     PROFILE("1x1 dX", convolution_work(M, 1, K, N));
@@ -280,21 +294,24 @@ static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
     LargeProduct g = {matrix_map(dout.data, K, M, 64), matrix_map(x.data, K, N, 64), M, N, K};
     const int blocks = gpu_multiprocessors, rest = g.tiles() % blocks;
     if (forced_large < 0 ? (double)g.tiles() * g.chunks() < 8.0 * blocks : !forced_large) return false;
-    on_side_lane([=]() mutable {
-        PROFILE("1x1 dW", convolution_work(K, 1, N, M, sizeof(float)));
-        Arena workspace = lane->workspace;
-        // The parts that take the least time, estimated in clocks of an H200: for its items, and for each part.
-        double least = INFINITY;
-        for (int s = 1; s <= std::min(g.chunks(), 16) && s * rest * sizeof(LargePart) <= workspace.capacity; s++) {
-            double clocks = ceil_div(s * rest, blocks) * (ceil_div(g.chunks(), s) * 800.0 + 2500);
-            if (s > 1) clocks += 5000 + 90.0 * s * rest;
-            if (clocks < least) least = clocks, g.splits = s;
-        }
-        g.dw = layer.dw, g.dbias = layer.dbias, g.whole = g.tiles() - rest;
-        if (g.splits > 1) g.parts = take<LargePart>(&workspace, g.splits * rest);
-        launch_large<true, true>(g, Nothing());
-        if (g.splits > 1) launch(large_reduce_kernel, rest * LARGE_SLICES, LARGE_ADDERS, 0, g);
-    }, true);
+    on_side_lane(
+        [=]() mutable {
+            PROFILE("1x1 dW", convolution_work(K, 1, N, M, sizeof(float)));
+            Arena workspace = lane->workspace;
+            // The splits that take the least time, estimated in clocks of an H200.
+            double least = INFINITY;
+            for (int s = 1;
+                 s <= std::min(g.chunks(), 16) && s * rest * sizeof(LargePart) <= workspace.capacity; s++) {
+                double clocks = ceil_div(s * rest, blocks) * (ceil_div(g.chunks(), s) * 800.0 + 2500);
+                if (s > 1) clocks += 5000 + 90.0 * s * rest;
+                if (clocks < least) least = clocks, g.splits = s;
+            }
+            g.dw = layer.dw, g.dbias = layer.dbias, g.whole = g.tiles() - rest;
+            if (g.splits > 1) g.parts = take<LargePart>(&workspace, g.splits * rest);
+            launch_large<true, true>(g, Nothing());
+            if (g.splits > 1) launch(large_reduce_kernel, rest * LARGE_SLICES, LARGE_ADDERS, 0, g);
+        },
+        true);
     return true;
 }
 

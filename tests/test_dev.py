@@ -124,9 +124,9 @@ def test_benchmark_tables(tools):
     """The GPU's tables: each kind's newest pair of one GPU, none from a GPU of another name."""
     benchmark = tools("benchmark")
     head, rows = "train_unet on X: bf16, batch 32\nfloor", ["kinds", "blocks", "the rest"]
-    ours = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="train_unet", step_ms=5.0, call_ms=1.0,
-                loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X", profile="\n\n".join([head, *rows]),
-                default_ms=5.0, everything_ms=5.1)
+    ours = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="the program", program="./train_unet",
+                step_ms=5.0, call_ms=1.0, loop_ms=5.5, memory_mib=512.0, first_s=1.0, gpu="X",
+                profile="\n\n".join([head, *rows]), default_ms=5.0, everything_ms=5.1)
     theirs = dict(preset="unet64", precision="bf16", batch=32, uuid="new", of="PyTorch", step_ms=15.0, call_ms=4.0,
                   memory_mib=1024.0, first_s=100.0, torch="2.9")
     lines = [ours | dict(batch=64, uuid="Y", gpu="Y"), theirs | dict(batch=64, uuid="Y"),
@@ -141,6 +141,8 @@ def test_benchmark_tables(tools):
     assert benchmark.render_gpu(lines[:1]) == {}
     official = benchmark.render_gpu([line | dict(preset="adm64") for line in (ours, theirs)])
     assert list(official) == ["adm64"]
+    dit = benchmark.render_gpu([line | dict(preset="DiT-B/2", program="./train_dit") for line in (ours, theirs)])
+    assert list(dit) == ["DiT-B/2"] and "| `./train_dit`, bf16 | 32 |" in dit["DiT-B/2"] and head in dit["DiT-B/2"]
     tables = {"gpu": texts["gpu"], "adm64": official["adm64"], "cpu": ""}
     page = "".join(f"<!-- bench:{name} -->\n{text}<!-- /bench:{name} -->\n" for name, text in tables.items())
     assert benchmark.speed_table(page).splitlines()[2:] == [

@@ -595,31 +595,41 @@ TWINS = ["eps", "all", "four channels", "resampling blocks", "learned resampling
 
 @pytest.mark.parametrize("name", TWINS)
 def test_twin(name, place, ops):
-    """The whole network with these operators against itself in float64; on a GPU at most twice PyTorch's own error."""
+    """The whole network with these operators against itself in float64, in three batches. On a GPU at most twice as far as
+    PyTorch, in the batches' mean, for a tensor of a few elements may be right by luck."""
     device, dtype, limit = place
     config = TRAINING[name]
     model = train_unet.perturb(train_unet.init_weights(train_unet.UNet(config), config.seed), config.seed).eval()
     theirs = copy.deepcopy(model).to(device)
     twin = train_unet.use_native_operators(copy.deepcopy(model)).to(device)
-    generator = torch.Generator().manual_seed(1)
+    model.double()
     size, C = config.image_size, config.in_channels
-    x, t = torch.randn(2, C, size, size, generator=generator), torch.tensor([3, config.diffusion_steps - 1])
-    y = [torch.tensor([0, 1])] if config.class_cond else []
-    dout = torch.randn(2, C * (1 + config.learn_sigma), size, size, generator=generator)
-    expected = model.double()(x.double(), t, *y)
-    expected.backward(dout.double())
+    found, of_theirs = [], []
+    for seed in (1, 2, 3):
+        generator = torch.Generator().manual_seed(seed)
+        x, t = torch.randn(2, C, size, size, generator=generator), torch.tensor([3, config.diffusion_steps - 1])
+        y = [torch.tensor([0, 1])] if config.class_cond else []
+        dout = torch.randn(2, C * (1 + config.learn_sigma), size, size, generator=generator)
 
-    def errors(network):
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            out = network(x.to(device), t.to(device), *(a.to(device) for a in y))
-        out.backward(dout.to(out))
-        return [error_of(out.detach().cpu().double(), expected.detach())] + [
-            error_of(p.grad.cpu().double(), q.grad) for p, q in zip(network.parameters(), model.parameters())]
+        def calculated(network, dtype):
+            network.zero_grad()
+            place = next(network.parameters()).device
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                out = network(x.to(place, torch.promote_types(dtype, torch.float32)), t.to(place), *(a.to(place) for a in y))
+            out.backward(dout.to(out))
+            return [values.detach().cpu().double() for values in (out, *(p.grad for p in network.parameters()))]
 
-    found = errors(twin)
-    allowed = [max(limit, 2 * error) for error in errors(theirs)] if device == "cuda" else [limit] * len(found)
+        expected = calculated(model, torch.float64)
+        for errors, network in ((found, twin), (of_theirs, theirs)):
+            errors.append([error_of(a, r) for a, r in zip(calculated(network, dtype), expected, strict=True)])
+    if device == "cuda":
+        found, of_theirs = np.mean(found, axis=0), np.mean(of_theirs, axis=0)
+        allowed = np.maximum(limit, 2 * of_theirs)
+    else:
+        found = np.max(found, axis=0)
+        allowed = np.full(len(found), limit)
     names = ["out", *dict(model.named_parameters())]
-    assert len(names) == len(found) == len(allowed)
+    assert len(names) == len(found)
     assert not {name: (error, most) for name, error, most in zip(names, found, allowed) if not error < most}
 
 
