@@ -166,6 +166,19 @@ def on_gpu(precision):
     return GPU[precision]
 
 
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def sanitized(tool, *command, **options):
+    """Run a command under a tool of compute-sanitizer, which must find nothing; skips where that is not installed."""
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if not program:
+        pytest.skip("compute-sanitizer is not installed")
+    result = run(program, "--tool", tool, "--error-exitcode", 1, *command, **options)
+    summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout + result.stderr)
+    assert summary and re.search(r"SUMMARY: 0 (errors|hazards)", summary[0]), result.stdout[-3000:]
+
+
 def error_of(a, r):
     """The error of a tensor, see above: NaN where a or r holds one."""
     a, r = np.asarray(a, np.float64).ravel(), np.asarray(r, np.float64).ravel()

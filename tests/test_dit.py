@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import train_unet
 import unet_io
 from harness import (
-    GPU, ROOT, TRAIN, check_gpu_gradients, checkpoint_in, error_of, first_gradients, losses_in, on_gpu, picture, refused,
-    run, same_bits, script, settings, start_flags, write_toy_images)
+    GPU, ROOT, SANITIZERS, TRAIN, check_gpu_gradients, checkpoint_in, error_of, first_gradients, losses_in, on_gpu, picture,
+    refused, run, same_bits, sanitized, script, settings, start_flags, write_toy_images)
 from test_command_line import completed
 from test_layers import Layers
 
@@ -460,6 +460,21 @@ def dit_on_gpu(precision):
 @pytest.mark.parametrize("precision", GPU)
 def test_gpu_layers(cpp, tmp_path, precision):
     test_layers(cpp, tmp_path, built_for_gpu(precision, ROOT / f"build/dit_layers_cuda_{precision}"))
+
+
+@pytest.mark.parametrize("tool", SANITIZERS)
+@pytest.mark.parametrize("precision", GPU)
+def test_gpu_sanitized(tmp_path, precision, tool):
+    program, layers = built_for_gpu(precision, ROOT / f"build/dit_layers_cuda_{precision}"), RoundedLayers(seed=1)
+    for case in ((3, 5, 24, 40), (3, 11, 200, 328), (1, 24, 64, 392)):
+        add_linear(layers, *case)
+    add_patches(layers, 2, 8, 2, 3)
+    add_positions(layers, 3, 5, 24)
+    add_norm(layers, 3, 5, 40, residual=True)
+    add_gate(layers, 3, 5, 40)
+    add_gelu(layers, 1032, 12.0)
+    unet_io.write_tensors(tmp_path / "layers.bin", layers.tensors)
+    sanitized(tool, program, "--layers", tmp_path / "layers.bin")
 
 
 LARGER = {

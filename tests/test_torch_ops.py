@@ -2,7 +2,9 @@
 import concurrent.futures
 import contextlib
 import copy
+import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import train_unet
-from harness import ADM, QUICK, ROOT, TRAINING, error_of, losses_in, run, script, start_flags
+from harness import (
+    ADM, QUICK, ROOT, SANITIZERS, TRAINING, error_of, losses_in, run, sanitized, script, start_flags)
 from unet_io import Config
 
 # device, type and the error allowed: of bfloat16, some roundings of 2^-9
@@ -585,6 +588,42 @@ def test_adamw(device, ops):
     bad.grad = torch.ones_like(bad)
     with pytest.raises(RuntimeError, match="float32"):
         ops.AdamW([bad]).step()
+
+
+# ----------------------------------------------------------------------------------------------------
+# under compute-sanitizer
+
+SMALL = """
+import sys; sys.path.insert(0, "dev")
+import torch, torch_ops as ops
+
+def tensor(*shape, dtype=None):
+    x = torch.randn(*shape, device="cuda").to(dtype or here)
+    return (x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x).requires_grad_()
+
+for here in (torch.bfloat16, torch.float32):
+    x, odd = tensor(2, 64, 16, 16), tensor(2, 96, 9, 7)
+    norm, norm_odd = ([tensor(C, dtype=torch.float32) for _ in range(2)] for C in (64, 96))
+    for out in (ops.conv3x3(x, tensor(64, 64, 3, 3), tensor(64), tensor(2, 64), tensor(2, 64, 16, 16)),
+                ops.conv3x3(odd, tensor(40, 96, 3, 3), tensor(40)), ops.conv1x1(x, tensor(192, 64, 1, 1), tensor(192)),
+                ops.linear(tensor(5, 64), tensor(72, 64), tensor(72)), ops.group_norm_silu(x, 32, *norm),
+                ops.group_norm(odd, 32, *norm_odd, scale_shift=tensor(2, 192)),
+                ops.norm_conv3x3(x, 32, *norm, tensor(64, 64, 3, 3), tensor(64)), ops.attention(tensor(2, 192, 8, 8), 2),
+                ops.upsample(x), ops.downsample(x), ops.gelu(odd)):
+        out.backward(torch.randn_like(out))
+    ops.timestep_embedding(torch.arange(4, device="cuda"), 64, dtype=here)
+p = tensor(100, 7, dtype=torch.float32)
+p.grad = torch.randn_like(p)
+ops.AdamW([p]).step()
+torch.cuda.synchronize()
+print("all of them")
+"""
+
+
+@pytest.mark.parametrize("tool", SANITIZERS)
+def test_sanitized_cuda(tool, gpu):
+    """Every operator and its gradient, once, in both types."""
+    sanitized(tool, sys.executable, "-c", SMALL, cwd=ROOT, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 # ----------------------------------------------------------------------------------------------------
