@@ -12,8 +12,8 @@
 // What the steps change: every link of the chain reads its operands from memory and writes its result back,
 // so version 1 moves seven times (backward: a dozen times) the bytes that version 2 does, which has the
 // intermediate values in registers. Half the element halves the rest, and 16 bytes a thread ask for it with
-// few enough instructions to reach a copy's bandwidth. tanhf is hidden behind that: the GPU's approximate
-// instruction for it made no difference.
+// few enough instructions to reach a copy's bandwidth. How tanh is computed is
+// hidden behind that. (Behind a product it is not: there it is a sigmoid of two fast instructions.)
 //
 // Version 3 is a layer as the program has them, in gelu.h: of train_dit.cu, and by torch_ops.cu an operator of
 // PyTorch.
