@@ -263,16 +263,16 @@ static void launch_large(const LargeProduct& g, const After& after) {
     launch(large_product_kernel<A_COLUMNS, B_COLUMNS, After>, std::min(g.items(), gpu_multiprocessors), 384,
            sizeof(LargeShared), g, after);
 }
-// Whether a product has enough tiles for every multiprocessor.
-static bool is_large(int M, int N) {
-    return forced_large >= 0 ? forced_large
-                             : ceil_div(M, LARGE_M) * ceil_div(N, LARGE_N) >= gpu_multiprocessors;
+// Whether such tiles are taken: where there are enough for all multiprocessors.
+static bool takes_large(bool enough) { return forced_large < 0 ? enough : forced_large; }
+static bool fills_multiprocessors(int M, int N) {
+    return ceil_div(M, LARGE_M) * ceil_div(N, LARGE_N) >= gpu_multiprocessors;
 }
 
 template <class After>
 static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& after) {
     const int M = x.rows(), N = out.C, K = x.C;
-    if (!is_large(M, N)) return false;
+    if (!takes_large(fills_multiprocessors(M, N))) return false;
     PROFILE("1x1 forward", convolution_work(M, 1, K, N));
     LargeProduct g = {matrix_map(x.data, M, K, LARGE_M), matrix_map(layer.w, N, K, LARGE_N), M, N, K};
     g.out = out.data, g.bias = layer.bias;
@@ -282,7 +282,7 @@ static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After
 template <class After>
 static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& after) {
     const int M = dx.rows(), N = dx.C, K = dout.C;
-    if (!is_large(M, N)) return false;
+    if (!takes_large(fills_multiprocessors(M, N))) return false;
     PROFILE("1x1 dX", convolution_work(M, 1, K, N));
     LargeProduct g = {matrix_map(dout.data, M, K, LARGE_M), matrix_map(layer.w, K, N, 64), M, N, K};
     g.out = dx.data;
@@ -293,7 +293,7 @@ static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
     const int M = dout.C, N = x.C, K = x.rows();
     LargeProduct g = {matrix_map(dout.data, K, M, 64), matrix_map(x.data, K, N, 64), M, N, K};
     const int blocks = gpu_multiprocessors, rest = g.tiles() % blocks;
-    if (forced_large < 0 ? (double)g.tiles() * g.chunks() < 8.0 * blocks : !forced_large) return false;
+    if (!takes_large((double)g.tiles() * g.chunks() >= 8.0 * blocks)) return false;
     on_side_lane(
         [=]() mutable {
             PROFILE("1x1 dW", convolution_work(K, 1, N, M, sizeof(float)));

@@ -128,31 +128,36 @@ template <typename T> struct Patches {
 template <typename T> struct Positions {
     TensorOf<T> out;
 
-    size_t items() const { return (size_t)out.H * out.W * out.C; }
+    HOST_DEVICE size_t items() const { return (size_t)out.H * out.W * out.C; }
     HOST_DEVICE void operator()(size_t item) const {
         int token = (int)(item / out.C), c = (int)(item % out.C), quarter = out.C / 4, i = c % quarter;
         int place = c / quarter < 2 ? token % out.W : token / out.W;
         double angle = place * exp(-log(10000.0) * i / quarter);
         T value = (T)(float)(c / quarter % 2 ? cos(angle) : sin(angle));
-        for (int b = 0; b < out.B; b++) out.data[b * items_of_image() + item] = value;
+        for (int b = 0; b < out.B; b++) out.data[b * items() + item] = value;
     }
-    HOST_DEVICE size_t items_of_image() const { return (size_t)out.H * out.W * out.C; }
 };
 
-// A team's sum, in every thread.
-HOST_DEVICE static inline float sum_for_all(Sum value) {
-    value = team_sum(value);
-#ifdef __CUDA_ARCH__
-    __shared__ float total;  // which all have read before the next call's team_sum lets anyone write it
-    if (threadIdx.x == 0) total = value;
-    __syncthreads();
-    value = total;
+// Of a team, each warp does a token, a vector of channels a thread; on the CPU the one thread does.
+struct WarpOfTeam {
+#ifdef __CUDACC__
+    enum { TOKENS = 4, THREADS = 32 * TOKENS };
+#else
+    enum { TOKENS = 1, THREADS = 1 };
 #endif
-    return (float)value;
-}
+    int token, lane, lanes;
+    HOST_DEVICE WarpOfTeam(Team team)
+        : token(team.index * TOKENS + team.thread / 32), lane(team.thread % 32), lanes(THREADS / TOKENS) {}
+    HOST_DEVICE static float sum(Sum value) {  // in every lane
+#ifdef __CUDA_ARCH__
+        for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+#endif
+        return (float)value;
+    }
+};
 
 // out = F.layer_norm(x, (D,), eps=1e-6) * (1 + scale) + shift, the latter two an image's (B, D); statistics
-// (rows): each token's mean and rstd. A team does a token, on a GPU a warp, a vector of channels a thread.
+// (rows): each token's mean and rstd.
 template <typename T> struct LayerNormForward {
     TensorOf<T> out, x;
     float2* statistics;
@@ -163,12 +168,13 @@ template <typename T> struct LayerNormForward {
 #else
     enum { KEPT = 1 };
 #endif
-    enum { THREADS = 32, N = 16 / sizeof(T) };
-    size_t items() const { return x.rows(); }
-    HOST_DEVICE void operator()(Team team) const {
-        const int C = x.C, b = team.index / x.T(), begin = team.thread * N, step = team.threads * N;
-        const T* from = x.data + (size_t)team.index * C;
-        T* to = out.data + (size_t)team.index * C;
+    enum { THREADS = WarpOfTeam::THREADS, N = 16 / sizeof(T) };
+    size_t items() const { return ceil_div(x.rows(), WarpOfTeam::TOKENS); }
+    HOST_DEVICE void operator()(WarpOfTeam warp) const {
+        const int C = x.C, b = warp.token / x.T(), begin = warp.lane * N, step = warp.lanes * N;
+        if (b >= x.B) return;
+        const T* from = x.data + (size_t)warp.token * C;
+        T* to = out.data + (size_t)warp.token * C;
         ::Vector<T, N> kept[KEPT] = {};  // a thread's first vectors stay in registers
         UNROLLED_FOR (int i = 0; i < KEPT; i++)
             if (begin + i * step < C) kept[i] = load<N>(from + begin + i * step);
@@ -181,12 +187,12 @@ template <typename T> struct LayerNormForward {
         each([&](int, ::Vector<T, N> value) {
             for (int k = 0; k < N; k++) sum += (float)value.of[k];
         });
-        float mean = sum_for_all(sum) / C;
+        float mean = warp.sum(sum) / C;
         each([&](int, ::Vector<T, N> value) {
             for (int k = 0; k < N; k++) squares += ((float)value.of[k] - mean) * ((float)value.of[k] - mean);
         });
-        float rstd = 1 / sqrtf(sum_for_all(squares) / C + 1e-6f);
-        if (team.thread == 0) statistics[team.index] = {mean, rstd};
+        float rstd = 1 / sqrtf(warp.sum(squares) / C + 1e-6f);
+        if (warp.lane == 0) statistics[warp.token] = {mean, rstd};
         each([&](int c, ::Vector<T, N> value) {
             ::Vector<T, N> scales = load<N>(scale.row(b) + c), shifts = load<N>(shift.row(b) + c);
             for (int k = 0; k < N; k++)
@@ -197,13 +203,13 @@ template <typename T> struct LayerNormForward {
     }
 };
 // dx = residual + the gradient through the norm, with dy that of its output. With g = dy (1 + scale),
-// x^ = (x - mean) rstd:  dx = rstd (g - (sum g + x^ sum g x^) / D). A team does a token.
+// x^ = (x - mean) rstd:  dx = rstd (g - (sum g + x^ sum g x^) / D).
 template <typename T> struct LayerNormBackward {
     TensorOf<T> dx, dy, x, residual;  // the latter may be without data
     const float2* statistics;
     RowsOf<T> scale;
 
-    enum { THREADS = 32, N = 16 / sizeof(T) };
+    enum { THREADS = WarpOfTeam::THREADS, N = 16 / sizeof(T) };
     struct Channels {  // of a vector
         float g[N], normed[N];
     };
@@ -217,18 +223,19 @@ template <typename T> struct LayerNormBackward {
         }
         return result;
     }
-    size_t items() const { return x.rows(); }
-    HOST_DEVICE void operator()(Team team) const {
-        const int C = x.C, begin = team.thread * N, step = team.threads * N;
-        const size_t first = (size_t)team.index * C;
-        const T* scales = scale.row(team.index / x.T());
-        const float2 token = statistics[team.index];
+    size_t items() const { return ceil_div(x.rows(), WarpOfTeam::TOKENS); }
+    HOST_DEVICE void operator()(WarpOfTeam warp) const {
+        const int C = x.C, b = warp.token / x.T(), begin = warp.lane * N, step = warp.lanes * N;
+        if (b >= x.B) return;
+        const size_t first = (size_t)warp.token * C;
+        const T* scales = scale.row(b);
+        const float2 token = statistics[warp.token];
         Sum sum = 0, product = 0;
         for (int c = begin; c < C; c += step) {
             Channels at = channels(first + c, scales + c, token);
             for (int k = 0; k < N; k++) sum += at.g[k], product += at.g[k] * at.normed[k];
         }
-        float mean_g = sum_for_all(sum) / C, mean_gx = sum_for_all(product) / C;
+        float mean_g = warp.sum(sum) / C, mean_gx = warp.sum(product) / C;
         for (int c = begin; c < C; c += step) {
             Channels at = channels(first + c, scales + c, token);
             ::Vector<T, N> around = {};
