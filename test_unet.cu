@@ -1189,7 +1189,7 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}},
           [&](auto on) { on.run(SquaredNorm{.parts = on(parts), .x = on(gradient), .n = n}); });
     check("sum of gradients", shape, {{&m, KEPT, "sum", EXACT}},
-          [&](auto on) { on.run(AddGradient{.sum = on(m), .x = on(gradient), .n = n}); });
+          [&](auto on) { on.run(AddGradients{.sum = on(m), .a = on(m), .b = on(gradient), .n = n}); });
 }
 
 // ---- what is checked --------------------------------------------------------------------------------------
@@ -3782,7 +3782,7 @@ static void test_microbatch(double limit) {
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
             std::vector<float> of[6];  // each part's, then that of all five
             for (int part = 0; part <= 5; part++) {
-                gradient_of_parts(&t, batch_loss(m, 5), part % 5, part < 5 ? 1 : 5);
+                gradient_of_parts(&t, batch_loss(m, 5), part % 5, part < 5 ? 1 : 5, [](int) {});
                 of[part].resize(values.size());
                 backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
             }

@@ -19,7 +19,7 @@
 //              group's statistics.
 // Layout       Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
 //              PyTorch's order; every other weight lies in memory as it does in files. The weights follow
-//              each other in another order than in files: see join_projections. An image's channels, and
+//              each other in another order than in files: see place_parameters. An image's channels, and
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
@@ -89,6 +89,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <ranges>
 #include <set>
 #include <span>
 #include <stdexcept>
@@ -497,6 +498,8 @@ static double backend_peak();
 
 // Meets the other ranks of the network of messages, before the first of them; its name for the log.
 static std::string backend_meet();
+// Before an orderly end: waits until all that was sent has left this process.
+static void backend_part();
 // Why messages no longer come through, "" while they do; asked from another thread.
 static std::string backend_broken();
 
@@ -541,22 +544,23 @@ struct Message {
 };
 // In the order of the calls, like everything on the device, where these are; both of a pair have the same.
 static void backend_exchange(const std::vector<Message>& messages);
+// Launches on the lane of messages, in the order of these calls. They wait for what the main lane was given so
+// far, and run beside what comes next, until await_messages. Without other ranks: on the main lane.
+static void on_message_lane(auto launches);
+static void await_messages();
 
-// Adds what gives every rank all of `whole` (n), of which each has its share, from element `first` on.
-template <typename T>
-static void add_gather(std::vector<Message>* messages, T* whole, size_t n, size_t unit = 1,
-                       size_t first = 0) {
+// Adds what gives every rank all of `whole`, of which each has its share, share(rank).
+template <typename T> static void add_gather(std::vector<Message>* messages, T* whole, auto share) {
     auto part_of = [&](int rank) {
-        auto [begin, end] = share_of(n, rank, unit);
-        size_t from = std::clamp(first, begin, end);
-        return std::as_writable_bytes(std::span(whole + from, end - from));
+        return std::as_writable_bytes(std::span(whole + share(rank).first, share(rank).count()));
     };
     for (int peer = 0; peer < world.size; peer++)
         if (peer != world.rank) messages->push_back({peer, part_of(world.rank), part_of(peer)});
 }
-template <typename T> static void gather(T* whole, size_t n, size_t unit = 1) {
+// And of (n), of which each has as many as the others.
+template <typename T> static void gather(T* whole, size_t n) {
     std::vector<Message> messages;
-    add_gather(&messages, whole, n, unit);
+    add_gather(&messages, whole, [=](int rank) { return share_of(n, rank); });
     backend_exchange(messages);
 }
 
@@ -568,8 +572,8 @@ struct Parameter {
     std::string name;             // as PyTorch's named_parameters() calls it
     std::vector<int> shape = {};  // in PyTorch's order
     size_t count = 0;             // elements, as in files
-    size_t offset = 0, size = 0;  // in memory, in floats; without gaps, in join_projections' order
-    bool joined = false;          // to others like it: see join_projections
+    size_t offset = 0, size = 0;  // in memory, in floats; in place_parameters' order
+    bool joined = false;          // to others like it: see place_parameters
     Init init;
     float scale = 1;  // of its first values
 };
@@ -1112,7 +1116,7 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes, all (num_floats) or a rank's share; files lack gradients.
+// What an update of the weights reads and writes: all (num_floats), or a rank's pieces; files lack gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1124,7 +1128,8 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    Share mine;               // of the num_floats: this rank's, while it trains
+    int buckets;              // what the num_floats go between ranks in, one after the other
+    size_t piece;             // of each bucket that every rank has, floats: whole NORM_CHUNKs
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
@@ -1140,9 +1145,9 @@ struct Model : OptimiserMemory {
     struct StepState* state;  // of the step under way: see OPTIMISER
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
-    float* norm_parts;                   // one a NORM_CHUNK of the parameters
+    float* norm_parts;                   // (ranks, buckets, a piece's NORM_CHUNKs)
     int* stops;                          // (ranks): whether each was asked to stop
-    float* received;                     // (ranks, its share): the others' gradients
+    float* received;                     // (ranks, piece): the others' gradients of the bucket under way
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
@@ -1230,8 +1235,9 @@ struct EmbedBlock : Module {
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
-    // The residual blocks' embedding layers in one; their parameters lie where join_projections puts them.
-    Linear projections = layer_at<Linear>(m->weights, 0, m->plan.num_decayed);
+    // The residual blocks' embedding layers in one: see place_parameters.
+    const Parameter* joined = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
+    Linear projections = layer_at<Linear>(m->weights, joined[0].offset, joined[1].offset);
 
     void forward() {
         Tensor active = embedding;  // one after the other
@@ -1455,14 +1461,18 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
     plan->tensors.push_back(t);
 }
 
-// Makes the residual blocks' embedding layers one layer, of which block 0 has all outputs: of the matrices,
-// which come first, and of the other parameters, theirs are the first. Files keep PyTorch's order.
-static void join_projections(Plan* plan) {
+// Gives every parameter its place: matrices first, as backward finishes their gradients, from the last block's
+// to the first's. Between the matrices and the other parameters lie those of the residual blocks' embedding
+// layers, which so are one layer, of which block 0 has all outputs. Files keep PyTorch's order.
+static void place_parameters(Plan* plan) {
     size_t offset = 0;
-    for (bool matrices : {true, false})
-        for (bool joined : {true, false})
-            for (Parameter& t : plan->tensors)
-                if (is_matrix(t) == matrices && t.joined == joined) t.offset = offset, offset += t.size;
+    auto place = [&](bool matrix, bool joined, auto tensors) {
+        for (Parameter& t : tensors)
+            if (is_matrix(t) == matrix && t.joined == joined) t.offset = offset, offset += t.size;
+    };
+    place(true, false, std::views::reverse(plan->tensors));
+    for (bool matrix : {true, false}) place(matrix, true, std::views::all(plan->tensors));
+    place(false, false, std::views::all(plan->tensors));
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -1647,7 +1657,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     }
     assert(skips.empty());
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
-    join_projections(&plan);
+    place_parameters(&plan);
     time_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
@@ -1684,9 +1694,11 @@ static void unet_forward(Model* m, int B, int first = 0) {
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
 // The last block's output gradient -> every weight gradient. The side lane is waited for but for the last
-// thing that the block gave it, a weight gradient that may go on beside the next block.
-static void unet_backward(Model* m, int B) {
+// thing that the block gave it, a weight gradient that may go on beside the next block. finished(end): those of
+// the parameters before `end`, as they lie in memory, are there for what the main lane does next.
+static void unet_backward(Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
     int calls = 0;
+    size_t end = 0;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
@@ -1694,8 +1706,12 @@ static void unet_backward(Model* m, int B) {
         with_module(m, block, B, [](auto module) { module.backward(); });
         backend_join(std::max(calls, side_calls - 1));
         calls = side_calls;
+        if (i) finished(end);
+        for (const Parameter& t : std::span(m->plan.tensors).subspan(block.param, block.num_params))
+            if (is_matrix(t) && !t.joined) end = std::max(end, t.offset + t.size);
     }
     backend_join();
+    finished(m->plan.num_floats);
 }
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
@@ -2249,15 +2265,15 @@ template <typename T> struct UpdateWeights {
     }
 };
 
-// sum (n, a multiple of 4, aligned to 16 bytes) += x.
-struct AddGradient {
+// sum = a + b, (n, a multiple of 4, aligned to 16 bytes).
+struct AddGradients {
     float* sum;
-    const float* x;
+    const float *a, *b;
     size_t n;
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
-        Vector<float, 4> total = load<4>(sum + 4 * item), more = load<4>(x + 4 * item);
+        Vector<float, 4> total = load<4>(a + 4 * item), more = load<4>(b + 4 * item);
         for (int j = 0; j < 4; j++) total.of[j] += more.of[j];
         store(sum + 4 * item, total);
     }
@@ -2322,29 +2338,53 @@ static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of
 static bool is_shared(const Model* m) { return m->plan.training && world.size > 1; }
 static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
 
+// The parameters go between ranks in buckets, whose gradients backward finishes one after the other.
+// Every rank has a piece of each, the last of them being shorter or empty, and has its pieces one after the
+// other. Alone, a rank has all in one.
+enum { BUCKETS = 4 };
+static Share bucket_of(const Model* m, int bucket) {
+    size_t floats = (is_shared(m) ? world.size : 1) * m->piece, first = bucket * floats;
+    return {first, std::min(m->plan.num_floats, first + floats)};
+}
+static Share piece_of(const Model* m, int bucket, int rank) {
+    auto [begin, end] = bucket_of(m, bucket);
+    size_t first = std::min(end, begin + rank * m->piece);
+    return {first, std::min(end, first + m->piece)};
+}
+static Share piece_of(const Model* m, int bucket) {
+    return piece_of(m, bucket, is_shared(m) ? world.rank : 0);
+}
+// Of all buckets this rank's.
+static size_t own_floats(const Model* m) {
+    return (m->buckets - 1) * m->piece + piece_of(m, m->buckets - 1).count();
+}
+
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    m->mine = plan.training ? share_of(P, world.rank, NORM_CHUNK) : Share{0, P};
+    size_t chunks = ceil_div(P, NORM_CHUNK);
+    m->piece = NORM_CHUNK * (size_t)ceil_div(chunks, is_shared(m) ? BUCKETS * world.size : 1);
+    m->buckets = ceil_div(P, bucket_of(m, 0).count());
+    size_t own = own_floats(m);
     size_t whole = std::max(plan.batch, c.batch_size);  // of which the plan's may be a part
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(m->mine.count(), m->master);
+    place(own, m->master);
     if (is_copied(m)) place(P, m->weights);
     if (is_shared(m)) {
-        place(world.size * share_of(P, 0, NORM_CHUNK).count(), m->received);
+        place(world.size * m->piece, m->received);
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(m->mine.count(), m->ema[k]);
-        place(m->mine.count(), m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(own, m->ema[k]);
+        place(own, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
-        place(P / NORM_CHUNK + 1, m->norm_parts);
+        place(world.size * m->buckets * m->piece / NORM_CHUNK, m->norm_parts);
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2443,8 +2483,13 @@ template <typename T> struct RoundWeights {
 // All of the parameters of which each rank has a share; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
-    backend_copy(m->gradients + m->mine.first, parameters, m->mine.count() * sizeof(float));
-    gather(m->gradients, m->plan.num_floats, NORM_CHUNK);
+    std::vector<Message> messages;
+    for (int bucket = 0; bucket < m->buckets; bucket++) {
+        auto [first, end] = piece_of(m, bucket);
+        backend_copy(m->gradients + first, parameters + bucket * m->piece, (end - first) * sizeof(float));
+        add_gather(&messages, m->gradients, [&](int rank) { return piece_of(m, bucket, rank); });
+    }
+    backend_exchange(messages);
     return m->gradients;
 }
 
@@ -2462,15 +2507,18 @@ static void use_weights(Model* m, float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->mine.count() * sizeof(float));
+        if (ema) backend_copy(ema, m->master, own_floats(m) * sizeof(float));
 }
 
 // A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
-    size_t first = std::max(t.offset, m.mine.first), end = std::min(t.offset + t.size, m.mine.end);
-    if (first < end)
-        backend_upload(parameters + (first - m.mine.first), values + (first - t.offset),
-                       (end - first) * sizeof(float));
+    for (int bucket = 0; bucket < m.buckets; bucket++) {
+        Share mine = piece_of(&m, bucket);
+        size_t first = std::max(t.offset, mine.first), end = std::min(t.offset + t.size, mine.end);
+        if (first < end)
+            backend_upload(parameters + bucket * m.piece + (first - mine.first), values + (first - t.offset),
+                           (end - first) * sizeof(float));
+    }
 }
 
 // Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
@@ -2557,11 +2605,12 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* norm_parts;  // as SquaredNorm leaves them
+    const float* norm_parts;  // as SquaredNorm leaves them, of each rank's pieces one after the other
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
-    int ranks = 0;
+    int ranks = 1;
+    size_t piece = parameters;
 
     enum { THREADS = 256 };
     size_t items() const { return 1; }
@@ -2576,8 +2625,11 @@ struct FinishStep {
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
         }
-        for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
-            sums[SQUARED_NORM] += norm_parts[i];
+        int each = ceil_div(piece, NORM_CHUNK), buckets = ceil_div(parameters, ranks * piece);
+        for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads) {
+            int bucket = i / each / ranks, rank = i / each % ranks;
+            sums[SQUARED_NORM] += norm_parts[(rank * buckets + bucket) * each + i % each];
+        }
         UNROLLED_FOR (int i = 0; i < SUMS; i++) {
             sums[i] = team_sum(sums[i]);
             team_wait();
@@ -2588,7 +2640,7 @@ struct FinishStep {
             state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
             state->quartile_counts[q] = (int)sums[COUNT + q];
         state->stop = 0;
-        for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
+        for (int rank = 0; stops && rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
@@ -2693,15 +2745,24 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
 
 // m->gradients = those of the batch's parts from `part` on: of the first half of them plus of the others, so
 // that the number of parts alone decides in which order they are added. What lies behind is for the others.
-static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int parts) {
+// finished(bucket): the bucket's are there for what the main lane does next.
+static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int parts,
+                              const std::function<void(int)>& finished) {
     Model* m = &t->model;
     size_t P = m->plan.num_floats;
     if (parts > 1) {
-        gradient_of_parts(t, loss, part, parts / 2);
+        gradient_of_parts(t, loss, part, parts / 2, [](int) {});
         m->gradients += P;
-        gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2);
+        gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2, [&](int bucket) {
+            m->gradients -= P;
+            auto [first, end] = bucket_of(m, bucket);
+            float* sum = m->gradients + first;
+            run(AddGradients{.sum = sum, .a = sum, .b = sum + P, .n = end - first});
+            finished(bucket);
+            m->gradients += P;
+        });
         m->gradients -= P;
-        return run(AddGradient{.sum = m->gradients, .x = m->gradients + P, .n = P});
+        return;
     }
     int first = part * m->plan.batch, B = std::min(m->plan.batch, m->config.batch_size - first);
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
@@ -2711,45 +2772,64 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = m->config.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
-    unet_backward(m, B);
+    int bucket = 0;
+    unet_backward(m, B, [&](size_t end) {
+        while (bucket < m->buckets && bucket_of(m, bucket).end <= end) finished(bucket++);
+    });
     m->dropping = nullptr;
 }
 
-// The gradient's share of this rank, of which every rank has a summand: added as gradient_of_parts would go
-// on, in pairs of neighbours, pairs of these, and so on. With it come the others' losses, and their `stop`.
-static float* gradient_of_ranks(Model* m, const int* stop) {
-    const Config& c = m->config;
-    size_t P = m->plan.num_floats, n = m->mine.count(), parts = loss_parts(c.image_size * c.image_size);
-    auto from = [&](int rank) {
-        return rank == world.rank ? m->gradients + m->mine.first : m->received + rank * n;
-    };
+// A bucket's gradient, of which every rank has a summand: this rank's piece of the sum, added as
+// gradient_of_parts would go on, in pairs of neighbours, pairs of these, and so on.
+static void sum_of_ranks(Model* m, int bucket) {
+    auto [first, end] = piece_of(m, bucket);
+    float* own = m->gradients + first;
+    size_t n = end - first;
+    auto from = [&](int rank) { return rank == world.rank ? own : m->received + rank * m->piece; };
     std::vector<Message> messages;
     for (int peer = 0; peer < world.size; peer++) {
         if (peer == world.rank) continue;
-        auto [first, end] = share_of(P, peer, NORM_CHUNK);
-        std::span sent(m->gradients + first, end - first), received(from(peer), n);
+        auto [its_first, its_end] = piece_of(m, bucket, peer);
+        std::span sent(m->gradients + its_first, its_end - its_first), received(from(peer), n);
         messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
     }
-    for (float* losses : {m->losses, m->variance_losses})
-        if (losses) add_gather(&messages, losses, c.batch_size * parts, m->plan.batch * parts);
-    backend_copy(m->stops + world.rank, stop, sizeof *stop);
-    add_gather(&messages, m->stops, world.size);
     backend_exchange(messages);
     for (int stride = 1; stride < world.size; stride *= 2)
-        for (int rank = 0; rank < world.size; rank += 2 * stride)
-            run(AddGradient{.sum = from(rank), .x = from(rank + stride), .n = n});
-    return from(0);
+        for (int rank = 0; rank < world.size; rank += 2 * stride) {
+            float* sum = 2 * stride < world.size ? from(rank) : own;
+            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = n});
+        }
 }
 
-// Every rank's share of the updated weights becomes all ranks'.
-static void gather_weights(Model* m) {
-    size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    auto [first, end] = m->mine;
+// What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
+static void gather_results(Model* m, const int* stop) {
+    size_t of_image = loss_parts(m->config.image_size * m->config.image_size);
+    auto images = [&](int rank) {
+        return share_of(m->config.batch_size * of_image, rank, m->plan.batch * of_image);
+    };
+    auto evenly = [](size_t n) { return [n](int rank) { return share_of(n, rank); }; };
     std::vector<Message> messages;
-    add_gather(&messages, m->weights, P, NORM_CHUNK);
-    add_gather(&messages, m->fp32_params, P, NORM_CHUNK, matrices);
-    if (size_t begin = std::max(first, matrices); begin < end)
-        backend_copy(m->fp32_params + begin, m->master + (begin - first), (end - begin) * sizeof(float));
+    for (float* losses : {m->losses, m->variance_losses})
+        if (losses) add_gather(&messages, losses, images);
+    add_gather(&messages, m->norm_parts, evenly(world.size * m->buckets * m->piece / NORM_CHUNK));
+    backend_copy(m->stops + world.rank, stop, sizeof *stop);
+    add_gather(&messages, m->stops, evenly(world.size));
+    backend_exchange(messages);
+}
+
+// Every rank's piece of a bucket's updated weights becomes all ranks'.
+static void gather_weights(Model* m, int bucket) {
+    size_t matrices = m->plan.num_decayed;
+    auto vectors = [&](int rank) {  // of its piece
+        Share piece = piece_of(m, bucket, rank);
+        return Share{std::max(piece.first, matrices), std::max(piece.end, matrices)};
+    };
+    std::vector<Message> messages;
+    add_gather(&messages, m->weights, [&](int rank) { return piece_of(m, bucket, rank); });
+    add_gather(&messages, m->fp32_params, vectors);
+    auto [first, end] = vectors(world.rank);
+    const float* master = m->master + bucket * m->piece + (first - piece_of(m, bucket).first);
+    if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
     backend_exchange(messages);
 }
 
@@ -2757,19 +2837,32 @@ static void gather_weights(Model* m) {
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t P = m->plan.num_floats, decayed = m->plan.num_decayed;
-    size_t first = m->mine.first, n = m->mine.count();
     BatchLoss loss = batch_loss(m, c.batch_size);
-    OptimiserMemory memory = *m;
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, world.rank * parts_of(m), parts_of(m));
-    if (is_shared(m)) memory.gradients = gradient_of_ranks(m, t->stop.get());
-    run(SquaredNorm{.parts = m->norm_parts + first / NORM_CHUNK, .x = memory.gradients, .n = n});
-    if (is_shared(m)) gather(m->norm_parts, ceil_div(P, NORM_CHUNK));
-    run(FinishStep{m->state, loss, m->norm_parts, P, c.optimiser, m->stops, world.size});
-    run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, n,
-                              decayed - std::min(decayed, first), m->state});
-    if (is_shared(m)) gather_weights(m);
+    gradient_of_parts(t, loss, world.rank * parts_of(m), parts_of(m), [&](int bucket) {
+        on_message_lane([&] {
+            auto [first, end] = piece_of(m, bucket);
+            float* parts = m->norm_parts + (world.rank * m->buckets + bucket) * (m->piece / NORM_CHUNK);
+            if (is_shared(m)) sum_of_ranks(m, bucket);
+            run(SquaredNorm{.parts = parts, .x = m->gradients + first, .n = end - first});
+            if (is_shared(m) && bucket == m->buckets - 1) gather_results(m, t->stop.get());
+        });
+    });
+    await_messages();
+    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, world.size,
+                   m->piece});
+    for (int bucket = 0; bucket < m->buckets; bucket++) {
+        auto [first, end] = piece_of(m, bucket);
+        size_t at = bucket * m->piece, decayed = m->plan.num_decayed;
+        OptimiserMemory memory = *m;
+        for (float** array : {&memory.master, &memory.adam_m, &memory.adam_v}) *array += at;
+        for (float*& ema : memory.ema) ema = ema ? ema + at : nullptr;
+        memory.gradients += first;
+        run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, end - first,
+                                  decayed - std::min(decayed, first), m->state});
+        if (is_shared(m)) on_message_lane([&] { gather_weights(m, bucket); });
+    }
+    await_messages();
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
@@ -4067,6 +4160,7 @@ enum { MEETING_SECONDS = 120 };
 static std::string board_path() { return text("/dev/shm/train_unet_%u_%d", getuid(), world.port); }
 static std::vector<pid_t> forked_ranks;
 static std::atomic<bool> ranks_met = false;
+static std::thread* watcher;  // until an orderly end
 
 // A lock on a rank's byte of the board, or on any; with F_GETLK whether another process holds one.
 static bool lock_board(int file, int command, int first, int bytes = 1) {
@@ -4093,7 +4187,7 @@ static int open_board() {
 
 // Ends this process where another rank can't go on: it may be waiting for that one, on the host or the device.
 static void watch_ranks(int file) {
-    for (double start = seconds_now();; usleep(20000)) {
+    for (double start = seconds_now(); board->there[world.local]; usleep(20000)) {
         std::string why = backend_broken();
         if (stop_asked) board->stop = 1;
         if (board->stop) stop_asked = 1;
@@ -4150,7 +4244,7 @@ static void start_ranks(const Config& c) {
         if (!forked_ranks.back()) world.rank = world.local = rank;
     }
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
-    std::thread(watch_ranks, open_board()).detach();
+    watcher = new std::thread(watch_ranks, open_board());
 }
 
 // What the log says of them, once they have met, where this process has become one.
@@ -4164,7 +4258,11 @@ static std::string meet_ranks() {
 
 // An orderly end, also of those that this rank has started.
 static void leave_ranks() {
-    if (board) board->there[world.local] = 0;
+    if (board) {
+        backend_part();
+        board->there[world.local] = 0;
+        watcher->join();
+    }
     for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);  // at once where it is another's child
 }
 
@@ -5459,7 +5557,10 @@ static std::string backend_meet() {
         while (!board->there[rank]) usleep(1000);
     return "memory";
 }
+static void backend_part() {}
 static std::string backend_broken() { return ""; }
+static void on_message_lane(auto launches) { launches(); }
+static void await_messages() {}
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
@@ -5507,12 +5608,13 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 static struct Lane {
     cudaStream_t stream;
     Arena workspace;
-} main_lane, side_lane;
+} main_lane, side_lane, message_lane;
 static thread_local Lane* lane = &main_lane;                 // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
 enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
 static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
 static int side_joined;                                   // how many calls the main stream has waited for
+static cudaEvent_t messages_begin, messages_ended;        // of the last call of on_message_lane
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
@@ -5530,9 +5632,10 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    for (Lane* each : {&main_lane, &side_lane})
+    for (Lane* each : {&main_lane, &side_lane, &message_lane})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
+    for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
+        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ended)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
@@ -5555,12 +5658,12 @@ static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_lane.stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, lane->stream));
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
 static std::function<void()> side_waiting;  // launches that were put off
 static void launch_side_waiting() {
-    if (!side_waiting || lane == &side_lane) return;
+    if (!side_waiting || lane != &main_lane) return;
     auto launches = std::exchange(side_waiting, nullptr);
     CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
     lane = &side_lane;
@@ -5583,11 +5686,24 @@ static void backend_join(int call) {
     side_joined = call;
 }
 
+static void on_message_lane(auto launches) {
+    if (world.size == 1) return launches();
+    CUDA_CHECK(cudaEventRecord(messages_begin, main_lane.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(message_lane.stream, messages_begin, 0));
+    lane = &message_lane;
+    launches();
+    lane = &main_lane;
+    CUDA_CHECK(cudaEventRecord(messages_ended, message_lane.stream));
+}
+static void await_messages() {
+    if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, messages_ended, 0));
+}
+
 // NCCL is found when it is needed, so that the program is built and runs without it.
 static void *nccl_library, *nccl_ranks;
 template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
-    if (!function) fail("NCCL lacks %s: version 2.10 or later is needed", name);
+    if (!function) fail("NCCL lacks %s: version 2.14 or later is needed", name);
     if (int status = function(arguments...))
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
@@ -5601,10 +5717,14 @@ static std::string backend_meet() {
     std::array<char, 128> id;  // ncclUniqueId
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
+    auto bytes = allocate<char>(world.size);
+    gather(bytes.get(), world.size);  // it takes its memory now, before what is free is counted
+    backend_wait();
     int version = 0;
     nccl("ncclGetVersion", &version);
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
+static void backend_part() { nccl("ncclCommFinalize", nccl_ranks); }
 static std::string backend_broken() {
     return failure_of([] {
         int status = 0;

@@ -4,6 +4,7 @@
     python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
     python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
     python dev/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
+    python dev/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
     python dev/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
 
 On a CPU the opponent is PyTorch in fp32: eager or torch.compile, with channels_last or without, the best of
@@ -543,6 +544,168 @@ def render_drawing(found):
 
 
 # ----------------------------------------------------------------------------------------------------
+# on several GPUs: a step on 1, 2, 4, ... of them
+
+# batches: images a GPU; least: seconds that a run takes, after which the clocks of the GPUs are what they stay
+RANKS = dict(batches=(32, 128), preset="unet64", seconds=6)
+# NCCL without what is sent and received in a recorded step, so that a replayed one waits for nothing. The first step,
+# and what comes before it, has all: with zeros for the others' weights GPUs would be faster.
+NO_MESSAGES = """
+#include <dlfcn.h>
+#include <stddef.h>
+static void* find(const char* name) {
+    static void* library;
+    if (!library) library = dlopen(LIBRARY, RTLD_NOW);
+    return dlsym(library, name);
+}
+static int recorded(void* stream) {
+    int status = 0;
+    ((int (*)(void*, int*))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuStreamIsCapturing"))(stream, &status);
+    return status;
+}
+typedef struct { char bytes[128]; } Id;
+int ncclGetUniqueId(void* id) { return ((int (*)(void*))find("ncclGetUniqueId"))(id); }
+int ncclGetVersion(void* version) { return ((int (*)(void*))find("ncclGetVersion"))(version); }
+int ncclCommInitRank(void* ranks, int size, Id id, int rank) {
+    return ((int (*)(void*, int, Id, int))find("ncclCommInitRank"))(ranks, size, id, rank);
+}
+int ncclCommGetAsyncError(void* ranks, void* status) {
+    return ((int (*)(void*, void*))find("ncclCommGetAsyncError"))(ranks, status);
+}
+int ncclCommFinalize(void* ranks) { return ((int (*)(void*))find("ncclCommFinalize"))(ranks); }
+int ncclGroupStart() { return ((int (*)())find("ncclGroupStart"))(); }
+int ncclGroupEnd() { return ((int (*)())find("ncclGroupEnd"))(); }
+#define MESSAGE(name)                                                                    \\
+    int name(void* data, size_t n, int type, int peer, void* ranks, void* stream) {      \\
+        typedef int (*Function)(void*, size_t, int, int, void*, void*);                  \\
+        if (recorded(stream)) return 0;                                                  \\
+        return ((Function)find(#name))(data, n, type, peer, ranks, stream);              \\
+    }
+MESSAGE(ncclSend)
+MESSAGE(ncclRecv)
+"""
+
+
+def nccl_library():
+    """The file of NCCL, among PyTorch's packages or for the loader to find."""
+    for folder in sys.path:
+        for path in pathlib.Path(folder).glob("nvidia/nccl/lib/libnccl.so.2"):
+            return str(path)
+    return "libnccl.so.2"
+
+
+def images_per_second(batch, gpus, library, visible=None):
+    """Of the program's loop, the median of its log's lines but the first ones; on so many GPUs, or on one of them."""
+    environment = dict(NCCL_LIBRARY=library) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=str(visible)))
+    steps = int(RANKS["seconds"] * 5600 / batch)  # the less images a step has, the less it takes
+    with tempfile.TemporaryDirectory() as folder:
+        launched([PROGRAMS["bf16"], "--preset", RANKS["preset"], "--data_file", DATA, "--out_dir", folder,
+                  "--batch_size", str(batch * gpus), "--microbatch", str(batch), "--gpus", str(gpus),
+                  "--ema_rate", "0", "--lr", "1e-9", "--steps", str(steps), "--log_every", str(steps // 10),
+                  "--save_every", "0", "--num_samples", "0"], "train_unet on ", **environment)
+        with open(os.path.join(folder, "metrics.jsonl")) as metrics:
+            rates = [json.loads(line)["images_per_s"] for line in metrics]
+    return float(np.median(rates[4:]))
+
+
+def time_data_parallel(batch):
+    """One rank of DistributedDataParallel: print its images a second; the whole step is a CUDA graph if it can be."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    config = preset_config(RANKS["preset"], batch)
+    stream, how = torch.cuda.Stream(), "graph"
+    with torch.cuda.stream(stream):  # on which PyTorch wants it to be made that is recorded
+        model, layout, autocast = opponent(config, True)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank], gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0, fused=True, capturable=True)
+        step, _, _ = training_step(config, parallel, torch.compile(parallel), optimizer, layout, autocast)
+        for _ in range(12):  # it settles on its buckets by then
+            step()
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(recorded, stream=stream):
+                step()
+            replay = recorded.replay
+        except RuntimeError as error:
+            print(f"not recorded: {error}", file=sys.stderr)
+            replay, how = step, "no graph"
+        for n in range(40):
+            replay()
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        count, start = int(RANKS["seconds"] * 2200 / batch), time.perf_counter()
+        for _ in range(count):
+            replay()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    if rank == 0:
+        print(json.dumps(dict(images_per_s=batch * ranks * count / seconds, how=how, torch=torch.__version__)), flush=True)
+    os._exit(0)  # NCCL's recorded calls and its end wait for each other
+
+
+def data_parallel(batch, gpus):
+    """What time_data_parallel prints on so many GPUs."""
+    command = [sys.executable, "-c", f"{CALL}time_data_parallel({batch})"]
+    with tempfile.TemporaryDirectory() as caches:
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | dict(
+            RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29533",
+            TORCHINDUCTOR_CACHE_DIR=caches)) for rank in range(gpus)]
+        output = ranks[0].communicate()[0]
+        if any(process.wait() for process in ranks):
+            raise UserError("DistributedDataParallel failed")
+    return json.loads(output.splitlines()[-1])
+
+
+def benchmark_ranks():
+    """Measure, print the table and write it into README.md."""
+    listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    names = listed.stdout.splitlines()
+    numbers = [number for number in (2, 4, 8) if number <= len(names)]
+    if not numbers:
+        raise UserError("--presets ranks: this machine has one GPU")
+    library, rows = nccl_library(), []
+    with tempfile.TemporaryDirectory() as folder:
+        nothing = os.path.join(folder, "no_messages.so")
+        subprocess.run(["cc", "-D_GNU_SOURCE", f'-DLIBRARY="{library}"', "-shared", "-fPIC", "-x", "c", "-", "-o", nothing,
+                        "-ldl"], input=NO_MESSAGES, text=True, check=True)
+        for batch in RANKS["batches"]:
+            alone = [images_per_second(batch, 1, library, gpu) for gpu in range(numbers[-1])]
+            print(f"batch {batch}, each GPU alone: {', '.join(f'{rate:.0f}' for rate in alone)} images/s", flush=True)
+            for gpus in numbers:
+                ours, silent = images_per_second(batch, gpus, library), images_per_second(batch, gpus, nothing)
+                rows.append(dict(batch=batch, gpus=gpus, alone=float(np.mean(alone[:gpus])), ours=ours, silent=silent))
+                print(f"{gpus} GPUs: {ours:.0f} images/s, {silent:.0f} if nothing travels", flush=True)
+                rows[-1]["theirs"] = data_parallel(batch, gpus)
+                print(f"DistributedDataParallel: {rows[-1]['theirs']}", flush=True)
+    result = dict(preset="ranks", gpu=names[0], rows=rows)
+    with open(RESULTS, "a") as file:
+        file.write(json.dumps(result) + "\n")
+    text = render_ranks(result)
+    print("\n" + text)
+    write_between(ROOT / "README.md", {"bench:ranks": text})
+
+
+def render_ranks(found):
+    """The table of several GPUs."""
+    rows = found["rows"]
+    parameters = 20494211  # of the default model
+    how = {row["theirs"]["how"] for row in rows}
+    text = (f"On {found['gpu']}, bf16; PyTorch {rows[0]['theirs']['torch']}: DistributedDataParallel, torch.compile,"
+            f" {' or '.join(sorted(how))}.\n\n"
+            "| GPUs | images each | images/s | of as many times one | PyTorch's | times as fast | sends a step | waits for it |\n"
+            "|---:|---:|---:|---:|---:|---:|---:|---:|\n")
+    for row in rows:
+        gpus, batch, ours, theirs = row["gpus"], row["batch"], row["ours"], row["theirs"]["images_per_s"]
+        sent = (1 - 1 / gpus) * parameters * (4 + 2) / 1e6
+        exposed = 1e3 * batch * gpus * (1 / ours - 1 / row["silent"])
+        text += (f"| {gpus} | {batch} | {ours:.0f} | {100 * ours / (gpus * row['alone']):.1f}% | {theirs:.0f}"
+                 f" | {ours / theirs:.2f} | {sent:.0f} MB | {exposed:.2f} of {1e3 * batch * gpus / ours:.2f} ms |\n")
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------
 # the tables
 
 PAGE = ROOT / "dev/README.md"
@@ -589,10 +752,12 @@ def benchmark(presets, batches):
         raise UserError("make bench compares bf16 first: build ./train_unet without PRECISION=fp32")
     else:
         RESULTS.parent.mkdir(exist_ok=True)
-        if trained := [preset for preset in presets if preset != "drawing"]:
+        if trained := [preset for preset in presets if preset not in ("drawing", "ranks")]:
             benchmark_gpu(trained, batches)
         if "drawing" in presets:
             benchmark_drawing()
+        if "ranks" in presets:
+            benchmark_ranks()
 
 
 def main():
@@ -600,10 +765,10 @@ def main():
     parser.add_argument("--batches", type=unet_io.parse_sizes, default=(32, 128, 256), metavar="N,N",
                         help="batch sizes of a GPU's benchmark; fp32 goes with 32 (default: 32,128,256)")
     parser.add_argument("--presets", type=lambda text: text.split(","), default=["unet64", "adm64", "drawing"],
-                        metavar="NAME,NAME", help="what a GPU trains in it, and drawing (default:"
+                        metavar="NAME,NAME", help="what a GPU trains in it, drawing, and ranks (default:"
                         " unet64,adm64,drawing)")
     args = parser.parse_args()
-    if unknown := set(args.presets) - {*unet_io.PRESETS, *DITS, "drawing"}:
+    if unknown := set(args.presets) - {*unet_io.PRESETS, *DITS, "drawing", "ranks"}:
         raise UserError(f"--presets: there is no preset {min(unknown)}")
     benchmark(args.presets, args.batches)
 

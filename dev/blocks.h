@@ -423,7 +423,7 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     add_block(&plan, c, "x", {.kind = BLOCK_CONV_IN, .O = p.dim("C")});
     plan.tensors.clear(), plan.num_decayed = 0;  // theirs
     add_block(&plan, c, "block", {.kind = kind, .O = p.dim(residual ? "O" : "C"), .skip = C2 ? 1 : -1});
-    join_projections(&plan);
+    place_parameters(&plan);
     time_buffers(&plan, c);
     return plan;
 }

@@ -451,7 +451,7 @@ static void add_linear(Plan* plan, const std::string& name, const std::vector<in
     add_parameter(plan, name + ".bias", {shape[0]}, INIT_ZEROS);
 }
 
-// A block's projections of the embedding: see join_projections. Returns its first channel of block 0's output.
+// A block's projections of the embedding: see place_parameters. Returns its first channel of block 0's output.
 static int add_modulation(Plan* plan, const std::string& name, int count, int D) {
     add_linear(plan, name + ".adaLN_modulation.1", {count * D, D}, 1, true);
     for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
@@ -521,7 +521,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     final.scratch_backward.bytes = bytes_of(rows * D);
     add("final_layer", final, first);
 
-    join_projections(&plan);
+    place_parameters(&plan);
     Config modulated = c;
     modulated.use_scale_shift_norm = 1;  // backward reads the projections again
     time_buffers(&plan, modulated);

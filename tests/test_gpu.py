@@ -1,5 +1,8 @@
 """On a GPU: the other tests once more, with the program built for it, and what only it can show."""
+import concurrent.futures
+import importlib.util
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -20,8 +23,8 @@ import test_values
 import train_unet
 import unet_io
 from harness import (
-    GPU, QUICK, RESUMED, ROOT, SMALL, TRAIN, TRAINING, check_gpu_gradients, checkpoint_in, losses_in, on_gpu,
-    perturbed_file, picture, refused, run, start_flags, write_toy_images)
+    GPU, QUICK, RESUMED, ROOT, SANITIZERS, SMALL, TOY, TRAIN, TRAINING, check_gpu_gradients, checkpoint_in,
+    losses_in, on_gpu, perturbed_file, picture, refused, run, sanitized, start_flags, write_toy_images)
 from unet_io import Config, flags_of
 
 AGAIN = {  # function of which module, and its last arguments; those before them are fixtures
@@ -177,44 +180,85 @@ def test_gpu_pictures_in_bf16(tmp_path):
     assert grids[0].std() > 20 and ours < 2 * theirs + 0.5
 
 
-def test_gpu_ranks(tmp_path):
-    """1, 2 and 4 ranks, which share this GPU by a stand-in for NCCL: equal checkpoints, grids and pictures; what
-    two began goes on alone and on four; a killed rank ends the other."""
-    program, stand_in = on_gpu("bf16"), ROOT / "build/one_gpu_nccl.so"
-    if not stand_in.exists():
-        pytest.skip(f"{stand_in} is not built")
+def nccl_library():
+    """NCCL's own file where the machine has one, among PyTorch's packages or for the loader to find."""
+    packages = importlib.util.find_spec("nvidia.nccl")
+    files = [path for folder in (packages.submodule_search_locations if packages else [])
+             for path in pathlib.Path(folder).glob("lib/libnccl.so.2")]
+    return str(files[0]) if files else "libnccl.so.2"
 
-    def start(ranks, folder, *flags):
-        folder.mkdir(exist_ok=True)
-        words = [program, *map(str, flags)]
-        return [subprocess.Popen(words, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                 env=os.environ | dict(NCCL_LIBRARY=str(stand_in), MASTER_PORT="29517",
-                                                       RANK=str(rank), WORLD_SIZE=str(ranks),
-                                                       LOCAL_RANK=str(rank))) for rank in range(ranks)]
+
+def start_ranks(through, ranks, folder, *flags, command=()):
+    """Processes, one a rank, that a launcher would start, or one that starts the others."""
+    folder.mkdir(exist_ok=True)
+    words = [*command, on_gpu("bf16"), *map(str, flags)]
+    options = dict(cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if through == "NCCL":
+        return [subprocess.Popen([*words, "--gpus", str(ranks)], **options,
+                                 env=os.environ | dict(NCCL_LIBRARY=nccl_library()))]
+    return [subprocess.Popen(words, **options, env=os.environ | launcher_of(rank, ranks, str(STAND_IN)))
+            for rank in range(ranks)]
+
+
+def launcher_of(rank, ranks, library):
+    return dict(NCCL_LIBRARY=library, MASTER_PORT="29517", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+
+
+STAND_IN = ROOT / "build/one_gpu_nccl.so"
+OF_RANKS = ["--data_file", ROOT / "data/emoji.bin", "--out_dir", "run", "--batch_size", 32, "--microbatch", 8,
+            "--steps", 6, "--save_every", 3, "--val_file", ROOT / "data/emoji.bin", "--val_every", 6, "--flip",
+            "--dropout", 0.1, "--grad_clip", 1, "--num_samples", 20, "--sample_steps", 2]
+
+
+@pytest.mark.parametrize("through", ["stand-in", "NCCL"])
+def test_gpu_ranks(tmp_path, through):
+    """1, 2 and 4 ranks: equal checkpoints, grids and pictures; what two began goes on alone and on more; a killed
+    rank ends the other. Ranks share a GPU by a stand-in for NCCL, or each has its own, as far as there are any."""
+    most = torch.cuda.device_count() if through == "NCCL" else 4
+    if most < 2 or through != "NCCL" and not STAND_IN.exists():
+        pytest.skip("one GPU, or the stand-in is not built")
+    numbers = [ranks for ranks in (1, 2, 4) if ranks <= most]
 
     def finish(ranks):
         told = [process.communicate(timeout=300) for process in ranks]
         assert [process.returncode for process in ranks] == [0] * len(ranks), told
 
-    flags = ["--data_file", ROOT / "data/emoji.bin", "--out_dir", "run", "--batch_size", 32, "--microbatch", 8,
-             "--steps", 6, "--save_every", 3, "--val_file", ROOT / "data/emoji.bin", "--val_every", 6, "--flip",
-             "--dropout", 0.1, "--grad_clip", 1, "--num_samples", 20, "--sample_steps", 2]
     draws = ["--model_weights", "run/checkpoint_00000006.bin", "--generate", 50, "--sample_steps", 3]
-    for ranks in (1, 2, 4):
+    for ranks in numbers:
         folder = tmp_path / str(ranks)
-        finish(start(ranks, folder, *flags))
-        finish(start(ranks, folder, *draws))
+        finish(start_ranks(through, ranks, folder, *OF_RANKS))
+        finish(start_ranks(through, ranks, folder, *draws))
         found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*")
                  if path.suffix in (".bin", ".png")}
         assert len(found) == 4 and (ranks == 1 or found == alone)
         alone = found
-    for ranks in (1, 4):
+    for ranks in (1, numbers[-1]):
         (tmp_path / f"2 to {ranks}" / "run").mkdir(parents=True)
         shutil.copy(checkpoint_in(tmp_path / "2/run", 3), tmp_path / f"2 to {ranks}" / "run")
-        finish(start(ranks, tmp_path / f"2 to {ranks}", "--resume", "run"))
+        finish(start_ranks(through, ranks, tmp_path / f"2 to {ranks}", "--resume", "run"))
         assert checkpoint_in(tmp_path / f"2 to {ranks}" / "run", 6).read_bytes() == \
             checkpoint_in(tmp_path / "1/run", 6).read_bytes()
-    ranks = start(2, tmp_path / "killed", *flags[:-1], 1, "--steps", 10**6, "--log_every", 1)
-    next(line for line in ranks[0].stdout if line.startswith("step 3/"))
-    ranks[1].kill()
-    assert "rank 1 failed or was killed" in ranks[0].communicate(timeout=30)[1] and ranks[0].returncode == 1
+    for victim in (0, 1):
+        ranks = start_ranks(through, 2, tmp_path / f"killed {victim}", *OF_RANKS[:-1], 1, "--steps", 10**6,
+                            "--log_every", 1)
+        next(line for line in ranks[0].stdout if line.startswith("step 3/"))
+        pids = [process.pid for process in ranks]
+        if through == "NCCL":
+            pids += map(int, pathlib.Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split())
+        os.kill(pids[victim], signal.SIGKILL)
+        told = "".join(process.communicate(timeout=30)[1] for process in ranks)
+        assert f"rank {victim} failed or was killed" in told
+        assert [process.returncode for process in ranks] == [-9 if rank == victim else 1 for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize("tool", SANITIZERS)
+def test_gpu_ranks_sanitized(tmp_path, tool):
+    """Two GPUs train a small model and draw with it under a tool of compute-sanitizer; NCCL's own kernels are left out."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    flags = [on_gpu("bf16"), *start_flags(Config(**TOY | dict(batch_size=8, num_channels=64, grad_clip=1.0)),
+                                          write_toy_images(tmp_path / "images.bin"), tmp_path / "run", 4),
+             "--microbatch", 2]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: sanitized(tool, *flags, exclude="nccl", env=os.environ | launcher_of(
+            rank, 2, nccl_library())), range(2)))
