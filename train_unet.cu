@@ -4635,31 +4635,27 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
     pace->shown = now;
-    std::string to_go = human_time((double)(c.steps - t->step) / rate);
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (!logs) {
-        printf(" | ETA %s", to_go.c_str());
-        return;
-    }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
            tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
     static const double peak = backend_peak() * world.size;
-    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "", each,
-                each_json;
-    if (world.size > 1)
-        each = text(" (%.1f each of %d)", images_per_s / world.size, world.size),
-        each_json = text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size);
+    bool shares = world.size > 1;
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (logs)
+        printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
+               result.norm, lr, ms, images_per_s);
+    if (logs && shares) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
+    printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
+    if (!logs) return;
+    printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
     pace->logged = t->step, pace->log_start = now;
-    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s%s | ETA %s%s\n",
-           (double)t->smoothed, result.norm, lr, ms, images_per_s, each.c_str(), to_go.c_str(),
-           skipped.c_str());
+    std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
     add_metrics(&t->metrics,
                 text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
                      "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
                      "\"skipped\": %d, \"loss_quartiles\": %s}\n",
                      t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
-                     each_json.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
                      1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
 }
 
