@@ -3980,14 +3980,13 @@ static void print_run(const Model& m) {
                text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
-    std::string copies;
+    printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
+           human_bytes(4.0 * (double)plan.num_parameters).c_str());
     if (plan.training && !is_shared(&m))
-        copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
-                      ema_count(c) ? ", EMA" : "");
-    printf("%zu parameters in %zu tensors; memory: %s weights%s, %s activations%s and scratch; %s in all\n\n",
-           plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
-           copies.c_str(), human_bytes(plan.arena_bytes).c_str(), plan.training ? ", their gradients" : "",
-           human_bytes(memory_of(m)).c_str());
+        printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
+               ema_count(c) ? ", EMA" : "");
+    printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
+           plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
     if (!is_shared(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
@@ -4046,11 +4045,10 @@ static void print_time(const Config& config, long steps_done) {
     int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
     if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
     double ms = time_step(config, batch, 2) * own / batch;
-    std::string how = batch == config.batch_size
-                          ? "measured, on grey images"
-                          : text("an estimate from %d of its %d images", batch, config.batch_size);
     double rate = 1e3 * config.batch_size / ms;
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, rate, how.c_str());
+    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, rate);
+    if (batch == config.batch_size) printf("(measured, on grey images)\n");
+    else printf("(an estimate from %d of its %d images)\n", batch, config.batch_size);
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
