@@ -2999,9 +2999,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
-
-// Typed together with --resume, a FIXED flag must equal the checkpoint's value.
-enum FlagResume { FREE, FIXED };
+enum FlagResume { FREE, FIXED };  // typed with --resume, a FIXED one must equal the checkpoint's value
 
 struct Flag {
     const char* name;
