@@ -3770,7 +3770,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
 }
 
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps; columns 0: about square. A NaN is black.
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
+static void write_grid(const std::string& path, std::span<const float> pictures, int N, const Config& c,
                        int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
@@ -4324,11 +4324,9 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     }
     if (!*c.output_dir) return;
     size_t elements = pictures.size() / count;
-    for (int n = 0; n < count; n++) {  // between two seeds the pictures are numbered instead
-        auto first = pictures.begin() + n * elements;
+    for (int n = 0; n < count; n++)  // between two seeds the pictures are numbered instead
         write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
-                   {first, first + elements}, 1, c, 1, 0);
-    }
+                   std::span(pictures).subspan(n * elements, elements), 1, c, 1, 0);
     say("%s: each picture on its own", c.output_dir);
 }
 
