@@ -4330,13 +4330,11 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     say("%s: each picture on its own", c.output_dir);
 }
 
-// The first picture of an image file, (channels, H, W), for --init_image and --mask.
-static std::vector<float> first_picture(const char* path, Config c, int channels) {
+// Adds the first picture of an image file, (channels, H, W), for --init_image and --mask.
+static void add_first_picture(std::vector<float>* known, const char* path, Config c, int channels) {
     c.in_channels = channels, c.class_cond = 0;  // it needs no label
     Dataset images = read_images(path, c);
-    std::vector<float> values((size_t)channels * c.image_size * c.image_size);
-    for (size_t e = 0; e < values.size(); e++) values[e] = images.value(e);
-    return values;
+    for (int e = 0; e < channels * c.image_size * c.image_size; e++) known->push_back(images.value(e));
 }
 
 // The model of --guide_weights, its running mean where there is one, for the same pictures.
@@ -4368,8 +4366,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
     std::vector<float> known;
-    if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
-    if (*config.mask) std::ranges::copy(first_picture(config.mask, config, 1), std::back_inserter(known));
+    if (*config.init_image) add_first_picture(&known, config.init_image, config, config.in_channels);
+    if (*config.mask) add_first_picture(&known, config.mask, config, 1);
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
