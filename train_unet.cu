@@ -1784,9 +1784,8 @@ template <typename T> struct AddNoise {
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
         uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
-        int t = timesteps[four.b];
-        float alpha = chain[t].signal, sigma = chain[t].noise, offset = step ? offset_noise : 0,
-              shift[4] = {};
+        const Timestep at = chain[timesteps[four.b]];
+        float alpha = at.signal, sigma = at.noise, offset = step ? offset_noise : 0, shift[4] = {};
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
         Vector<T, MAX_CHANNELS> noised[4] = {};
         Vector<float, MAX_CHANNELS> wanted[4] = {};
