@@ -1800,9 +1800,8 @@ template <typename T> struct AddNoise {
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
         uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
-        int t = timesteps[four.b];
-        float alpha = chain[t].signal, sigma = chain[t].noise, offset = step ? offset_noise : 0,
-              shift[4] = {};
+        const Timestep at = chain[timesteps[four.b]];
+        float alpha = at.signal, sigma = at.noise, offset = step ? offset_noise : 0, shift[4] = {};
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
         Vector<T, MAX_CHANNELS> noised[4] = {};
         Vector<float, MAX_CHANNELS> wanted[4] = {};
@@ -3092,9 +3091,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
-
-// Typed together with --resume, a FIXED flag must equal the checkpoint's value.
-enum FlagResume { FREE, FIXED };
+enum FlagResume { FREE, FIXED };  // typed with --resume, a FIXED one must equal the checkpoint's value
 
 struct Flag {
     const char* name;
@@ -3865,7 +3862,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& lines
 }
 
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps; columns 0: about square. A NaN is black.
-static void write_grid(const std::string& path, const std::vector<float>& pictures, int N, const Config& c,
+static void write_grid(const std::string& path, std::span<const float> pictures, int N, const Config& c,
                        int columns = 0, int gap = 2) {
     if (!columns) columns = (int)ceil(sqrt((double)N));
     int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
@@ -4073,14 +4070,13 @@ static void print_run(const Model& m) {
                text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
-    std::string copies;
+    printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
+           human_bytes(4.0 * (double)plan.num_parameters).c_str());
     if (plan.training && !is_shared(&m))
-        copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
-                      ema_count(c) ? ", EMA" : "");
-    printf("%zu parameters in %zu tensors; memory: %s weights%s, %s activations%s and scratch; %s in all\n\n",
-           plan.num_parameters, plan.tensors.size(), human_bytes(4.0 * (double)plan.num_parameters).c_str(),
-           copies.c_str(), human_bytes(plan.arena_bytes).c_str(), plan.training ? ", their gradients" : "",
-           human_bytes(memory_of(m)).c_str());
+        printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
+               ema_count(c) ? ", EMA" : "");
+    printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
+           plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
     if (!is_shared(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
@@ -4139,11 +4135,10 @@ static void print_time(const Config& config, long steps_done) {
     int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
     if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
     double ms = time_step(config, batch, 2) * own / batch;
-    std::string how = batch == config.batch_size
-                          ? "measured, on grey images"
-                          : text("an estimate from %d of its %d images", batch, config.batch_size);
     double rate = 1e3 * config.batch_size / ms;
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, rate, how.c_str());
+    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, rate);
+    if (batch == config.batch_size) printf("(measured, on grey images)\n");
+    else printf("(an estimate from %d of its %d images)\n", batch, config.batch_size);
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
@@ -4426,21 +4421,17 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     }
     if (!*c.output_dir) return;
     size_t elements = pictures.size() / count;
-    for (int n = 0; n < count; n++) {  // between two seeds the pictures are numbered instead
-        auto first = pictures.begin() + n * elements;
+    for (int n = 0; n < count; n++)  // between two seeds the pictures are numbered instead
         write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
-                   {first, first + elements}, 1, c, 1, 0);
-    }
+                   std::span(pictures).subspan(n * elements, elements), 1, c, 1, 0);
     say("%s: each picture on its own", c.output_dir);
 }
 
-// The first picture of an image file, (channels, H, W), for --init_image and --mask.
-static std::vector<float> first_picture(const char* path, Config c, int channels) {
+// Adds the first picture of an image file, (channels, H, W), for --init_image and --mask.
+static void add_first_picture(std::vector<float>* known, const char* path, Config c, int channels) {
     c.in_channels = channels, c.class_cond = 0;  // it needs no label
     Dataset images = read_images(path, c);
-    std::vector<float> values((size_t)channels * c.image_size * c.image_size);
-    for (size_t e = 0; e < values.size(); e++) values[e] = images.value(e);
-    return values;
+    for (int e = 0; e < channels * c.image_size * c.image_size; e++) known->push_back(images.value(e));
 }
 
 // The model of --guide_weights, its running mean where there is one, for the same pictures.
@@ -4472,8 +4463,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
     std::vector<float> known;
-    if (*config.init_image) known = first_picture(config.init_image, config, config.in_channels);
-    if (*config.mask) std::ranges::copy(first_picture(config.mask, config, 1), std::back_inserter(known));
+    if (*config.init_image) add_first_picture(&known, config.init_image, config, config.in_channels);
+    if (*config.mask) add_first_picture(&known, config.mask, config, 1);
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
@@ -4733,31 +4724,27 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
     pace->shown = now;
-    std::string to_go = human_time((double)(c.steps - t->step) / rate);
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (!logs) {
-        printf(" | ETA %s", to_go.c_str());
-        return;
-    }
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
            images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
            tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
     static const double peak = backend_peak() * world.size;
-    std::string skipped = t->history.skipped ? text(" | %d skipped", t->history.skipped) : "", each,
-                each_json;
-    if (world.size > 1)
-        each = text(" (%.1f each of %d)", images_per_s / world.size, world.size),
-        each_json = text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size);
+    bool shares = world.size > 1;
+    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
+    if (logs)
+        printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
+               result.norm, lr, ms, images_per_s);
+    if (logs && shares) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
+    printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
+    if (!logs) return;
+    printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
     pace->logged = t->step, pace->log_start = now;
-    printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s%s | ETA %s%s\n",
-           (double)t->smoothed, result.norm, lr, ms, images_per_s, each.c_str(), to_go.c_str(),
-           skipped.c_str());
+    std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
     add_metrics(&t->metrics,
                 text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
                      "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
                      "\"skipped\": %d, \"loss_quartiles\": %s}\n",
                      t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
-                     each_json.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
+                     each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
                      1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
 }
 
