@@ -4976,39 +4976,42 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// work(c, n, row) for every n <= SLAB channels of x from c on that lie together in one of the two tensors:
-// row(t) is where they lie at pixel t of image b. What adds up SLAB channels does it in registers.
+// work(b, t0, t1, c, n, row) for every part of an image, pixels [t0, t1) of image b, and every n <= SLAB
+// channels of x from c on that lie together in one of the two tensors: row(t) is where they lie at pixel t.
+// What adds up SLAB channels does it in registers.
 enum { SLAB = 64 };
-static void each_slab(const Joined& x, int b, auto work) {
-    for (int c = 0, n; c < x.C(); c += n) {
-        const Tensor& of = x.of(c);
-        auto row = [&, at = x.within(c)](int t) { return of.data + ((size_t)b * of.T() + t) * of.C + at; };
-        n = std::min((int)SLAB, of.C - x.within(c));
-        if (n == SLAB) work(c, std::integral_constant<int, SLAB>(), row);
-        else if (n == SLAB / 2) work(c, std::integral_constant<int, SLAB / 2>(), row);
-        else work(c, n, row);
-    }
+static void each_slab(const Joined& x, auto work) {
+    each_tile(x.first.B, 1, x.first.T(), NORM_PART, [&](int b, int, int t0, int t1) {
+        for (int c = 0, n; c < x.C(); c += n) {
+            const Tensor& of = x.of(c);
+            auto row = [&, at = x.within(c)](int t) {
+                return of.data + ((size_t)b * of.T() + t) * of.C + at;
+            };
+            n = std::min((int)SLAB, of.C - x.within(c));
+            if (n == SLAB) work(b, t0, t1, c, std::integral_constant<int, SLAB>(), row);
+            else if (n == SLAB / 2) work(b, t0, t1, c, std::integral_constant<int, SLAB / 2>(), row);
+            else work(b, t0, t1, c, n, row);
+        }
+    });
 }
 
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(float) * x.count()});
-    each_tile(x.B, 1, x.T(), NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(x, b, [&](int c, auto n, auto row) {
-            const float* pivot = row(t0);
-            float sum[SLAB] = {}, squares[SLAB] = {};  // of x - pivot, which is one of them: little cancels
-            for (int t = t0; t < t1; t++) {
-                const float* x_t = row(t);
-                SIMD_FOR (int k = 0; k < n; k++) {
-                    float d = x_t[k] - pivot[k];
-                    sum[k] += d, squares[k] += d * d;
-                }
+    each_slab(x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        const float* pivot = row(t0);
+        float sum[SLAB] = {}, squares[SLAB] = {};  // of x - pivot, which is one of them: little cancels
+        for (int t = t0; t < t1; t++) {
+            const float* x_t = row(t);
+            SIMD_FOR (int k = 0; k < n; k++) {
+                float d = x_t[k] - pivot[k];
+                sum[k] += d, squares[k] += d * d;
             }
-            float2* moments = x.moments + ((size_t)b * norm_parts(x.T()) + t0 / NORM_PART) * x.C + c;
-            for (int k = 0; k < n; k++) {
-                float shift = sum[k] / (t1 - t0);
-                moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
-            }
-        });
+        }
+        float2* moments = x.moments + ((size_t)b * norm_parts(x.T()) + t0 / NORM_PART) * x.C + c;
+        for (int k = 0; k < n; k++) {
+            float shift = sum[k] / (t1 - t0);
+            moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
+        }
     });
 }
 
@@ -5053,14 +5056,12 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
             norm.statistics[at] = group, norm.affine[at] = {part * scale, part * shift};
         }
     });
-    each_tile(out.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(norm.x, b, [&](int c, auto n, auto row) {
-            NormMap map(norm, b, c, n);
-            for (int t = t0; t < t1; t++) {
-                float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
-                SIMD_FOR (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
-            }
-        });
+    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        NormMap map(norm, b, c, n);
+        for (int t = t0; t < t1; t++) {
+            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
+            SIMD_FOR (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
+        }
     });
 }
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
@@ -5071,25 +5072,22 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
     int T = dy.T(), parts = norm_parts(T), C = dy.C;
-    each_tile(dy.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(norm.x, b, [&](int c, auto n, auto row) {
-            NormMap map(norm, b, c, n);
-            float sum[SLAB] = {}, product[SLAB] = {};
-            for (int t = t0; t < t1; t++) {
-                size_t at = ((size_t)b * T + t) * C + c;
-                const float *x_t = row(t), *upstream = dout.data + at;
-                float d[SLAB];
-                std::copy(upstream, upstream + n, d);
-                if (norm.silu)
-                    SIMD_FOR (int k = 0; k < n; k++)
-                        d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
-                SIMD_FOR (int k = 0; k < n; k++)
-                    sum[k] += d[k], product[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
-                std::copy(d, d + n, dy.data + at);
-            }
-            for (int k = 0; k < n; k++)
-                norm.sums[((size_t)b * parts + t0 / NORM_PART) * C + c + k] = {sum[k], product[k]};
-        });
+    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        NormMap map(norm, b, c, n);
+        float sum[SLAB] = {}, product[SLAB] = {};
+        for (int t = t0; t < t1; t++) {
+            size_t at = ((size_t)b * T + t) * C + c;
+            const float *x_t = row(t), *upstream = dout.data + at;
+            float d[SLAB];
+            std::copy(upstream, upstream + n, d);
+            if (norm.silu)
+                SIMD_FOR (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
+            SIMD_FOR (int k = 0; k < n; k++)
+                sum[k] += d[k], product[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+            std::copy(d, d + n, dy.data + at);
+        }
+        for (int k = 0; k < n; k++)
+            norm.sums[((size_t)b * parts + t0 / NORM_PART) * C + c + k] = {sum[k], product[k]};
     });
 }
 
@@ -5117,26 +5115,24 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
             }
         std::fill(sums + c0, sums + end, float2{(float)(a / T / width), (float)(q / T / width)});
     });
-    each_tile(dy.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(norm.x, b, [&](int c, auto n, auto row) {
-            NormMap map(norm, b, c, n);
-            float2 mean[SLAB];
-            std::copy_n(norm.sums + (size_t)b * parts * C + c, (int)n, mean);
-            const Tensor& target = dx.of(c);
-            for (int t = t0; t < t1; t++) {
-                size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c);
-                const float *upstream = dy.data + pixel * C + c, *x_t = row(t);
-                float again[SLAB];  // for normed may be dy, and dx x
-                SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
-                SIMD_FOR (int k = 0; k < n; k++) {
-                    float x_hat = x_t[k] * map.slope[k] + map.offset[k];
-                    float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
-                    if (options.residual) d += options.residual.data[at + k];
-                    target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
-                }
-                std::copy(again, again + n, normed.data + pixel * C + c);
+    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        NormMap map(norm, b, c, n);
+        float2 mean[SLAB];
+        std::copy_n(norm.sums + (size_t)b * parts * C + c, (int)n, mean);
+        const Tensor& target = dx.of(c);
+        for (int t = t0; t < t1; t++) {
+            size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c);
+            const float *upstream = dy.data + pixel * C + c, *x_t = row(t);
+            float again[SLAB];  // for normed may be dy, and dx x
+            SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
+            SIMD_FOR (int k = 0; k < n; k++) {
+                float x_hat = x_t[k] * map.slope[k] + map.offset[k];
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
+                if (options.residual) d += options.residual.data[at + k];
+                target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
-        });
+            std::copy(again, again + n, normed.data + pixel * C + c);
+        }
     });
 }
 
