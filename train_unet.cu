@@ -705,6 +705,9 @@ template <typename Real> struct JoinedOf {
     // Of channel c: which of the two it is in, and where among its channels.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
+    // Where it lies, of a pixel of all images; and its moments, of a part of all images.
+    Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
+    HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
@@ -4983,11 +4986,8 @@ enum { SLAB = 64 };
 static void each_slab(const Joined& x, auto work) {
     each_tile(x.first.B, 1, x.first.T(), NORM_PART, [&](int b, int, int t0, int t1) {
         for (int c = 0, n; c < x.C(); c += n) {
-            const Tensor& of = x.of(c);
-            auto row = [&, at = x.within(c)](int t) {
-                return of.data + ((size_t)b * of.T() + t) * of.C + at;
-            };
-            n = std::min((int)SLAB, of.C - x.within(c));
+            auto row = [&x, b, c](int t) { return x.at((size_t)b * x.first.T() + t, c); };
+            n = std::min((int)SLAB, x.of(c).C - x.within(c));
             if (n == SLAB) work(b, t0, t1, c, std::integral_constant<int, SLAB>(), row);
             else if (n == SLAB / 2) work(b, t0, t1, c, std::integral_constant<int, SLAB / 2>(), row);
             else work(b, t0, t1, c, n, row);
@@ -5042,8 +5042,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         double n = 0, mean = 0, squares = 0;
         for (int part = 0; part < parts; part++)
             for (int c = c0; c < end; c++) {
-                const Tensor& x = norm.x.of(c);
-                float2 more = x.moments[((size_t)b * parts + part) * x.C + norm.x.within(c)];
+                float2 more = norm.x.moments((size_t)b * parts + part, c);
                 double pixels = std::min((int)NORM_PART, T - part * NORM_PART), apart = more.x - mean;
                 n += pixels, mean += apart * pixels / n;
                 squares += more.y + apart * apart * pixels * (n - pixels) / n;
@@ -5962,10 +5961,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
     int parts = norm_parts(T);
-    auto moment = [&](int part, int c) {
-        const Tensor& x = norm.x.of(c);
-        return x.moments[((size_t)p.b * parts + part) * x.C + norm.x.within(c)];
-    };
+    auto moment = [&](int part, int c) { return norm.x.moments((size_t)p.b * parts + part, c); };
     auto item = [&](int part, int c, int c0) {
         float2 m = moment(part, c);
         float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
