@@ -737,11 +737,9 @@ template <typename Real> struct NormOf {
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
     // The factor of channel c in image b; and its weight and bias, modulated.
-    HOST_DEVICE float gain(int b, int c) const {
-        return modulation.data ? 1 + (float)modulation.data[(size_t)b * modulation.pitch + c] : 1;
-    }
+    HOST_DEVICE float gain(int b, int c) const { return modulation.data ? 1 + (float)modulation.row(b)[c] : 1; }
     HOST_DEVICE float2 modulated(int b, int c) const {
-        float more = modulation.data ? (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c] : 0;
+        float more = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + more};
     }
 };
@@ -6713,7 +6711,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
         } else if (m[0] >= 0) {
             if (g.bias) added += unpack(g.bias + n);
-            if (g.emb.data) added += unpack(g.emb.data + (size_t)image * g.emb.pitch + n);
+            if (g.emb.data) added += unpack(g.emb.row(image) + n);
         }
         const Tensor& out = g.out.of(n);
         const floatX* to = out.data + g.out.within(n);
@@ -6859,7 +6857,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
     if (g.bias) value += unpack(g.bias + n);
-    if (g.emb.data) value += unpack(g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
     if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
@@ -7159,7 +7157,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
             float sum = 0;
 #pragma unroll 8
             for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += part(s, set, b % images);
-            if (g.per_image.data) g.per_image.data[(size_t)b * g.per_image.pitch + o] = (floatX)sum;
+            if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
             total += sum;
         }
     sums[y][threadIdx.x % 8] = total;
@@ -7620,8 +7618,7 @@ template <class Tile> struct HopperEpilogue {
             UNROLLED_FOR (int h = 0; h < 2; h++) {
                 int n = min(row + 8 * h, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb.data)
-                    added[i][h] += (float)g.emb.data[(size_t)b * g.emb.pitch + n];
+                if (!Tile::TRANSPOSED && g.emb.data) added[i][h] += (float)g.emb.row(b)[n];
                 if (!gradient) continue;
                 const float2 group = g.norm.statistics[b * g.N() + n], affine = g.norm.affine[b * g.N() + n];
                 mean[i][h] = group.x, rstd[i][h] = group.y, scale[i][h] = affine.x, shift[i][h] = affine.y;
