@@ -1168,8 +1168,7 @@ static Tensor output_of(const Model* m, const Block& block, int B) {
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
-    if (!m->plan.training) return {};
-    return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
+    return m->plan.training ? tensor_at(m, block.gradient, B, block.out_H, padded(block.O)) : Tensor();
 }
 static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
