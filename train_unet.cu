@@ -709,6 +709,9 @@ template <typename Real> struct JoinedOf {
     // Of channel c: which of the two it is in, and where among its channels.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
+    // Where it lies, of a pixel of all images; and its moments, of a part of all images.
+    Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
+    HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
@@ -738,11 +741,9 @@ template <typename Real> struct NormOf {
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
     // The factor of channel c in image b; and its weight and bias, modulated.
-    HOST_DEVICE float gain(int b, int c) const {
-        return modulation.data ? 1 + (float)modulation.data[(size_t)b * modulation.pitch + c] : 1;
-    }
+    HOST_DEVICE float gain(int b, int c) const { return modulation.data ? 1 + (float)modulation.row(b)[c] : 1; }
     HOST_DEVICE float2 modulated(int b, int c) const {
-        float more = modulation.data ? (float)modulation.data[(size_t)b * modulation.pitch + x.C() + c] : 0;
+        float more = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + more};
     }
 };
@@ -1172,8 +1173,7 @@ static Tensor output_of(const Model* m, const Block& block, int B) {
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
-    if (!m->plan.training) return {};
-    return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
+    return m->plan.training ? tensor_at(m, block.gradient, B, block.out_H, padded(block.O)) : Tensor();
 }
 static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
@@ -5061,39 +5061,39 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// work(c, n, row) for every n <= SLAB channels of x from c on that lie together in one of the two tensors:
-// row(t) is where they lie at pixel t of image b. What adds up SLAB channels does it in registers.
+// work(b, t0, t1, c, n, row) for every part of an image, pixels [t0, t1) of image b, and every n <= SLAB
+// channels of x from c on that lie together in one of the two tensors: row(t) is where they lie at pixel t.
+// What adds up SLAB channels does it in registers.
 enum { SLAB = 64 };
-static void each_slab(const Joined& x, int b, auto work) {
-    for (int c = 0, n; c < x.C(); c += n) {
-        const Tensor& of = x.of(c);
-        auto row = [&, at = x.within(c)](int t) { return of.data + ((size_t)b * of.T() + t) * of.C + at; };
-        n = std::min((int)SLAB, of.C - x.within(c));
-        if (n == SLAB) work(c, std::integral_constant<int, SLAB>(), row);
-        else if (n == SLAB / 2) work(c, std::integral_constant<int, SLAB / 2>(), row);
-        else work(c, n, row);
-    }
+static void each_slab(const Joined& x, auto work) {
+    each_tile(x.first.B, 1, x.first.T(), NORM_PART, [&](int b, int, int t0, int t1) {
+        for (int c = 0, n; c < x.C(); c += n) {
+            auto row = [&x, b, c](int t) { return x.at((size_t)b * x.first.T() + t, c); };
+            n = std::min((int)SLAB, x.of(c).C - x.within(c));
+            if (n == SLAB) work(b, t0, t1, c, std::integral_constant<int, SLAB>(), row);
+            else if (n == SLAB / 2) work(b, t0, t1, c, std::integral_constant<int, SLAB / 2>(), row);
+            else work(b, t0, t1, c, n, row);
+        }
+    });
 }
 
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(float) * x.count()});
-    each_tile(x.B, 1, x.T(), NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(x, b, [&](int c, auto n, auto row) {
-            const float* pivot = row(t0);
-            float sum[SLAB] = {}, squares[SLAB] = {};  // of x - pivot, which is one of them: little cancels
-            for (int t = t0; t < t1; t++) {
-                const float* x_t = row(t);
-                SIMD_FOR (int k = 0; k < n; k++) {
-                    float d = x_t[k] - pivot[k];
-                    sum[k] += d, squares[k] += d * d;
-                }
+    each_slab(x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        const float* pivot = row(t0);
+        float sum[SLAB] = {}, squares[SLAB] = {};  // of x - pivot, which is one of them: little cancels
+        for (int t = t0; t < t1; t++) {
+            const float* x_t = row(t);
+            SIMD_FOR (int k = 0; k < n; k++) {
+                float d = x_t[k] - pivot[k];
+                sum[k] += d, squares[k] += d * d;
             }
-            float2* moments = x.moments + ((size_t)b * norm_parts(x.T()) + t0 / NORM_PART) * x.C + c;
-            for (int k = 0; k < n; k++) {
-                float shift = sum[k] / (t1 - t0);
-                moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
-            }
-        });
+        }
+        float2* moments = x.moments + ((size_t)b * norm_parts(x.T()) + t0 / NORM_PART) * x.C + c;
+        for (int k = 0; k < n; k++) {
+            float shift = sum[k] / (t1 - t0);
+            moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
+        }
     });
 }
 
@@ -5124,8 +5124,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         double n = 0, mean = 0, squares = 0;
         for (int part = 0; part < parts; part++)
             for (int c = c0; c < end; c++) {
-                const Tensor& x = norm.x.of(c);
-                float2 more = x.moments[((size_t)b * parts + part) * x.C + norm.x.within(c)];
+                float2 more = norm.x.moments((size_t)b * parts + part, c);
                 double pixels = std::min((int)NORM_PART, T - part * NORM_PART), apart = more.x - mean;
                 n += pixels, mean += apart * pixels / n;
                 squares += more.y + apart * apart * pixels * (n - pixels) / n;
@@ -5138,14 +5137,12 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
             norm.statistics[at] = group, norm.affine[at] = {part * scale, part * shift};
         }
     });
-    each_tile(out.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(norm.x, b, [&](int c, auto n, auto row) {
-            NormMap map(norm, b, c, n);
-            for (int t = t0; t < t1; t++) {
-                float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
-                SIMD_FOR (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
-            }
-        });
+    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        NormMap map(norm, b, c, n);
+        for (int t = t0; t < t1; t++) {
+            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
+            SIMD_FOR (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
+        }
     });
 }
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
@@ -5156,25 +5153,22 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
     int T = dy.T(), parts = norm_parts(T), C = dy.C;
-    each_tile(dy.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(norm.x, b, [&](int c, auto n, auto row) {
-            NormMap map(norm, b, c, n);
-            float sum[SLAB] = {}, product[SLAB] = {};
-            for (int t = t0; t < t1; t++) {
-                size_t at = ((size_t)b * T + t) * C + c;
-                const float *x_t = row(t), *upstream = dout.data + at;
-                float d[SLAB];
-                std::copy(upstream, upstream + n, d);
-                if (norm.silu)
-                    SIMD_FOR (int k = 0; k < n; k++)
-                        d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
-                SIMD_FOR (int k = 0; k < n; k++)
-                    sum[k] += d[k], product[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
-                std::copy(d, d + n, dy.data + at);
-            }
-            for (int k = 0; k < n; k++)
-                norm.sums[((size_t)b * parts + t0 / NORM_PART) * C + c + k] = {sum[k], product[k]};
-        });
+    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        NormMap map(norm, b, c, n);
+        float sum[SLAB] = {}, product[SLAB] = {};
+        for (int t = t0; t < t1; t++) {
+            size_t at = ((size_t)b * T + t) * C + c;
+            const float *x_t = row(t), *upstream = dout.data + at;
+            float d[SLAB];
+            std::copy(upstream, upstream + n, d);
+            if (norm.silu)
+                SIMD_FOR (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
+            SIMD_FOR (int k = 0; k < n; k++)
+                sum[k] += d[k], product[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+            std::copy(d, d + n, dy.data + at);
+        }
+        for (int k = 0; k < n; k++)
+            norm.sums[((size_t)b * parts + t0 / NORM_PART) * C + c + k] = {sum[k], product[k]};
     });
 }
 
@@ -5202,26 +5196,24 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
             }
         std::fill(sums + c0, sums + end, float2{(float)(a / T / width), (float)(q / T / width)});
     });
-    each_tile(dy.B, 1, T, NORM_PART, [&](int b, int, int t0, int t1) {
-        each_slab(norm.x, b, [&](int c, auto n, auto row) {
-            NormMap map(norm, b, c, n);
-            float2 mean[SLAB];
-            std::copy_n(norm.sums + (size_t)b * parts * C + c, (int)n, mean);
-            const Tensor& target = dx.of(c);
-            for (int t = t0; t < t1; t++) {
-                size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c);
-                const float *upstream = dy.data + pixel * C + c, *x_t = row(t);
-                float again[SLAB];  // for normed may be dy, and dx x
-                SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
-                SIMD_FOR (int k = 0; k < n; k++) {
-                    float x_hat = x_t[k] * map.slope[k] + map.offset[k];
-                    float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
-                    if (options.residual) d += options.residual.data[at + k];
-                    target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
-                }
-                std::copy(again, again + n, normed.data + pixel * C + c);
+    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
+        NormMap map(norm, b, c, n);
+        float2 mean[SLAB];
+        std::copy_n(norm.sums + (size_t)b * parts * C + c, (int)n, mean);
+        const Tensor& target = dx.of(c);
+        for (int t = t0; t < t1; t++) {
+            size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c);
+            const float *upstream = dy.data + pixel * C + c, *x_t = row(t);
+            float again[SLAB];  // for normed may be dy, and dx x
+            SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
+            SIMD_FOR (int k = 0; k < n; k++) {
+                float x_hat = x_t[k] * map.slope[k] + map.offset[k];
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
+                if (options.residual) d += options.residual.data[at + k];
+                target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
-        });
+            std::copy(again, again + n, normed.data + pixel * C + c);
+        }
     });
 }
 
@@ -6073,10 +6065,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     floatX* target = out + p.at_joined;
     uint4 in[NORM_DEPTH];
     int parts = norm_parts(T);
-    auto moment = [&](int part, int c) {
-        const Tensor& x = norm.x.of(c);
-        return x.moments[((size_t)p.b * parts + part) * x.C + norm.x.within(c)];
-    };
+    auto moment = [&](int part, int c) { return norm.x.moments((size_t)p.b * parts + part, c); };
     auto item = [&](int part, int c, int c0) {
         float2 m = moment(part, c);
         float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
@@ -6828,7 +6817,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
         } else if (m[0] >= 0) {
             if (g.bias) added += unpack(g.bias + n);
-            if (g.emb.data) added += unpack(g.emb.data + (size_t)image * g.emb.pitch + n);
+            if (g.emb.data) added += unpack(g.emb.row(image) + n);
         }
         const Tensor& out = g.out.of(n);
         const floatX* to = out.data + g.out.within(n);
@@ -6974,7 +6963,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
     if (g.bias) value += unpack(g.bias + n);
-    if (g.emb.data) value += unpack(g.emb.data + (size_t)(m / g.x.first.T()) * g.emb.pitch + n);
+    if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
     if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
@@ -7274,7 +7263,7 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
             float sum = 0;
 #pragma unroll 8
             for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += part(s, set, b % images);
-            if (g.per_image.data) g.per_image.data[(size_t)b * g.per_image.pitch + o] = (floatX)sum;
+            if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
             total += sum;
         }
     sums[y][threadIdx.x % 8] = total;
@@ -7735,8 +7724,7 @@ template <class Tile> struct HopperEpilogue {
             UNROLLED_FOR (int h = 0; h < 2; h++) {
                 int n = min(row + 8 * h, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
                 if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb.data)
-                    added[i][h] += (float)g.emb.data[(size_t)b * g.emb.pitch + n];
+                if (!Tile::TRANSPOSED && g.emb.data) added[i][h] += (float)g.emb.row(b)[n];
                 if (!gradient) continue;
                 const float2 group = g.norm.statistics[b * g.N() + n], affine = g.norm.affine[b * g.N() + n];
                 mean[i][h] = group.x, rstd[i][h] = group.y, scale[i][h] = affine.x, shift[i][h] = affine.y;
