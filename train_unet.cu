@@ -549,18 +549,19 @@ static void backend_exchange(const std::vector<Message>& messages);
 static void on_message_lane(auto launches);
 static void await_messages();
 
-// Adds what gives every rank all of `whole`, of which each has its share, share(rank).
-template <typename T> static void add_gather(std::vector<Message>* messages, T* whole, auto share) {
+// Adds what gives every rank all of `whole`, (ranks, each), from element `first` on.
+template <typename T>
+static void add_gather(std::vector<Message>* messages, T* whole, size_t each, size_t first = 0) {
     auto part_of = [&](int rank) {
-        return std::as_writable_bytes(std::span(whole + share(rank).first, share(rank).count()));
+        size_t end = (rank + 1) * each, begin = std::clamp(first, end - each, end);
+        return std::as_writable_bytes(std::span(whole + begin, end - begin));
     };
     for (int peer = 0; peer < world.size; peer++)
         if (peer != world.rank) messages->push_back({peer, part_of(world.rank), part_of(peer)});
 }
-// And of (n), of which each has as many as the others.
-template <typename T> static void gather(T* whole, size_t n) {
+template <typename T> static void gather(T* whole, size_t each) {
     std::vector<Message> messages;
-    add_gather(&messages, whole, [=](int rank) { return share_of(n, rank); });
+    add_gather(&messages, whole, each);
     backend_exchange(messages);
 }
 
@@ -1109,7 +1110,7 @@ struct Plan {
     std::vector<Block> blocks = {};
     std::vector<Parameter> tensors = {};
     size_t num_parameters = 0;
-    size_t num_floats = 0;   // that they take in memory
+    size_t num_floats = 0;   // that they take in memory; of several ranks a few more
     size_t num_decayed = 0;  // of them the first: weight decay is for matrices
     double flops = 0;        // of training on one image, an addition and a multiplication being two
     size_t arena_bytes = 0;
@@ -1117,7 +1118,7 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes: all (num_floats), or a rank's pieces; files lack gradients.
+// What an update of the weights reads and writes: all (num_floats), or a rank's share; files lack gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1129,8 +1130,9 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int buckets;              // what the num_floats go between ranks in, one after the other
-    size_t piece;             // of each bucket that every rank has, floats: whole NORM_CHUNKs
+    int ranks, rank;          // that train it together, and which of them this is: see divide_parameters
+    int buckets;              // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
+    size_t piece;
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
@@ -1146,7 +1148,7 @@ struct Model : OptimiserMemory {
     struct StepState* state;  // of the step under way: see OPTIMISER
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
-    float* norm_parts;                   // (ranks, buckets, a piece's NORM_CHUNKs)
+    float* norm_parts;                   // (ranks, buckets, NORM_CHUNKs of a piece)
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, piece): the others' gradients of the bucket under way
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
@@ -2334,28 +2336,24 @@ static int parts_of(const Model* m) {
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1u); }
 
 // Whether each rank has only its share of the trained weights, and whether what the layers read is a copy.
-static bool is_shared(const Model* m) { return m->plan.training && world.size > 1; }
+static bool is_shared(const Model* m) { return m->ranks > 1; }
 static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
 
-// The parameters go between ranks in buckets, whose gradients backward finishes one after the other.
-// Every rank has a piece of each, the last of them being shorter or empty, and has its pieces one after the
-// other. Alone, a rank has all in one.
-enum { BUCKETS = 4 };
-static Share bucket_of(const Model* m, int bucket) {
-    size_t floats = (is_shared(m) ? world.size : 1) * m->piece, first = bucket * floats;
-    return {first, std::min(m->plan.num_floats, first + floats)};
+// The parameters are buckets, whose gradients backward finishes, and which then go between ranks, one after the
+// other. Every rank has a piece of each, of whole NORM_CHUNKs: what is summed together is so for any ranks.
+static void divide_parameters(Model* m) {
+    const int BUCKETS = 4;
+    size_t& floats = m->plan.num_floats;
+    int chunks = ceil_div(floats, NORM_CHUNK);
+    m->ranks = m->buckets = 1, m->rank = 0, m->piece = floats;
+    if (!m->plan.training || world.size == 1) return;
+    m->ranks = world.size, m->rank = world.rank;
+    m->buckets = std::clamp(chunks / m->ranks, 1, BUCKETS);
+    m->piece = NORM_CHUNK * (size_t)ceil_div(chunks, m->buckets * m->ranks);
+    floats = m->buckets * m->ranks * m->piece;
 }
-static Share piece_of(const Model* m, int bucket, int rank) {
-    auto [begin, end] = bucket_of(m, bucket);
-    size_t first = std::min(end, begin + rank * m->piece);
-    return {first, std::min(end, first + m->piece)};
-}
-static Share piece_of(const Model* m, int bucket) {
-    return piece_of(m, bucket, is_shared(m) ? world.rank : 0);
-}
-// Of all buckets this rank's.
-static size_t own_floats(const Model* m) {
-    return (m->buckets - 1) * m->piece + piece_of(m, m->buckets - 1).count();
+static size_t piece_of(const Model* m, int bucket, int rank) {
+    return (bucket * m->ranks + rank) * m->piece;  // where it begins
 }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
@@ -2363,11 +2361,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    size_t chunks = ceil_div(P, NORM_CHUNK);
-    m->piece = NORM_CHUNK * (size_t)ceil_div(chunks, is_shared(m) ? BUCKETS * world.size : 1);
-    m->buckets = ceil_div(P, bucket_of(m, 0).count());
-    size_t own = own_floats(m);
-    size_t whole = std::max(plan.batch, c.batch_size);  // of which the plan's may be a part
+    size_t own = m->buckets * m->piece, whole = m->ranks * parts_of(m) * B;  // of which B may be a part
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
@@ -2375,7 +2369,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(own, m->master);
     if (is_copied(m)) place(P, m->weights);
     if (is_shared(m)) {
-        place(world.size * m->piece, m->received);
+        place(m->ranks * m->piece, m->received);
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;
     }
@@ -2383,7 +2377,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         for (int k = 0; k < ema_count(c); k++) place(own, m->ema[k]);
         place(own, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
-        place(world.size * m->buckets * m->piece / NORM_CHUNK, m->norm_parts);
+        place(ceil_div(P, NORM_CHUNK), m->norm_parts);
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2404,6 +2398,7 @@ static size_t lay_out_model(Model* m, char* memory) {
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
+    divide_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
 }
@@ -2484,9 +2479,9 @@ static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
     std::vector<Message> messages;
     for (int bucket = 0; bucket < m->buckets; bucket++) {
-        auto [first, end] = piece_of(m, bucket);
-        backend_copy(m->gradients + first, parameters + bucket * m->piece, (end - first) * sizeof(float));
-        add_gather(&messages, m->gradients, [&](int rank) { return piece_of(m, bucket, rank); });
+        float* mine = m->gradients + piece_of(m, bucket, m->rank);
+        backend_copy(mine, parameters + bucket * m->piece, m->piece * sizeof(float));
+        add_gather(&messages, m->gradients + piece_of(m, bucket, 0), m->piece);
     }
     backend_exchange(messages);
     return m->gradients;
@@ -2506,16 +2501,16 @@ static void use_weights(Model* m, float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, own_floats(m) * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->buckets * m->piece * sizeof(float));
 }
 
 // A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
     for (int bucket = 0; bucket < m.buckets; bucket++) {
-        Share mine = piece_of(&m, bucket);
-        size_t first = std::max(t.offset, mine.first), end = std::min(t.offset + t.size, mine.end);
+        size_t mine = piece_of(&m, bucket, m.rank), first = std::max(t.offset, mine),
+               end = std::min(t.offset + t.size, mine + m.piece);
         if (first < end)
-            backend_upload(parameters + bucket * m.piece + (first - mine.first), values + (first - t.offset),
+            backend_upload(parameters + bucket * m.piece + (first - mine), values + (first - t.offset),
                            (end - first) * sizeof(float));
     }
 }
@@ -2604,12 +2599,11 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* norm_parts;  // as SquaredNorm leaves them, of each rank's pieces one after the other
+    const float* norm_parts;  // (ranks, buckets, NORM_CHUNKs of a piece), as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
-    int ranks = 1;
-    size_t piece = parameters;
+    int ranks = 1, buckets = 1;
 
     enum { THREADS = 256 };
     size_t items() const { return 1; }
@@ -2624,8 +2618,8 @@ struct FinishStep {
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
         }
-        int each = ceil_div(piece, NORM_CHUNK), buckets = ceil_div(parameters, ranks * piece);
-        for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads) {
+        int chunks = ceil_div(parameters, NORM_CHUNK), each = chunks / ranks / buckets;
+        for (int i = team.thread; i < chunks; i += team.threads) {  // as they lie in memory
             int bucket = i / each / ranks, rank = i / each % ranks;
             sums[SQUARED_NORM] += norm_parts[(rank * buckets + bucket) * each + i % each];
         }
@@ -2754,9 +2748,8 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
         m->gradients += P;
         gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2, [&](int bucket) {
             m->gradients -= P;
-            auto [first, end] = bucket_of(m, bucket);
-            float* sum = m->gradients + first;
-            run(AddGradients{.sum = sum, .a = sum, .b = sum + P, .n = end - first});
+            float* sum = m->gradients + piece_of(m, bucket, 0);
+            run(AddGradients{.sum = sum, .a = sum, .b = sum + P, .n = m->ranks * m->piece});
             finished(bucket);
             m->gradients += P;
         });
@@ -2773,7 +2766,7 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
     int bucket = 0;
     unet_backward(m, B, [&](size_t end) {
-        while (bucket < m->buckets && bucket_of(m, bucket).end <= end) finished(bucket++);
+        while (bucket < m->buckets && piece_of(m, bucket + 1, 0) <= end) finished(bucket++);
     });
     m->dropping = nullptr;
 }
@@ -2781,54 +2774,43 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
 // A bucket's gradient, of which every rank has a summand: this rank's piece of the sum, added as
 // gradient_of_parts would go on, in pairs of neighbours, pairs of these, and so on.
 static void sum_of_ranks(Model* m, int bucket) {
-    auto [first, end] = piece_of(m, bucket);
-    float* own = m->gradients + first;
-    size_t n = end - first;
-    auto from = [&](int rank) { return rank == world.rank ? own : m->received + rank * m->piece; };
+    float* mine = m->gradients + piece_of(m, bucket, m->rank);
+    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->piece; };
     std::vector<Message> messages;
-    for (int peer = 0; peer < world.size; peer++) {
-        if (peer == world.rank) continue;
-        auto [its_first, its_end] = piece_of(m, bucket, peer);
-        std::span sent(m->gradients + its_first, its_end - its_first), received(from(peer), n);
+    for (int peer = 0; peer < m->ranks; peer++) {
+        if (peer == m->rank) continue;
+        std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), received(from(peer), m->piece);
         messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
     }
     backend_exchange(messages);
-    for (int stride = 1; stride < world.size; stride *= 2)
-        for (int rank = 0; rank < world.size; rank += 2 * stride) {
-            float* sum = 2 * stride < world.size ? from(rank) : own;
-            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = n});
+    for (int stride = 1; stride < m->ranks; stride *= 2)
+        for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
+            float* sum = 2 * stride < m->ranks ? from(rank) : mine;
+            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->piece});
         }
 }
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t of_image = loss_parts(m->config.image_size * m->config.image_size);
-    auto images = [&](int rank) {
-        return share_of(m->config.batch_size * of_image, rank, m->plan.batch * of_image);
-    };
-    auto evenly = [](size_t n) { return [n](int rank) { return share_of(n, rank); }; };
     std::vector<Message> messages;
+    size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
     for (float* losses : {m->losses, m->variance_losses})
-        if (losses) add_gather(&messages, losses, images);
-    add_gather(&messages, m->norm_parts, evenly(world.size * m->buckets * m->piece / NORM_CHUNK));
-    backend_copy(m->stops + world.rank, stop, sizeof *stop);
-    add_gather(&messages, m->stops, evenly(world.size));
+        if (losses) add_gather(&messages, losses, images * loss_parts((int)pixels));
+    add_gather(&messages, m->norm_parts, m->buckets * m->piece / NORM_CHUNK);
+    backend_copy(m->stops + m->rank, stop, sizeof *stop);
+    add_gather(&messages, m->stops, 1);
     backend_exchange(messages);
 }
 
 // Every rank's piece of a bucket's updated weights becomes all ranks'.
 static void gather_weights(Model* m, int bucket) {
-    size_t matrices = m->plan.num_decayed;
-    auto vectors = [&](int rank) {  // of its piece
-        Share piece = piece_of(m, bucket, rank);
-        return Share{std::max(piece.first, matrices), std::max(piece.end, matrices)};
-    };
-    std::vector<Message> messages;
-    add_gather(&messages, m->weights, [&](int rank) { return piece_of(m, bucket, rank); });
-    add_gather(&messages, m->fp32_params, vectors);
-    auto [first, end] = vectors(world.rank);
-    const float* master = m->master + bucket * m->piece + (first - piece_of(m, bucket).first);
+    size_t begin = piece_of(m, bucket, 0), mine = piece_of(m, bucket, m->rank), end = mine + m->piece;
+    size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
+    const float* master = m->master + bucket * m->piece + (first - mine);
     if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
+    std::vector<Message> messages;
+    add_gather(&messages, m->weights + begin, m->piece);
+    add_gather(&messages, m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
     backend_exchange(messages);
 }
 
@@ -2838,26 +2820,26 @@ static void enqueue_step(Trainer* t) {
     const Config& c = m->config;
     BatchLoss loss = batch_loss(m, c.batch_size);
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, world.rank * parts_of(m), parts_of(m), [&](int bucket) {
+    gradient_of_parts(t, loss, m->rank * parts_of(m), parts_of(m), [&](int bucket) {
         on_message_lane([&] {
-            auto [first, end] = piece_of(m, bucket);
-            float* parts = m->norm_parts + (world.rank * m->buckets + bucket) * (m->piece / NORM_CHUNK);
+            size_t chunks = ceil_div(m->piece, NORM_CHUNK);
             if (is_shared(m)) sum_of_ranks(m, bucket);
-            run(SquaredNorm{.parts = parts, .x = m->gradients + first, .n = end - first});
+            run(SquaredNorm{.parts = m->norm_parts + (m->rank * m->buckets + bucket) * chunks,
+                            .x = m->gradients + piece_of(m, bucket, m->rank),
+                            .n = m->piece});
             if (is_shared(m) && bucket == m->buckets - 1) gather_results(m, t->stop.get());
         });
     });
     await_messages();
-    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, world.size,
-                   m->piece});
+    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, m->ranks,
+                   m->buckets});
     for (int bucket = 0; bucket < m->buckets; bucket++) {
-        auto [first, end] = piece_of(m, bucket);
-        size_t at = bucket * m->piece, decayed = m->plan.num_decayed;
+        size_t at = bucket * m->piece, first = piece_of(m, bucket, m->rank), decayed = m->plan.num_decayed;
         OptimiserMemory memory = *m;
         for (float** array : {&memory.master, &memory.adam_m, &memory.adam_v}) *array += at;
         for (float*& ema : memory.ema) ema = ema ? ema + at : nullptr;
         memory.gradients += first;
-        run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, end - first,
+        run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, m->piece,
                                   decayed - std::min(decayed, first), m->state});
         if (is_shared(m)) on_message_lane([&] { gather_weights(m, bucket); });
     }
@@ -2908,7 +2890,7 @@ static std::vector<int> of_ranks(Model* m, int here) {
     std::vector<int> answers(world.size, here);
     if (world.size == 1) return answers;
     backend_upload(m->stops, answers.data(), world.size * sizeof(int));
-    gather(m->stops, world.size);
+    gather(m->stops, 1);
     backend_download(answers.data(), m->stops, world.size * sizeof(int));
     return answers;
 }
@@ -5640,15 +5622,19 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, lane->stream));
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
+// Launches on another lane than the main one, between these events.
+static void launch_on(Lane* other, cudaEvent_t begins, cudaEvent_t ended, auto launches) {
+    CUDA_CHECK(cudaStreamWaitEvent(other->stream, begins, 0));
+    lane = other;
+    launches();
+    lane = &main_lane;
+    CUDA_CHECK(cudaEventRecord(ended, other->stream));
+}
 static std::function<void()> side_waiting;  // launches that were put off
 static void launch_side_waiting() {
     if (!side_waiting || lane != &main_lane) return;
-    auto launches = std::exchange(side_waiting, nullptr);
-    CUDA_CHECK(cudaStreamWaitEvent(side_lane.stream, side_begins, 0));
-    lane = &side_lane;
-    launches();
-    lane = &main_lane;
-    CUDA_CHECK(cudaEventRecord(side_ended[(side_calls - 1) % SIDE_EVENTS], side_lane.stream));
+    launch_on(&side_lane, side_begins, side_ended[(side_calls - 1) % SIDE_EVENTS],
+              std::exchange(side_waiting, nullptr));
 }
 static void on_side_lane(auto launches, bool put_off) {
     assert(lane == &main_lane);
@@ -5668,11 +5654,7 @@ static void backend_join(int call) {
 static void on_message_lane(auto launches) {
     if (world.size == 1) return launches();
     CUDA_CHECK(cudaEventRecord(messages_begin, main_lane.stream));
-    CUDA_CHECK(cudaStreamWaitEvent(message_lane.stream, messages_begin, 0));
-    lane = &message_lane;
-    launches();
-    lane = &main_lane;
-    CUDA_CHECK(cudaEventRecord(messages_ended, message_lane.stream));
+    launch_on(&message_lane, messages_begin, messages_ended, launches);
 }
 static void await_messages() {
     if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, messages_ended, 0));
@@ -5697,7 +5679,7 @@ static std::string backend_meet() {
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
     auto bytes = allocate<char>(world.size);
-    gather(bytes.get(), world.size);  // it takes its memory now, before what is free is counted
+    gather(bytes.get(), 1);  // it takes its memory now, before what is free is counted
     backend_wait();
     int version = 0;
     nccl("ncclGetVersion", &version);
