@@ -91,7 +91,7 @@ ifeq ($(DEVICE),cuda)
 endif
 	$(for_here)
 # Another network, whose file includes the program.
-DIT_SOURCES := dev/train_dit.cu dev/gelu.h dev/large_products.h train_unet.cu
+DIT_SOURCES := dev/train_dit.cu dev/gelu.h dev/large_products.h dev/large_attention.h train_unet.cu
 train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
 	$(for_here)
 PROFILE_SOURCES := dev/profile.cu dev/work.h train_unet.cu

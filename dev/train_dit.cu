@@ -315,6 +315,7 @@ template <typename T> struct Gate {
 };
 
 #include "large_products.h"
+#include "large_attention.h"
 
 // ==== 3  BLOCKS ============================================================================================
 // The embedding of timestep and class is the UNet's EmbedBlock: what comes out are the adaLN projections of
@@ -380,7 +381,7 @@ struct TransformerBlock : DitModule {
         Tensor normed = take_tensor(h, D), active = take_tensor(h, W);
         norm(normed, x.first, 0, SHIFT1);
         linear_forward(qkv, normed, to_qkv, Nothing());
-        attention_forward(joined, lse, qkv, block.heads);
+        token_attention_forward(joined, lse, qkv, block.heads);
         linear_forward(branch1, joined, projection, Nothing());
         run(Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
         norm(normed, middle, 1, SHIFT2);
@@ -406,7 +407,7 @@ struct TransformerBlock : DitModule {
         run(Gate<floatX>{dbranch1, dmiddle, modulation(GATE1)});
         linear_weights(projection, dbranch1, joined);
         linear_backward(dnormed, dbranch1, projection, Nothing());  // of the joined heads
-        attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
+        token_attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
         linear_backward(dnormed, dqkv, to_qkv, Nothing());
         norm(normed1, x.first, 0, SHIFT1);
         norm_backward(dx.first, dnormed, x.first, dmiddle, 0, SHIFT1);

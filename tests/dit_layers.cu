@@ -75,12 +75,54 @@ static void test_linear(LayerCase& c) {
     c.same("GELU's gradient", dhidden, dx), c.same("GELU again", again, again2);
 }
 
+// Attention between tokens and its gradients, each of them done twice, with the same bits. Limits as test_unet.cu
+// has them and says why; errors here are in units of them.
+static void test_attention(LayerCase& c, const char* which) {
+    const double limit = sizeof(floatX) == 2 ? 5.2e-3 : 1e-5, backward_limit = sizeof(floatX) == 2 ? 8e-3 : 1e-5;
+    c.verdict.tolerance = 1;
+    auto compare = [&](const std::string& what, const std::vector<float>& found, double limit) {
+        double error = error_of(found, c.at(what));
+        c.verdict.note(text("%s%s %.1e", which, what.c_str(), error), error / limit);
+    };
+    const int heads = c.arg(0);
+    Tensor qkv = c.tensor("qkv"), dout = c.tensor("dout"), out = c.out("out"), out2 = c.out("out");
+    std::vector<float> found(c.at("lse").size(), NAN);
+    auto lse = allocate<float>(found.size());
+    backend_upload(lse.get(), found.data(), found.size() * sizeof(float));
+    token_attention_forward(out2, lse.get(), qkv, heads);
+    token_attention_forward(out, lse.get(), qkv, heads);
+    backend_download(found.data(), lse.get(), found.size() * sizeof(float));
+    compare("lse", found, 1e-5);
+    std::vector<floatX> values(qkv.count());
+    backend_download(values.data(), out.data, out.count() * sizeof(floatX));
+    compare("out", {values.begin(), values.begin() + (ptrdiff_t)out.count()}, limit);
+    c.same(text("%sout again", which), out, out2);
+
+    Tensor dqkv = c.out("qkv"), dqkv2 = c.out("qkv");
+    token_attention_backward(dqkv2, dout, out, lse.get(), qkv, heads);
+    token_attention_backward(dqkv, dout, out, lse.get(), qkv, heads);
+    backend_download(values.data(), dqkv.data, dqkv.count() * sizeof(floatX));
+    for (int part = 0; part < 3; part++) {  // they differ in size
+        std::vector<float> gradient;
+        for (size_t i = 0; i < values.size(); i++)
+            if ((int)(i / out.C % 3) == part) gradient.push_back((float)values[i]);
+        compare(part == 0 ? "dq" : part == 1 ? "dk" : "dv", gradient, backward_limit);
+    }
+    c.same(text("%sgradients again", which), dqkv, dqkv2);
+}
+
 static void test_layer(LayerCase c) {
     if (c.is("linear")) {
 #ifdef HOPPER
         for (forced_large = 0; forced_large < 2; forced_large++) test_linear(c);
 #else
         test_linear(c);
+#endif
+    } else if (c.is("attention")) {
+#ifdef HOPPER
+        for (forced_large = 0; forced_large < 2; forced_large++) test_attention(c, forced_large ? "large " : "");
+#else
+        test_attention(c, "");
 #endif
     } else if (c.is("patches")) {
         Tensor tokens = c.out("tokens"), image = c.out("again");

@@ -140,7 +140,18 @@ def add_linear(layers, B, side, K, N):
                dict(out=out, dx=x.grad, dw=w.grad, dbias=bias.grad))
 
 
-def test_layers(cpp, tmp_path, dit_layers):
+def add_attention(layers, B, side, heads, d, scale=1.0):
+    qkv, dout = layers.random(B, side, side, 3 * heads * d, scale=scale), layers.random(B, side, side, heads * d)
+    q, k, v = qkv.reshape(B, side * side, 3, heads, d).permute(2, 0, 3, 1, 4)  # (B, heads, T, d) each
+    scores = q @ k.transpose(-1, -2) * d**-0.5
+    out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(dout.shape)
+    out.backward(dout)
+    dq, dk, dv = (part.contiguous() for part in qkv.grad.chunk(3, -1))
+    layers.add(f"attention {B}x{side}x{heads} heads of {d}, {scale}", [heads], dict(qkv=qkv, dout=dout),
+               dict(out=out, lse=scores.logsumexp(-1), dq=dq, dk=dk, dv=dv))
+
+
+def test_layers(cpp, tmp_path, dit_layers, attentions=()):
     layers = RoundedLayers(seed=1)
     for case in ((1, 1, 8, 8), (3, 5, 24, 40), (2, 16, 64, 192), (3, 11, 200, 328), (1, 24, 104, 200), (5, 7, 384, 136)):
         add_linear(layers, *case)
@@ -155,6 +166,9 @@ def test_layers(cpp, tmp_path, dit_layers):
         add_gate(layers, *case)
     for case in ((4096, 1.0), (8, 5.0), (4104, 0.01), (1032, 12.0)):
         add_gelu(layers, *case)
+    for case in ((3, 16, 2, 64), (3, 16, 2, 72), (2, 16, 3, 8), (1, 16, 1, 40), (1, 16, 1, 80), (2, 8, 2, 72), (1, 32, 1, 64),
+                 (3, 5, 1, 24), (1, 16, 2, 64, 3.0), (1, 16, 2, 72, 3.0), *attentions):
+        add_attention(layers, *case)
     unet_io.write_tensors(tmp_path / "layers.bin", layers.tensors)
     cpp(dit_layers, "--layers", tmp_path / "layers.bin")
 
@@ -459,7 +473,8 @@ def dit_on_gpu(precision):
 
 @pytest.mark.parametrize("precision", GPU)
 def test_gpu_layers(cpp, tmp_path, precision):
-    test_layers(cpp, tmp_path, built_for_gpu(precision, ROOT / f"build/dit_layers_cuda_{precision}"))
+    many = ((29, 16, 10, 64), (29, 16, 10, 72))  # heads for more than one round of blocks
+    test_layers(cpp, tmp_path, built_for_gpu(precision, ROOT / f"build/dit_layers_cuda_{precision}"), many)
 
 
 @pytest.mark.parametrize("tool", SANITIZERS)
@@ -473,6 +488,8 @@ def test_gpu_sanitized(tmp_path, precision, tool):
     add_norm(layers, 3, 5, 40, residual=True)
     add_gate(layers, 3, 5, 40)
     add_gelu(layers, 1032, 12.0)
+    for d in (64, 72):
+        add_attention(layers, 3, 16, 2, d)
     unet_io.write_tensors(tmp_path / "layers.bin", layers.tensors)
     sanitized(tool, program, "--layers", tmp_path / "layers.bin")
 

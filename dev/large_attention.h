@@ -1,0 +1,512 @@
+// large_attention.h: attention between 256 tokens on Hopper's tensor cores; train_dit.cu includes it.
+//
+// The program's own attention gives a block 64 rows of a head, reads the other side's again for each of them,
+// and in backward makes the probabilities twice. Here a block has a head of an image to itself, all of it in
+// shared memory: nothing comes twice, a row's scores are all there before its softmax, and of P and dS, made
+// once, come all three gradients: five products instead of seven, without parts to add up. 256 tokens are
+// what the paper's models have of images of 256 x 256, in latents; other numbers go the other way.
+//
+// Heads of up to 72 channels, padded with zeros by the copy engine: it sees q, k and v of an image as (T,
+// heads, d), and has zeros where a box leaves the d channels; where it writes, it leaves out what is padded.
+#pragma once
+
+#ifdef HOPPER
+namespace gpu {
+
+enum { LARGE_TOKENS = 256 };
+
+// ---- rows of a head in shared memory, and products of them
+
+// A thread of its warpgroup, and this_warpgroup. What follows from either is computed anew, where otherwise
+// it would be kept from before a loop, in registers that sums need.
+__device__ inline int thread_now() {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread % 128;
+}
+__device__ inline int warpgroup_now() {
+    int warpgroup = threadIdx.x / 128;
+    asm volatile("" : "+r"(warpgroup));
+    return __shfl_sync(~0u, warpgroup, 0);
+}
+
+// What products read of such rows: the first 64 channels, the others.
+struct HeadMatrix {
+    uint64_t wide, narrow;
+};
+// ROWS tokens, of D channels. The first 64 are rows of 128 bytes as everywhere. Behind all rows of these come
+// 16 more, of which 8 are zeros: rows of 32 bytes, of which in every other four the two vectors change
+// places. The copy engine and wgmma know that as the 32-byte swizzle.
+template <int D, int ROWS> struct HeadRows {
+    static_assert(D == 64 || D == 72, "heads of 80 leave backward too few registers");
+    static_assert(ROWS % 64 == 0,
+                  "rows of either kind begin at a multiple of 1024 bytes: swizzling goes by it");
+    enum { NARROW = ROWS * 128 };
+    unsigned char bytes[NARROW + (D > 64 ? ROWS * 32 : 0)];
+
+    __device__ HeadMatrix matrix() const {
+        const uint32_t at = shared_address(bytes);
+        return {shared_matrix(at, 1024), shared_matrix(at + NARROW, 256) | 2ull << 62};
+    }
+    // A warpgroup's sums (64, D), times a factor for each of a thread's rows, rounded: rows from `first` on.
+    __device__ __forceinline__ void put(int first, const float* c, float factor0, float factor1) {
+        const int thread = thread_now(), right = thread / 16 % 2,
+                  row = first + thread / 32 * 16 + thread % 16;
+        UNROLLED_FOR (int j = 0; j < D / 8; j += 2) {
+            uint32_t r[4] = {};
+            UNROLLED_FOR (int i = 0; i < 4; i++) {
+                const float factor = i % 2 ? factor1 : factor0, *pair = c + 4 * j + 2 * i;
+                if (j + i / 2 < D / 8) r[i] = pack_bf16(pair[0] * factor, pair[1] * factor);
+            }
+            const int wide = swizzled(row, j + right), narrow = (right ^ (row / 4 & 1)) * 16;
+            store_matrices(shared_address(bytes) + (j < 8 ? wide : NARROW + row * 32 + narrow), r);
+        }
+    }
+};
+
+// The maps of a tensor (B, h, h, heads of all parts, d), for copies of so many rows of a head.
+struct HeadMaps {
+    CUtensorMap wide, narrow;
+};
+// By one thread: rows of a head to shared memory, from token at.y of head at.x on, and back.
+template <int D, int ROWS>
+__device__ inline void load_rows(HeadRows<D, ROWS>& to, const HeadMaps& maps, Barrier& full, Pixel at) {
+    copy_box(to.bytes, maps.wide, full, 0, at);
+    if (D > 64) copy_box(to.bytes + to.NARROW, maps.narrow, full, 64, at);
+}
+template <int D, int ROWS>
+__device__ inline void store_rows(const HeadMaps& maps, const HeadRows<D, ROWS>& from, int row, Pixel at) {
+    store_box(maps.wide, from.bytes + row * 128, 0, at);
+    if (D > 64) store_box(maps.narrow, from.bytes + from.NARROW + row * 32, 64, at);
+}
+
+// c (64, N) += a (64, 16) b (16, N), b transposed. a: in registers, as mma takes it, which is how c is left.
+template <int N> __device__ inline void wgmma_of_registers(float* c, const uint32_t* a, uint64_t b) {
+    static_assert(N == 8 || N == 64, "");
+#define WGMMA_OF_REGISTERS(n, c_names, a_names, b_name, ...)                          \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names \
+                 "}"                                                                  \
+                 ", {" a_names "}, %" #b_name ", 1, 1, 1, 1;"                         \
+                 : __VA_ARGS__                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+    if constexpr (N == 8) WGMMA_OF_REGISTERS(8, "%0,%1,%2,%3", "%4,%5,%6,%7", 8, REGISTERS_4(c, 0));
+    if constexpr (N == 64)
+        WGMMA_OF_REGISTERS(64, NAMES_30 ",%30,%31", "%32,%33,%34,%35", 36, REGISTERS_32(c, 0));
+}
+
+// The compiler keeps what is done with sums before a place before it, and after, after: it would move some of
+// it between the products there, and then let each wait for the one before.
+template <int N> __device__ __forceinline__ void keep_in_place(float (&c)[N]) {
+    UNROLLED_FOR (float& sum : c) asm volatile("" : "+f"(sum)::"memory");
+}
+template <int N> __device__ __forceinline__ void begin_sums(float (&c)[N]) {
+    UNROLLED_FOR (float& sum : c) sum = 0;
+    keep_in_place(c);
+}
+// With all products that were begun before.
+template <int N> __device__ __forceinline__ void await_sums(float (&c)[N]) {
+    wgmma_wait<0>();
+    keep_in_place(c);
+}
+
+// c (64, N) += a (64, D) b^T, b (N, D): 16 channels are 32 bytes
+template <int D, int N> __device__ __forceinline__ void add_scores(float* c, HeadMatrix a, HeadMatrix b) {
+    UNROLLED_FOR (int k = 0; k < 4; k++) wgmma<N, 0, 0>(c, further(a.wide, 32 * k), further(b.wide, 32 * k));
+    if (D > 64) wgmma<N, 0, 0>(c, a.narrow, b.narrow);
+}
+// c (64, D) += p (64, 16 STEPS) b, b (16 STEPS, D): 16 rows are 2048 bytes, and 512
+template <int D, int STEPS>
+__device__ __forceinline__ void add_weighted(float* c, const uint32_t* p, HeadMatrix b) {
+    UNROLLED_FOR (int k = 0; k < STEPS; k++) {
+        wgmma_of_registers<64>(c, p + 4 * k, further(b.wide, 2048 * k));
+        if (D > 64) wgmma_of_registers<8>(c + 32, p + 4 * k, further(b.narrow, 512 * k));
+    }
+}
+
+// ---- forward
+
+struct LargeForward {
+    HeadMaps qkv, out;  // of 128 rows, of 64
+    float* lse;
+    int heads, items;  // of an image, of all
+    float scale;
+};
+// Pieces of 128 rows: two of q, of k and of v an item, which is a head of an image.
+enum { PIECE_Q = 0, PIECE_K = 2, PIECE_V = 4, PIECES = 6 };
+template <int D> struct LargeForwardShared {
+    enum { SLOTS = D > 64 ? 11 : 12 };
+    static_assert((int)SLOTS > PIECES, "the next item comes while this one is worked on");
+    HeadRows<D, 128> slots[SLOTS];
+    RingBarriers<SLOTS> ring;
+    Barrier turn[2];  // of each warpgroup, to multiply
+};
+
+// A block takes item after item, of which a thread lets the copy engine fill a ring. Each of two warpgroups
+// has 128 queries, 64 at a time: S = q k^T, all 256 scores of a row, then P, then P v, which goes out by way
+// of where q was. They make S in turn, so that one multiplies while the other makes P. Device memory: qkv in
+// and out out, once each.
+template <int D>
+__global__ void __launch_bounds__(384, 1) large_forward_kernel(const __grid_constant__ LargeForward g) {
+    await_inputs();
+    using Shared = LargeForwardShared<D>;
+    using Place = Ring<Shared::SLOTS>;
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(Shared*)hopper_shared;
+    const int warpgroup = this_warpgroup(), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        shared.ring.init(2);
+        for (Barrier& turn : shared.turn) turn.init(1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    __syncthreads();
+
+    if (warpgroup == 2) {
+        SET_REGISTERS("dec", 24);
+        if (threadIdx.x > 256) return;
+        Place at = {0, 1};
+        for (int item = blockIdx.x; item < g.items; item += gridDim.x)
+            for (int n = 0; n < PIECES; n++, at.next()) {
+                shared.ring.empty[at.slot].wait(at.parity);
+                shared.ring.full[at.slot].expect(sizeof shared.slots[0]);
+                load_rows(shared.slots[at.slot], g.qkv, shared.ring.full[at.slot],
+                          {item / g.heads, n % 2 * 128, n / 2 * g.heads + item % g.heads});
+            }
+        return;
+    }
+
+    SET_REGISTERS("inc", 240);  // all begin with 168: 2 * 240 + 24 = 3 * 168
+    const bool leads = threadIdx.x % 128 == 0;
+    int turn = warpgroup == 0;  // its parity: the first comes at once
+    Place at;                   // of an item's first piece
+    auto piece = [&](int n) {
+        Place place = at;
+        place.skip(n);
+        return place;
+    };
+    auto await = [&](int n) {  // a piece, which is returned as matrix
+        const Place place = piece(n);
+        shared.ring.full[place.slot].wait(place.parity);
+        return shared.slots[place.slot].matrix();
+    };
+    auto release = [&](int n) {
+        if (leads) shared.ring.empty[piece(n).slot].arrive();
+    };
+    const float unit = g.scale * 1.44269504f;
+    for (int item = blockIdx.x; item < g.items; item += gridDim.x, at.skip(PIECES))
+#pragma unroll 1
+        for (int tile = 0; tile < 2; tile++) {
+            const Place rows = piece(PIECE_Q + warpgroup);  // where q is, and the outputs go
+            float s[128];                                   // four of each eight keys, as wgmma has them
+            HeadMatrix q = await(PIECE_Q + warpgroup), k[2] = {await(PIECE_K), await(PIECE_K + 1)};
+            if (tile) q.wide = further(q.wide, 64 * 128), q.narrow = further(q.narrow, 64 * 32);
+            shared.turn[warpgroup].wait(turn), turn ^= 1;
+            begin_sums(s);
+            wgmma_begin();
+            UNROLLED_FOR (int i = 0; i < 2; i++) add_scores<D, 128>(s + 64 * i, q, k[i]);
+            wgmma_commit();
+            await_sums(s);
+            if (leads) shared.turn[!warpgroup].arrive();
+            if (tile) release(PIECE_K), release(PIECE_K + 1);
+            else await(PIECE_Q + !warpgroup), release(PIECE_Q + !warpgroup);  // not read
+
+            float top[2], offset[2], total[2];  // of a thread's two rows
+            UNROLLED_FOR (int i = 0; i < 2; i++) {
+                top[i] = s[2 * i], total[i] = 0;
+                UNROLLED_FOR (int j = 2 * i; j < 128; j += 4) top[i] = fmaxf(top[i], fmaxf(s[j], s[j + 1]));
+                for (int step = 1; step < 4; step *= 2)
+                    top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+                offset[i] = top[i] * unit;
+            }
+            uint32_t p[64];  // rows of each 16 keys, as wgmma takes them
+            UNROLLED_FOR (int j = 0; j < 64; j++) {
+                const float low = exp2_fast(s[2 * j] * unit - offset[j % 2]),
+                            high = exp2_fast(s[2 * j + 1] * unit - offset[j % 2]);
+                total[j % 2] += low, total[j % 2] += high, p[j] = pack_bf16(low, high);
+            }
+            UNROLLED_FOR (int i = 0; i < 2; i++)
+                for (int step = 1; step < 4; step *= 2) total[i] += __shfl_xor_sync(~0u, total[i], step);
+
+            float o[D / 2];
+            const HeadMatrix v[2] = {await(PIECE_V), await(PIECE_V + 1)};
+            begin_sums(o);
+            wgmma_begin();
+            UNROLLED_FOR (int i = 0; i < 2; i++) add_weighted<D, 8>(o, p + 32 * i, v[i]);
+            wgmma_commit();
+            await_sums(o);
+            if (tile) release(PIECE_V), release(PIECE_V + 1);
+
+            const int first = 128 * warpgroup + 64 * tile,
+                      row = first + threadIdx.x % 128 / 32 * 16 + lane / 4;
+            for (int i = 0; i < 2; i++)
+                if (lane % 4 == 0)
+                    g.lse[(size_t)item * LARGE_TOKENS + row + 8 * i] = top[i] * g.scale + logf(total[i]);
+            auto& outputs = shared.slots[rows.slot];
+            warpgroup_barrier(warpgroup);  // q has been read
+            outputs.put(64 * tile, o, 1 / total[0], 1 / total[1]);
+            fence_shared();
+            warpgroup_barrier(warpgroup);
+            if (leads) {
+                store_rows(g.out, outputs, 64 * tile, {item / g.heads, first, item % g.heads});
+                if (tile) {
+                    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+                    shared.ring.empty[rows.slot].arrive();
+                }
+            }
+        }
+}
+
+// ---- backward
+
+struct LargeBackward {
+    HeadMaps qkv, dout_maps, dqkv;  // of 64 rows
+    const floatX *dout, *out;
+    const float* lse;
+    int heads, items, d;
+    float scale;
+};
+template <int D> struct LargeBackwardShared {
+    HeadRows<D, 64> q[4], dout[4], k[4], v[4];
+    Rows64 ds[2][4];  // of two tiles of queries: dS^T, all keys by 64 queries
+    float dots[LARGE_TOKENS], normalisers[LARGE_TOKENS];  // of the queries, as in attention_dots
+    Barrier queries[4], keys[2];                          // q and dout; k and v of a warpgroup's keys
+};
+static_assert(sizeof(LargeForwardShared<72>) <= 227 << 10 && sizeof(LargeBackwardShared<72>) <= 227 << 10,
+              "what a block may have");
+
+// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dv = P^T dout, dk = dS^T q, dq = dS k. A block
+// takes item after item. Each of two warpgroups has 128 keys, and of 64 of them and 64 queries at a time
+// makes S^T = k q^T and dP^T = v dout^T: P^T and dS^T, rounded, then are in registers as the products for dv
+// and dk take them. One waits for the other: all that could run at once has no room beside the sums of 128
+// keys. dS^T goes to shared memory too: every 128 queries, each warpgroup makes dq of 64 of them, over all
+// keys. Gradients go out by way of where q, k and v were; a warpgroup's first thread sends them off, and lets
+// the next item come there. Device memory: qkv, dout and out in, dqkv out, once each, but dout twice.
+template <int D>
+__global__ void __launch_bounds__(256, 1) large_backward_kernel(const __grid_constant__ LargeBackward g) {
+    await_inputs();
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    auto& shared = *(LargeBackwardShared<D>*)hopper_shared;
+    const int warpgroup = this_warpgroup();
+    const bool leads = threadIdx.x % 128 == 0;
+    auto at = [&](int item, int part, int tile) {  // 64 rows of q, k or v
+        return Pixel{item / g.heads, 64 * tile, part * g.heads + item % g.heads};
+    };
+    auto load_queries = [&](int item, int tile) {
+        shared.queries[tile].expect(2 * sizeof shared.q[0]);
+        load_rows(shared.q[tile], g.qkv, shared.queries[tile], at(item, 0, tile));
+        load_rows(shared.dout[tile], g.dout_maps, shared.queries[tile], at(item, 0, tile));
+    };
+    auto load_keys = [&](int item) {
+        Barrier& full = shared.keys[warpgroup];
+        full.expect(4 * sizeof shared.k[0]);
+        for (int tile = 2 * warpgroup; tile < 2 * warpgroup + 2; tile++) {
+            load_rows(shared.k[tile], g.qkv, full, at(item, 1, tile));
+            load_rows(shared.v[tile], g.qkv, full, at(item, 2, tile));
+        }
+    };
+    if (threadIdx.x == 0) {
+        for (Barrier& barrier : shared.queries) barrier.init(1);
+        for (Barrier& barrier : shared.keys) barrier.init(1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    __syncthreads();
+    if (leads) {
+        load_keys(blockIdx.x);
+        for (int step = 0; step < 2; step++) load_queries(blockIdx.x, 2 * step + warpgroup);
+    }
+
+    const float unit = g.scale * 1.44269504f;
+    for (int item = blockIdx.x, parity = 0; item < g.items; item += gridDim.x, parity ^= 1) {
+        const int next = item + gridDim.x;
+        {  // eight threads a row, of every 32nd
+            const int C = g.heads * g.d, row = threadIdx.x / 8;
+            const size_t first = ((size_t)(item / g.heads) * LARGE_TOKENS + row) * C + item % g.heads * g.d;
+            float dots[8] = {};
+            for (int c = threadIdx.x % 8 * VEC; c < g.d; c += 8 * VEC)
+                UNROLLED_FOR (int i = 0; i < 8; i++) {
+                    const size_t from = first + (size_t)i * 32 * C + c;
+                    Unpacked a = unpack(g.dout + from), b = unpack(g.out + from);
+                    UNROLLED_FOR (int e = 0; e < VEC; e++) dots[i] += a[e] * b[e];
+                }
+            UNROLLED_FOR (int i = 0; i < 8; i++) {
+                for (int step = 1; step < 8; step *= 2) dots[i] += __shfl_xor_sync(~0u, dots[i], step);
+                if (threadIdx.x % 8 == 0) shared.dots[row + 32 * i] = dots[i];
+            }
+            shared.normalisers[threadIdx.x] = g.lse[(size_t)item * LARGE_TOKENS + threadIdx.x] * 1.44269504f;
+        }
+        __syncthreads();
+
+        float dk[2][D / 2] = {}, dv[2][D / 2] = {};  // [64 of the keys]
+        shared.keys[warpgroup].wait(parity);
+#pragma unroll 1
+        for (int step = 0; step < 2; step++) {
+#pragma unroll 1
+            for (int n = 0; n < 2; n++) {
+                const int tile = 2 * step + n;
+                const HeadMatrix q = shared.q[tile].matrix(), dout = shared.dout[tile].matrix();
+                const int warpgroup = warpgroup_now(), thread = thread_now();
+                const int key = thread / 32 * 16 + thread % 16;
+                const int query = 64 * tile + thread % 4 * 2;  // of each eight columns a thread has two
+                shared.queries[tile].wait(parity);
+                UNROLLED_FOR (int half = 0; half < 2; half++) {
+                    const int keys = 2 * warpgroup + half;
+                    float p[32], ds[32];
+                    uint32_t rounded_p[16], rounded_ds[16];
+                    begin_sums(p);
+                    wgmma_begin();
+                    add_scores<D, 64>(p, shared.k[keys].matrix(), q);
+                    wgmma_commit();
+                    await_sums(p);
+                    UNROLLED_FOR (int j = 0; j < 16; j++) {
+                        const float2 normaliser = *(const float2*)(shared.normalisers + query + j / 2 * 8);
+                        p[2 * j] = exp2_fast(p[2 * j] * unit - normaliser.x);
+                        p[2 * j + 1] = exp2_fast(p[2 * j + 1] * unit - normaliser.y);
+                        rounded_p[j] = pack_bf16(p[2 * j], p[2 * j + 1]);
+                    }
+                    begin_sums(ds);
+                    wgmma_begin();
+                    add_weighted<D, 4>(dv[half], rounded_p, dout);
+                    add_scores<D, 64>(ds, shared.v[keys].matrix(), dout);
+                    wgmma_commit();
+                    await_sums(ds);
+                    UNROLLED_FOR (int j = 0; j < 16; j++) {  // times scale in the end
+                        const float2 dot = *(const float2*)(shared.dots + query + j / 2 * 8);
+                        rounded_ds[j] =
+                            pack_bf16(p[2 * j] * (ds[2 * j] - dot.x), p[2 * j + 1] * (ds[2 * j + 1] - dot.y));
+                    }
+                    wgmma_begin();
+                    add_weighted<D, 4>(dk[half], rounded_ds, q);
+                    wgmma_commit();
+                    UNROLLED_FOR (int j = 0; j < 8; j += 2)
+                        store_matrices(
+                            shared_address(shared.ds[n][keys]) + swizzled(key, j + thread / 16 % 2),
+                            rounded_ds + 2 * j);
+                }
+            }
+            wgmma_wait<0>();
+            shared.keys[!warpgroup].wait(parity);
+            fence_shared();
+            __syncthreads();  // dS is there, and nobody reads these q and dout any more
+
+            const int tile = 2 * step + warpgroup;
+            float dq[D / 2];
+            begin_sums(dq);
+            wgmma_begin();
+            UNROLLED_FOR (int keys = 0; keys < 4; keys++) {
+                const uint64_t a = shared_matrix(shared_address(shared.ds[warpgroup][keys]), 1024);
+                const HeadMatrix b = shared.k[keys].matrix();
+                UNROLLED_FOR (int k = 0; k < 4; k++) {
+                    wgmma<64, 1, 1>(dq, further(a, 2048 * k), further(b.wide, 2048 * k));
+                    if (D > 64) wgmma<8, 1, 1>(dq + 32, further(a, 2048 * k), further(b.narrow, 512 * k));
+                }
+            }
+            wgmma_commit();
+            await_sums(dq);
+            __syncthreads();  // dS has been read, and in the end k
+            shared.q[tile].put(0, dq, g.scale, g.scale);
+            fence_shared();
+            warpgroup_barrier(warpgroup);
+            if (leads) {
+                store_rows(g.dqkv, shared.q[tile], 0, at(item, 0, tile));
+                ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+                if (next < g.items) load_queries(next, tile);
+            }
+        }
+
+        UNROLLED_FOR (int half = 0; half < 2; half++) {
+            shared.k[2 * warpgroup + half].put(0, dk[half], g.scale, g.scale);
+            shared.v[2 * warpgroup + half].put(0, dv[half], 1, 1);
+        }
+        fence_shared();
+        warpgroup_barrier(warpgroup);
+        if (leads) {
+            for (int tile = 2 * warpgroup; tile < 2 * warpgroup + 2; tile++) {
+                store_rows(g.dqkv, shared.k[tile], 0, at(item, 1, tile));
+                store_rows(g.dqkv, shared.v[tile], 0, at(item, 2, tile));
+            }
+            ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+            if (next < g.items) load_keys(next);
+        }
+    }
+}
+
+// ---- launchers: whether they took the attention
+
+static HeadMaps head_maps(Tensor x, int d, int rows) {
+    const Tensor heads = {x.data, x.B, x.T(), x.C / d, d};
+    HeadMaps maps = {tensor_map(heads, {1, rows, 1}), {}};
+    if (d <= 64) return maps;
+    // As tensor_map's, but boxes of 16 channels in the other swizzle.
+    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+    if (!encode)
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
+                                                    cudaEnableDefault));
+    const cuuint64_t row = (cuuint64_t)d * sizeof(floatX), token = (cuuint64_t)x.C * sizeof(floatX);
+    const cuuint64_t sizes[] = {(cuuint64_t)d, (cuuint64_t)heads.W, (cuuint64_t)heads.H, (cuuint64_t)heads.B};
+    const cuuint64_t strides[] = {row, token, token * heads.H};
+    const cuuint32_t extent[] = {16, 1, (cuuint32_t)rows, 1}, steps[] = {1, 1, 1, 1};
+    CUresult status = encode(&maps.narrow, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides,
+                             extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_32B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    assert(status == CUDA_SUCCESS);
+    return maps;
+}
+// Small heads, padded to 64 channels, take longer so.
+static bool takes_large_attention(Tensor out, int heads) {
+    const int d = out.C / heads;
+    return out.T() == LARGE_TOKENS && d % 8 == 0 && d <= 72 && takes_large(d > 32);
+}
+// launch(D), heads being padded to D channels: a constant of kernels.
+static void with_large_head(int d, auto launch) {
+    if (d > 64) launch(std::integral_constant<int, 72>());
+    else launch(std::integral_constant<int, 64>());
+}
+
+static bool large_attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
+    if (!takes_large_attention(out, heads)) return false;
+    const int d = out.C / heads, items = out.B * heads;
+    PROFILE("attention forward", {4.0 * LARGE_TOKENS * out.count(), 4.0 * sizeof(floatX) * out.count()});
+    LargeForward g = {head_maps(qkv, d, 128), head_maps(out, d, 64), lse, heads, items, 1 / sqrtf((float)d)};
+    with_large_head(d, [&](auto D) {
+        launch(large_forward_kernel<D>, std::min(items, gpu_multiprocessors), 384,
+               sizeof(LargeForwardShared<D>), g);
+    });
+    return true;
+}
+static bool large_attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                                     int heads) {
+    if (!takes_large_attention(out, heads)) return false;
+    const int d = out.C / heads, items = out.B * heads;
+    PROFILE("attention backward", {8.0 * LARGE_TOKENS * out.count(), 8.0 * sizeof(floatX) * out.count()});
+    LargeBackward g = {head_maps(qkv, d, 64),
+                       head_maps(dout, d, 64),
+                       head_maps(dqkv, d, 64),
+                       dout.data,
+                       out.data,
+                       lse,
+                       heads,
+                       items,
+                       d,
+                       1 / sqrtf((float)d)};
+    with_large_head(d, [&](auto D) {
+        launch(large_backward_kernel<D>, std::min(items, gpu_multiprocessors), 256,
+               sizeof(LargeBackwardShared<D>), g);
+    });
+    return true;
+}
+
+}  // namespace gpu
+using gpu::large_attention_forward, gpu::large_attention_backward;
+#else
+static bool large_attention_forward(Tensor, float*, Tensor, int) { return false; }
+static bool large_attention_backward(Tensor, Tensor, Tensor, const float*, Tensor, int) { return false; }
+#endif
+
+// Attention between tokens; maths and shapes stand in room 3 of train_unet.cu.
+static void token_attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
+    if (!large_attention_forward(out, lse, qkv, heads)) attention_forward(out, lse, qkv, heads);
+}
+static void token_attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                                     int heads) {
+    if (!large_attention_backward(dqkv, dout, out, lse, qkv, heads))
+        attention_backward(dqkv, dout, out, lse, qkv, heads);
+}
