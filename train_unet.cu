@@ -1148,7 +1148,7 @@ struct Model : OptimiserMemory {
     struct StepState* state;  // of the step under way: see OPTIMISER
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
-    float* norm_parts;                   // (ranks, buckets, NORM_CHUNKs of a piece)
+    float* norm_parts;                   // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, piece): the others' gradients of the bucket under way
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
@@ -2599,11 +2599,11 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* norm_parts;  // (ranks, buckets, NORM_CHUNKs of a piece), as SquaredNorm leaves them
+    const float* norm_parts;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
-    int ranks = 1, buckets = 1;
+    int ranks = 0;
 
     enum { THREADS = 256 };
     size_t items() const { return 1; }
@@ -2618,11 +2618,8 @@ struct FinishStep {
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
         }
-        int chunks = ceil_div(parameters, NORM_CHUNK), each = chunks / ranks / buckets;
-        for (int i = team.thread; i < chunks; i += team.threads) {  // as they lie in memory
-            int bucket = i / each / ranks, rank = i / each % ranks;
-            sums[SQUARED_NORM] += norm_parts[(rank * buckets + bucket) * each + i % each];
-        }
+        for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
+            sums[SQUARED_NORM] += norm_parts[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) {
             sums[i] = team_sum(sums[i]);
             team_wait();
@@ -2633,7 +2630,7 @@ struct FinishStep {
             state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
             state->quartile_counts[q] = (int)sums[COUNT + q];
         state->stop = 0;
-        for (int rank = 0; stops && rank < ranks; rank++) state->stop |= stops[rank];
+        for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
@@ -2796,7 +2793,8 @@ static void gather_results(Model* m, const int* stop) {
     size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
     for (float* losses : {m->losses, m->variance_losses})
         if (losses) add_gather(&messages, losses, images * loss_parts((int)pixels));
-    add_gather(&messages, m->norm_parts, m->buckets * m->piece / NORM_CHUNK);
+    for (int bucket = 0; bucket < m->buckets; bucket++)
+        add_gather(&messages, m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     add_gather(&messages, m->stops, 1);
     backend_exchange(messages);
@@ -2822,17 +2820,14 @@ static void enqueue_step(Trainer* t) {
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
     gradient_of_parts(t, loss, m->rank * parts_of(m), parts_of(m), [&](int bucket) {
         on_message_lane([&] {
-            size_t chunks = ceil_div(m->piece, NORM_CHUNK);
+            size_t mine = piece_of(m, bucket, m->rank);
             if (is_shared(m)) sum_of_ranks(m, bucket);
-            run(SquaredNorm{.parts = m->norm_parts + (m->rank * m->buckets + bucket) * chunks,
-                            .x = m->gradients + piece_of(m, bucket, m->rank),
-                            .n = m->piece});
+            run(SquaredNorm{m->norm_parts + mine / NORM_CHUNK, m->gradients + mine, m->piece});
             if (is_shared(m) && bucket == m->buckets - 1) gather_results(m, t->stop.get());
         });
     });
     await_messages();
-    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, m->ranks,
-                   m->buckets});
+    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, m->ranks});
     for (int bucket = 0; bucket < m->buckets; bucket++) {
         size_t at = bucket * m->piece, first = piece_of(m, bucket, m->rank), decayed = m->plan.num_decayed;
         OptimiserMemory memory = *m;
