@@ -614,7 +614,7 @@ def time_data_parallel(batch):
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
     config = preset_config(RANKS["preset"], batch)
-    stream, how = torch.cuda.Stream(), "graph"
+    stream, how = torch.cuda.Stream(), "CUDA graph"
     with torch.cuda.stream(stream):  # on which PyTorch wants it to be made that is recorded
         model, layout, autocast = opponent(config, True)
         parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank], gradient_as_bucket_view=True)
@@ -625,7 +625,7 @@ def time_data_parallel(batch):
         torch.cuda.synchronize()
         recorded = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(recorded, stream=stream):
+            with torch.cuda.graph(recorded, stream=stream, capture_error_mode="thread_local"):
                 step()
             replay = recorded.replay
         except RuntimeError as error:

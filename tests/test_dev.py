@@ -5,6 +5,7 @@ import math
 import os
 import re
 import runpy
+import subprocess
 import sys
 
 import numpy as np
@@ -200,6 +201,25 @@ def test_benchmark_on_a_cpu(tools, monkeypatch):
         assert all(0 < ms < 10000 and 0.01 < memory < 10 for ms, memory in times.values())
     with pytest.raises(UserError, match="ended before it had measured"):
         benchmark.measure_case(benchmark.Case("step", "no such preset", 1, 2), 1)
+
+
+def test_benchmark_of_ranks(tools, tmp_path, monkeypatch):
+    """The table of several GPUs; what the program logs is read, here with --processes; NCCL without messages compiles."""
+    benchmark = tools("benchmark")
+    rows = [dict(batch=32, gpus=2, alone=6000.0, ours=11400.0, silent=12000.0,
+                 theirs=dict(images_per_s=3800.0, how="CUDA graph", torch="2.9"))]
+    last = benchmark.render_ranks(dict(gpu="X", rows=rows)).splitlines()[-1]
+    assert last == "| 2 | 32 | 11400 | 95.0% | 3800 | 3.00 | 61 MB | 0.28 of 5.61 ms |"
+    launched = benchmark.launched
+    as_processes = (lambda command, line, **environment: launched(
+        ["--processes" if word == "--gpus" else word for word in command], line))
+    monkeypatch.setattr(benchmark, "launched", as_processes)
+    monkeypatch.setattr(benchmark, "PROGRAMS", dict(bf16=TRAIN))
+    monkeypatch.setattr(benchmark, "RANKS", dict(preset="tiny", seconds=0.005))
+    assert all(0 < benchmark.images_per_second(2, ranks, "none") < 1e5 for ranks in (1, 2))
+    built = subprocess.run(["cc", "-D_GNU_SOURCE", '-DLIBRARY="none"', "-Wall", "-Werror", "-shared", "-fPIC", "-x", "c", "-",
+                            "-o", str(tmp_path / "none.so"), "-ldl"], input=benchmark.NO_MESSAGES, text=True)
+    assert built.returncode == 0
 
 
 DRAWN = dict(gpu="X", torch="2.9", ours={1: 0.5, 2: 0.8, 32: 1.6}, theirs={1: 1.0, 2: 2.0, 32: 4.0}, seconds=0.8,
