@@ -536,33 +536,25 @@ static bool first_to_tell(int status) {  // among the ranks of this machine: wha
     return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
 }
 
-// What this rank sends to another and receives from it, which has the same message the other way round.
-struct Message {
-    int peer;
-    std::span<const std::byte> sent;
-    std::span<std::byte> received;
-};
-// In the order of the calls, like everything on the device, where these are; both of a pair have the same.
-static void backend_exchange(const std::vector<Message>& messages);
+// Sends to another rank and receives from it, which makes the same call the other way round: in the order of
+// the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
+static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
+static void backend_together(auto exchanges);
 // Launches on the lane of messages, in the order of these calls. They wait for what the main lane was given so
 // far, and run beside what comes next, until await_messages. Without other ranks: on the main lane.
 static void on_message_lane(auto launches);
 static void await_messages();
 
-// Adds what gives every rank all of `whole`, (ranks, each), from element `first` on.
-template <typename T>
-static void add_gather(std::vector<Message>* messages, T* whole, size_t each, size_t first = 0) {
+// Gives every rank all of `whole`, (ranks, each), from element `first` on.
+template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
     auto part_of = [&](int rank) {
         size_t end = (rank + 1) * each, begin = std::clamp(first, end - each, end);
         return std::as_writable_bytes(std::span(whole + begin, end - begin));
     };
-    for (int peer = 0; peer < world.size; peer++)
-        if (peer != world.rank) messages->push_back({peer, part_of(world.rank), part_of(peer)});
-}
-template <typename T> static void gather(T* whole, size_t each) {
-    std::vector<Message> messages;
-    add_gather(&messages, whole, each);
-    backend_exchange(messages);
+    backend_together([&] {
+        for (int peer = 0; peer < world.size; peer++)
+            if (peer != world.rank) backend_exchange(peer, part_of(world.rank), part_of(peer));
+    });
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -2477,13 +2469,11 @@ template <typename T> struct RoundWeights {
 // All of the parameters of which each rank has a share; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
-    std::vector<Message> messages;
     for (int bucket = 0; bucket < m->buckets; bucket++) {
         float* mine = m->gradients + piece_of(m, bucket, m->rank);
         backend_copy(mine, parameters + bucket * m->piece, m->piece * sizeof(float));
-        add_gather(&messages, m->gradients + piece_of(m, bucket, 0), m->piece);
+        gather(m->gradients + piece_of(m, bucket, 0), m->piece);
     }
-    backend_exchange(messages);
     return m->gradients;
 }
 
@@ -2773,13 +2763,12 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
 static void sum_of_ranks(Model* m, int bucket) {
     float* mine = m->gradients + piece_of(m, bucket, m->rank);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->piece; };
-    std::vector<Message> messages;
-    for (int peer = 0; peer < m->ranks; peer++) {
-        if (peer == m->rank) continue;
-        std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), received(from(peer), m->piece);
-        messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
-    }
-    backend_exchange(messages);
+    backend_together([&] {
+        for (int peer = 0; peer < m->ranks; peer++) {
+            std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), got(from(peer), m->piece);
+            if (peer != m->rank) backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
+        }
+    });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
@@ -2789,15 +2778,15 @@ static void sum_of_ranks(Model* m, int bucket) {
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    std::vector<Message> messages;
     size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
-    for (float* losses : {m->losses, m->variance_losses})
-        if (losses) add_gather(&messages, losses, images * loss_parts((int)pixels));
-    for (int bucket = 0; bucket < m->buckets; bucket++)
-        add_gather(&messages, m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
-    add_gather(&messages, m->stops, 1);
-    backend_exchange(messages);
+    backend_together([&] {
+        for (float* losses : {m->losses, m->variance_losses})
+            if (losses) gather(losses, images * loss_parts((int)pixels));
+        for (int bucket = 0; bucket < m->buckets; bucket++)
+            gather(m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
+        gather(m->stops, 1);
+    });
 }
 
 // Every rank's piece of a bucket's updated weights becomes all ranks'.
@@ -2806,10 +2795,8 @@ static void gather_weights(Model* m, int bucket) {
     size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
     const float* master = m->master + bucket * m->piece + (first - mine);
     if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
-    std::vector<Message> messages;
-    add_gather(&messages, m->weights + begin, m->piece);
-    add_gather(&messages, m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
-    backend_exchange(messages);
+    gather(m->weights + begin, m->piece);
+    gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
@@ -2904,10 +2891,8 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
         for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
             bytes = std::min(left.size(), most * sizeof(float));
             std::span device((std::byte*)m->target, bytes);
-            Message message = {rank, {}, device};
-            if (world.rank) message = {0, device, {}}, backend_upload(m->target, left.data(), bytes);
-            backend_exchange({message});
-            if (!world.rank) backend_download(left.data(), m->target, bytes);
+            if (world.rank) backend_upload(m->target, left.data(), bytes), backend_exchange(0, device, {});
+            else backend_exchange(rank, {}, device), backend_download(left.data(), m->target, bytes);
         }
     }
 }
@@ -5488,25 +5473,24 @@ static size_t host_memory_available() {
 }
 
 #ifndef __CUDACC__
-// One message after the other: of those that are left, the one between the lowest ranks can always be delivered.
-static void backend_exchange(const std::vector<Message>& messages) {
+// One after the other: of the exchanges that are left, the one between the lowest ranks can always take place.
+static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     Mailbox* boxes = (Mailbox*)(board + 1);
-    for (Message left : messages) {
-        Mailbox& out = boxes[world.rank * world.size + left.peer];
-        Mailbox& in = boxes[left.peer * world.size + world.rank];
-        for (unsigned i = 1; left.sent.size() || left.received.size(); i++ % 8 ? sched_yield() : usleep(50)) {
-            if (left.sent.size() && !out.bytes) {
-                size_t bytes = std::min(left.sent.size(), sizeof out.data);
-                memcpy(out.data, left.sent.data(), bytes);
-                left.sent = left.sent.subspan(bytes), out.bytes = (uint32_t)bytes;
-            }
-            if (left.received.size() && in.bytes) {
-                memcpy(left.received.data(), in.data, in.bytes);
-                left.received = left.received.subspan(in.bytes), in.bytes = 0;
-            }
+    Mailbox& out = boxes[world.rank * world.size + peer];
+    Mailbox& in = boxes[peer * world.size + world.rank];
+    for (unsigned i = 1; sent.size() || received.size(); i++ % 8 ? sched_yield() : usleep(50)) {
+        if (sent.size() && !out.bytes) {
+            size_t bytes = std::min(sent.size(), sizeof out.data);
+            memcpy(out.data, sent.data(), bytes);
+            sent = sent.subspan(bytes), out.bytes = (uint32_t)bytes;
+        }
+        if (received.size() && in.bytes) {
+            memcpy(received.data(), in.data, in.bytes);
+            received = received.subspan(in.bytes), in.bytes = 0;
         }
     }
 }
+static void backend_together(auto exchanges) { exchanges(); }
 static std::string backend_meet() {
     if (world.forked) omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
     for (int rank = 0; rank < world.size; rank++)
@@ -5688,16 +5672,14 @@ static std::string backend_broken() {
         if (status) fail("NCCL reported error %d: a rank of another machine is gone", status);
     });
 }
-static void backend_exchange(const std::vector<Message>& messages) {
+static void backend_together(auto exchanges) { nccl("ncclGroupStart"), exchanges(), nccl("ncclGroupEnd"); }
+static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     const int BYTES = 0;  // ncclInt8
-    nccl("ncclGroupStart");
-    for (const Message& a : messages) {
-        if (size_t bytes = a.sent.size())
-            nccl("ncclSend", a.sent.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
-        if (size_t bytes = a.received.size())
-            nccl("ncclRecv", a.received.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
-    }
-    nccl("ncclGroupEnd");
+    backend_together([&] {
+        if (sent.size()) nccl("ncclSend", sent.data(), sent.size(), BYTES, peer, nccl_ranks, lane->stream);
+        if (received.size())
+            nccl("ncclRecv", received.data(), received.size(), BYTES, peer, nccl_ranks, lane->stream);
+    });
 }
 
 static void backend_replay(Recording* recording, auto launches) {
