@@ -2191,9 +2191,8 @@ struct StepState {
     int accepted;      // and no outliers: the weights may be updated
     int stop;          // a rank was asked to
     float loss, norm;  // these are they, the norm before clipping
-    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
-    float quartile_sums[4] = {};
-    int quartile_counts[4] = {};
+    // by quartile of the timesteps: the sums of their samples' mean squared errors, unweighted; their numbers
+    float quartiles[8] = {};
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
@@ -2598,7 +2597,7 @@ struct FinishStep {
     enum { THREADS = 256 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
+        enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
@@ -2606,7 +2605,7 @@ struct FinishStep {
             sums[WEIGHTED] += loss.chain[t].weight * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
-                if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
+                if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
             sums[SQUARED_NORM] += norm_parts[i];
@@ -2616,9 +2615,8 @@ struct FinishStep {
         }
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-        UNROLLED_FOR (int q = 0; q < 4; q++)
-            state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
-            state->quartile_counts[q] = (int)sums[COUNT + q];
+        UNROLLED_FOR (int i = 0; i < 8; i++)
+            state->quartiles[i] = (float)(sums[QUARTILES + i] / (i < 4 ? loss.pixels * loss.channels : 1));
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
@@ -2681,9 +2679,8 @@ struct Trainer {
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
     std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
-    double quartile_sums[4] = {0};
-    long quartile_counts[4] = {0};
+    // StepState's of the steps since the last line of the log, added up
+    std::array<double, 8> quartiles = {};
 };
 
 // All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
@@ -2850,10 +2847,7 @@ static StepState await_step(Trainer* t) {
     t->step += result.finite;
     t->history = result.history;
     if (result.stop) stop_requested = stop_asked = 1;
-    for (int q = 0; result.finite && q < 4; q++) {
-        t->quartile_sums[q] += result.quartile_sums[q];
-        t->quartile_counts[q] += result.quartile_counts[q];
-    }
+    for (int i = 0; result.finite && i < 8; i++) t->quartiles[i] += result.quartiles[i];
     return result;
 }
 
@@ -4610,10 +4604,8 @@ static void save_samples(Trainer* t) {
 // The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
 static std::string take_quartiles(Trainer* t) {
     std::string list;
-    for (int q = 0; q < 4; q++) {
-        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
+    for (int q = 0; q < 4; q++) list += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
+    t->quartiles = {};
     return "[" + list + "]";
 }
 
