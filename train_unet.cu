@@ -1609,7 +1609,8 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
 
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
-    int levels = list_length(c.channel_mult), width = level_width(c, 0), count = 0, part = 0;
+    int each = c.num_res_blocks + 1, count = list_length(c.channel_mult) * each;  // groups of a level, of all
+    int width = level_width(c, 0), part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
@@ -1626,30 +1627,21 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
-    for (int level = 0; level < levels; level++)
-        for (int i = 0; i <= c.num_res_blocks; i++) {
-            group = text("input_blocks.%d", count++), part = 0;
-            if (i > 0) {
-                add_residual();
-            } else {
-                level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
-                width = level_width(c, level);
-            }
-            skips.push_back((int)plan.blocks.size() - 1);
-        }
+    for (int i = 0; i < count; i++) {
+        group = text("input_blocks.%d", i), part = 0;
+        if (i % each) add_residual();
+        else i ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
+        width = level_width(c, i / each);
+        skips.push_back((int)plan.blocks.size() - 1);
+    }
     group = "middle_block", part = 0;
     for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
-    count = 0;
-    for (int level = levels - 1; level >= 0; level--) {
-        width = level_width(c, level);
-        for (int i = 0; i <= c.num_res_blocks; i++) {
-            group = text("output_blocks.%d", count++), part = 0;
-            add_residual(skips.back());
-            skips.pop_back();
-            if (level && i == c.num_res_blocks) add_resize(BLOCK_UP);
-        }
+    for (int i = count - 1; i >= 0; i--) {  // which input group's output is read
+        group = text("output_blocks.%d", count - 1 - i), part = 0;
+        width = level_width(c, i / each);
+        add_residual(skips[i]);
+        if (i && i % each == 0) add_resize(BLOCK_UP);
     }
-    assert(skips.empty());
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     place_parameters(&plan);
     time_buffers(&plan, c);
