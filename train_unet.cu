@@ -509,12 +509,8 @@ static std::string backend_broken();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-// Of n things, in groups of `unit` that stay together, those that a rank has.
-struct Share {
-    size_t first, end;
-    size_t count() const { return end - first; }
-};
-static Share share_of(size_t n, int rank, size_t unit = 1) {
+// Of n things, in groups of `unit` that stay together, those that a rank has: the first, and the end.
+static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
     size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
     return {first, std::min(n, first + each)};
 }
@@ -2421,14 +2417,13 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
             other.batch_size = batch_size;
             return has_memory(plan_model(other, at_a_time, m.plan.training));
         };
-        int ranks = m.plan.training ? world.size : 1;
-        while (fits > 0 && !would_fit(fits * ranks, fits)) fits /= 2;
+        while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
         bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
         if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
              in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
-             fits * ranks);
+             fits * m.ranks);
     }
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
@@ -2820,14 +2815,12 @@ static void enqueue_step(Trainer* t) {
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
-    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
-    backend_mark(slot);
-    t->begun++;
+    backend_copy(&t->results[t->begun % STEPS_IN_FLIGHT], t->model.state, sizeof(StepState));
+    backend_mark((int)(t->begun++ % STEPS_IN_FLIGHT));
 }
 
 // The result of the oldest step that was begun and not yet awaited.
