@@ -1609,13 +1609,11 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     int width = level_width(c, 0), part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
-    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
+    auto add = [&](BlockKind kind, int skip = -1) {
+        int H = plan.blocks.back().out_H, out_H = kind == BLOCK_UP ? 2 * H : kind == BLOCK_DOWN ? H / 2 : 0;
+        if (out_H && c.resblock_updown) kind = BLOCK_RES;
         add_block(&plan, c, text("%s.%d", group.c_str(), part++),
                   {.kind = kind, .O = width, .out_H = out_H, .skip = skip});
-    };
-    auto add_resize = [&](BlockKind kind) {
-        int H = plan.blocks.back().out_H;
-        add(c.resblock_updown ? BLOCK_RES : kind, -1, kind == BLOCK_UP ? 2 * H : H / 2);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
@@ -1626,7 +1624,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     for (int i = 0; i < count; i++) {
         group = text("input_blocks.%d", i), part = 0;
         if (i % each) add_residual();
-        else i ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
+        else add(i ? BLOCK_DOWN : BLOCK_CONV_IN);
         width = level_width(c, i / each);
         skips.push_back((int)plan.blocks.size() - 1);
     }
@@ -1636,7 +1634,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         group = text("output_blocks.%d", count - 1 - i), part = 0;
         width = level_width(c, i / each);
         add_residual(skips[i]);
-        if (i && i % each == 0) add_resize(BLOCK_UP);
+        if (i && i % each == 0) add(BLOCK_UP);
     }
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     place_parameters(&plan);
