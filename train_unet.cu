@@ -1703,13 +1703,12 @@ static void unet_backward(Model* m, int B, const std::function<void(size_t)>& fi
 static std::vector<double> make_abar(const Config& c) {
     int T = c.diffusion_steps, schedule = c.noise_schedule;
     std::vector<double> abar(T);
-    double product = 1;
     auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
     for (int t = 0; t < T; t++) {
         double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;  // below 1: see check_config
         double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
                                                   : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
-        abar[t] = product *= 1 - beta;
+        abar[t] = (t ? abar[t - 1] : 1) * (1 - beta);
     }
     double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
     for (int t = 0; t < T && c.zero_terminal_snr; t++)
@@ -1981,8 +1980,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         calls.push_back(s);
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
-    int count = (int)timesteps.size();
-    std::vector<int> places = places_of(c, count);
+    std::vector<int> places = places_of(c, (int)timesteps.size());
     double start = abar[timesteps.back()];
     // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
     bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
@@ -2001,7 +1999,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
         if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
             s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
+        if (c.sampler == SAMPLER_DPMPP && i < places[0] && i > 1) {
             double before = abar[timesteps[i + 1]];
             double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
             s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);
@@ -2823,9 +2821,8 @@ static void begin_next_step(Trainer* t) {
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    int slot = (int)(t->step % STEPS_IN_FLIGHT);
-    backend_await(slot);
-    const StepState& result = t->results[slot];
+    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
+    backend_await((int)(t->step % STEPS_IN_FLIGHT));
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
@@ -4074,8 +4071,7 @@ static void print_time(const Config& config, long steps_done) {
     int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
     if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
     double ms = time_step(config, batch, 2) * own / batch;
-    double rate = 1e3 * config.batch_size / ms;
-    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, rate);
+    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, 1e3 * config.batch_size / ms);
     if (batch == config.batch_size) printf("(measured, on grey images)\n");
     else printf("(an estimate from %d of its %d images)\n", batch, config.batch_size);
     long left = std::max(0L, config.steps - steps_done);
@@ -4690,11 +4686,11 @@ static void train(Trainer* t) {
     auto due = [&](int every) { return every && t->step % every == 0; };
     auto finds = [&](bool here) { return of_ranks(&t->model, here)[0]; };  // rank 0's answer
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->step == t->start.config.steps,
-             lacks = finds(!file_exists(samples_path(c.out_dir, t->step)));
+        bool ended = t->step == t->start.config.steps;
         if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
             validate(t);
-        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        if ((ended || due(c.sample_every)) && finds(!file_exists(samples_path(c.out_dir, t->step))))
+            save_samples(t);
         fflush(stdout);
     }
     Pace pace = {t->step};
