@@ -2821,8 +2821,8 @@ static void begin_next_step(Trainer* t) {
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
     backend_await((int)(t->step % STEPS_IN_FLIGHT));
+    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
