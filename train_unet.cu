@@ -509,12 +509,8 @@ static std::string backend_broken();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-// Of n things, in groups of `unit` that stay together, those that a rank has.
-struct Share {
-    size_t first, end;
-    size_t count() const { return end - first; }
-};
-static Share share_of(size_t n, int rank, size_t unit = 1) {
+// Of n things, in groups of `unit` that stay together, those that a rank has: the first, and the end.
+static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
     size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
     return {first, std::min(n, first + each)};
 }
@@ -536,33 +532,25 @@ static bool first_to_tell(int status) {  // among the ranks of this machine: wha
     return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
 }
 
-// What this rank sends to another and receives from it, which has the same message the other way round.
-struct Message {
-    int peer;
-    std::span<const std::byte> sent;
-    std::span<std::byte> received;
-};
-// In the order of the calls, like everything on the device, where these are; both of a pair have the same.
-static void backend_exchange(const std::vector<Message>& messages);
+// Sends to another rank and receives from it, which makes the same call the other way round: in the order of
+// the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
+static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
+static void backend_together(auto exchanges);
 // Launches on the lane of messages, in the order of these calls. They wait for what the main lane was given so
 // far, and run beside what comes next, until await_messages. Without other ranks: on the main lane.
 static void on_message_lane(auto launches);
 static void await_messages();
 
-// Adds what gives every rank all of `whole`, (ranks, each), from element `first` on.
-template <typename T>
-static void add_gather(std::vector<Message>* messages, T* whole, size_t each, size_t first = 0) {
+// Gives every rank all of `whole`, (ranks, each), from element `first` on.
+template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
     auto part_of = [&](int rank) {
         size_t end = (rank + 1) * each, begin = std::clamp(first, end - each, end);
         return std::as_writable_bytes(std::span(whole + begin, end - begin));
     };
-    for (int peer = 0; peer < world.size; peer++)
-        if (peer != world.rank) messages->push_back({peer, part_of(world.rank), part_of(peer)});
-}
-template <typename T> static void gather(T* whole, size_t each) {
-    std::vector<Message> messages;
-    add_gather(&messages, whole, each);
-    backend_exchange(messages);
+    backend_together([&] {
+        for (int peer = 0; peer < world.size; peer++)
+            if (peer != world.rank) backend_exchange(peer, part_of(world.rank), part_of(peer));
+    });
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -1617,16 +1605,15 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
 
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
-    int levels = list_length(c.channel_mult), width = level_width(c, 0), count = 0, part = 0;
+    int each = c.num_res_blocks + 1, count = list_length(c.channel_mult) * each;  // groups of a level, of all
+    int width = level_width(c, 0), part = 0;
     std::vector<int> skips;
     std::string group;  // of blocks, which it numbers
-    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
+    auto add = [&](BlockKind kind, int skip = -1) {
+        int H = plan.blocks.back().out_H, out_H = kind == BLOCK_UP ? 2 * H : kind == BLOCK_DOWN ? H / 2 : 0;
+        if (out_H && c.resblock_updown) kind = BLOCK_RES;
         add_block(&plan, c, text("%s.%d", group.c_str(), part++),
                   {.kind = kind, .O = width, .out_H = out_H, .skip = skip});
-    };
-    auto add_resize = [&](BlockKind kind) {
-        int H = plan.blocks.back().out_H;
-        add(c.resblock_updown ? BLOCK_RES : kind, -1, kind == BLOCK_UP ? 2 * H : H / 2);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
@@ -1634,30 +1621,21 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
-    for (int level = 0; level < levels; level++)
-        for (int i = 0; i <= c.num_res_blocks; i++) {
-            group = text("input_blocks.%d", count++), part = 0;
-            if (i > 0) {
-                add_residual();
-            } else {
-                level ? add_resize(BLOCK_DOWN) : add(BLOCK_CONV_IN);
-                width = level_width(c, level);
-            }
-            skips.push_back((int)plan.blocks.size() - 1);
-        }
+    for (int i = 0; i < count; i++) {
+        group = text("input_blocks.%d", i), part = 0;
+        if (i % each) add_residual();
+        else add(i ? BLOCK_DOWN : BLOCK_CONV_IN);
+        width = level_width(c, i / each);
+        skips.push_back((int)plan.blocks.size() - 1);
+    }
     group = "middle_block", part = 0;
     for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
-    count = 0;
-    for (int level = levels - 1; level >= 0; level--) {
-        width = level_width(c, level);
-        for (int i = 0; i <= c.num_res_blocks; i++) {
-            group = text("output_blocks.%d", count++), part = 0;
-            add_residual(skips.back());
-            skips.pop_back();
-            if (level && i == c.num_res_blocks) add_resize(BLOCK_UP);
-        }
+    for (int i = count - 1; i >= 0; i--) {  // which input group's output is read
+        group = text("output_blocks.%d", count - 1 - i), part = 0;
+        width = level_width(c, i / each);
+        add_residual(skips[i]);
+        if (i && i % each == 0) add(BLOCK_UP);
     }
-    assert(skips.empty());
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
     place_parameters(&plan);
     time_buffers(&plan, c);
@@ -1725,13 +1703,12 @@ static void unet_backward(Model* m, int B, const std::function<void(size_t)>& fi
 static std::vector<double> make_abar(const Config& c) {
     int T = c.diffusion_steps, schedule = c.noise_schedule;
     std::vector<double> abar(T);
-    double product = 1;
     auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
     for (int t = 0; t < T; t++) {
         double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;  // below 1: see check_config
         double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
                                                   : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
-        abar[t] = product *= 1 - beta;
+        abar[t] = (t ? abar[t - 1] : 1) * (1 - beta);
     }
     double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
     for (int t = 0; t < T && c.zero_terminal_snr; t++)
@@ -2003,8 +1980,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         calls.push_back(s);
     };
     auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
-    int count = (int)timesteps.size();
-    std::vector<int> places = places_of(c, count);
+    std::vector<int> places = places_of(c, (int)timesteps.size());
     double start = abar[timesteps.back()];
     // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
     bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
@@ -2023,7 +1999,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
         if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
             s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        if (c.sampler == SAMPLER_DPMPP && i < count - 1 && i > 1) {
+        if (c.sampler == SAMPLER_DPMPP && i < places[0] && i > 1) {
             double before = abar[timesteps[i + 1]];
             double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
             s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);
@@ -2199,9 +2175,8 @@ struct StepState {
     int accepted;      // and no outliers: the weights may be updated
     int stop;          // a rank was asked to
     float loss, norm;  // these are they, the norm before clipping
-    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
-    float quartile_sums[4] = {};
-    int quartile_counts[4] = {};
+    // by quartile of the timesteps: the sums of their samples' mean squared errors, unweighted; their numbers
+    float quartiles[8] = {};
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
@@ -2438,14 +2413,13 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
             other.batch_size = batch_size;
             return has_memory(plan_model(other, at_a_time, m.plan.training));
         };
-        int ranks = m.plan.training ? world.size : 1;
-        while (fits > 0 && !would_fit(fits * ranks, fits)) fits /= 2;
+        while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
         bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
         if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
              in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
-             fits * ranks);
+             fits * m.ranks);
     }
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
@@ -2477,13 +2451,11 @@ template <typename T> struct RoundWeights {
 // All of the parameters of which each rank has a share; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
     if (!is_shared(m)) return parameters;
-    std::vector<Message> messages;
     for (int bucket = 0; bucket < m->buckets; bucket++) {
         float* mine = m->gradients + piece_of(m, bucket, m->rank);
         backend_copy(mine, parameters + bucket * m->piece, m->piece * sizeof(float));
-        add_gather(&messages, m->gradients + piece_of(m, bucket, 0), m->piece);
+        gather(m->gradients + piece_of(m, bucket, 0), m->piece);
     }
-    backend_exchange(messages);
     return m->gradients;
 }
 
@@ -2608,7 +2580,7 @@ struct FinishStep {
     enum { THREADS = 256 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        enum { WEIGHTED, SQUARED_NORM, QUARTILE, COUNT = QUARTILE + 4, SUMS = COUNT + 4 };
+        enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
@@ -2616,7 +2588,7 @@ struct FinishStep {
             sums[WEIGHTED] += loss.chain[t].weight * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
-                if (q == quartile) sums[QUARTILE + q] += loss.parts[i], sums[COUNT + q] += i % parts == 0;
+                if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
             sums[SQUARED_NORM] += norm_parts[i];
@@ -2626,9 +2598,8 @@ struct FinishStep {
         }
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-        UNROLLED_FOR (int q = 0; q < 4; q++)
-            state->quartile_sums[q] = (float)(sums[QUARTILE + q] / (loss.pixels * loss.channels)),
-            state->quartile_counts[q] = (int)sums[COUNT + q];
+        UNROLLED_FOR (int i = 0; i < 8; i++)
+            state->quartiles[i] = (float)(sums[QUARTILES + i] / (i < 4 ? loss.pixels * loss.channels : 1));
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
@@ -2691,9 +2662,8 @@ struct Trainer {
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
     std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    // by quartile of the timesteps, since the last line of the log: the samples' losses, and their number
-    double quartile_sums[4] = {0};
-    long quartile_counts[4] = {0};
+    // StepState's of the steps since the last line of the log, added up
+    std::array<double, 8> quartiles = {};
 };
 
 // All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
@@ -2773,13 +2743,12 @@ static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int p
 static void sum_of_ranks(Model* m, int bucket) {
     float* mine = m->gradients + piece_of(m, bucket, m->rank);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->piece; };
-    std::vector<Message> messages;
-    for (int peer = 0; peer < m->ranks; peer++) {
-        if (peer == m->rank) continue;
-        std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), received(from(peer), m->piece);
-        messages.push_back({peer, std::as_bytes(sent), std::as_writable_bytes(received)});
-    }
-    backend_exchange(messages);
+    backend_together([&] {
+        for (int peer = 0; peer < m->ranks; peer++) {
+            std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), got(from(peer), m->piece);
+            if (peer != m->rank) backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
+        }
+    });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
@@ -2789,15 +2758,15 @@ static void sum_of_ranks(Model* m, int bucket) {
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    std::vector<Message> messages;
     size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
-    for (float* losses : {m->losses, m->variance_losses})
-        if (losses) add_gather(&messages, losses, images * loss_parts((int)pixels));
-    for (int bucket = 0; bucket < m->buckets; bucket++)
-        add_gather(&messages, m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
-    add_gather(&messages, m->stops, 1);
-    backend_exchange(messages);
+    backend_together([&] {
+        for (float* losses : {m->losses, m->variance_losses})
+            if (losses) gather(losses, images * loss_parts((int)pixels));
+        for (int bucket = 0; bucket < m->buckets; bucket++)
+            gather(m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
+        gather(m->stops, 1);
+    });
 }
 
 // Every rank's piece of a bucket's updated weights becomes all ranks'.
@@ -2806,10 +2775,8 @@ static void gather_weights(Model* m, int bucket) {
     size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
     const float* master = m->master + bucket * m->piece + (first - mine);
     if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
-    std::vector<Message> messages;
-    add_gather(&messages, m->weights + begin, m->piece);
-    add_gather(&messages, m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
-    backend_exchange(messages);
+    gather(m->weights + begin, m->piece);
+    gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
@@ -2844,29 +2811,23 @@ static void enqueue_step(Trainer* t) {
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
-    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
     backend_replay(&t->recording, [&] { enqueue_step(t); });
-    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
-    backend_mark(slot);
-    t->begun++;
+    backend_copy(&t->results[t->begun % STEPS_IN_FLIGHT], t->model.state, sizeof(StepState));
+    backend_mark((int)(t->begun++ % STEPS_IN_FLIGHT));
 }
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    int slot = (int)(t->step % STEPS_IN_FLIGHT);
-    backend_await(slot);
-    const StepState& result = t->results[slot];
+    backend_await((int)(t->step % STEPS_IN_FLIGHT));
+    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
     t->history = result.history;
     if (result.stop) stop_requested = stop_asked = 1;
-    for (int q = 0; result.finite && q < 4; q++) {
-        t->quartile_sums[q] += result.quartile_sums[q];
-        t->quartile_counts[q] += result.quartile_counts[q];
-    }
+    for (int i = 0; result.finite && i < 8; i++) t->quartiles[i] += result.quartiles[i];
     return result;
 }
 
@@ -2904,10 +2865,8 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
         for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
             bytes = std::min(left.size(), most * sizeof(float));
             std::span device((std::byte*)m->target, bytes);
-            Message message = {rank, {}, device};
-            if (world.rank) message = {0, device, {}}, backend_upload(m->target, left.data(), bytes);
-            backend_exchange({message});
-            if (!world.rank) backend_download(left.data(), m->target, bytes);
+            if (world.rank) backend_upload(m->target, left.data(), bytes), backend_exchange(0, device, {});
+            else backend_exchange(rank, {}, device), backend_download(left.data(), m->target, bytes);
         }
     }
 }
@@ -4112,8 +4071,7 @@ static void print_time(const Config& config, long steps_done) {
     int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
     if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
     double ms = time_step(config, batch, 2) * own / batch;
-    double rate = 1e3 * config.batch_size / ms;
-    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, rate);
+    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, 1e3 * config.batch_size / ms);
     if (batch == config.batch_size) printf("(measured, on grey images)\n");
     else printf("(an estimate from %d of its %d images)\n", batch, config.batch_size);
     long left = std::max(0L, config.steps - steps_done);
@@ -4625,10 +4583,8 @@ static void save_samples(Trainer* t) {
 // The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
 static std::string take_quartiles(Trainer* t) {
     std::string list;
-    for (int q = 0; q < 4; q++) {
-        list += (q ? ", " : "") + json_number(t->quartile_sums[q] / (double)t->quartile_counts[q]);
-        t->quartile_sums[q] = 0, t->quartile_counts[q] = 0;
-    }
+    for (int q = 0; q < 4; q++) list += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
+    t->quartiles = {};
     return "[" + list + "]";
 }
 
@@ -4730,11 +4686,11 @@ static void train(Trainer* t) {
     auto due = [&](int every) { return every && t->step % every == 0; };
     auto finds = [&](bool here) { return of_ranks(&t->model, here)[0]; };  // rank 0's answer
     if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->step == t->start.config.steps,
-             lacks = finds(!file_exists(samples_path(c.out_dir, t->step)));
+        bool ended = t->step == t->start.config.steps;
         if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
             validate(t);
-        if ((ended || due(c.sample_every)) && lacks) save_samples(t);
+        if ((ended || due(c.sample_every)) && finds(!file_exists(samples_path(c.out_dir, t->step))))
+            save_samples(t);
         fflush(stdout);
     }
     Pace pace = {t->step};
@@ -5488,25 +5444,24 @@ static size_t host_memory_available() {
 }
 
 #ifndef __CUDACC__
-// One message after the other: of those that are left, the one between the lowest ranks can always be delivered.
-static void backend_exchange(const std::vector<Message>& messages) {
+// One after the other: of the exchanges that are left, the one between the lowest ranks can always take place.
+static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     Mailbox* boxes = (Mailbox*)(board + 1);
-    for (Message left : messages) {
-        Mailbox& out = boxes[world.rank * world.size + left.peer];
-        Mailbox& in = boxes[left.peer * world.size + world.rank];
-        for (unsigned i = 1; left.sent.size() || left.received.size(); i++ % 8 ? sched_yield() : usleep(50)) {
-            if (left.sent.size() && !out.bytes) {
-                size_t bytes = std::min(left.sent.size(), sizeof out.data);
-                memcpy(out.data, left.sent.data(), bytes);
-                left.sent = left.sent.subspan(bytes), out.bytes = (uint32_t)bytes;
-            }
-            if (left.received.size() && in.bytes) {
-                memcpy(left.received.data(), in.data, in.bytes);
-                left.received = left.received.subspan(in.bytes), in.bytes = 0;
-            }
+    Mailbox& out = boxes[world.rank * world.size + peer];
+    Mailbox& in = boxes[peer * world.size + world.rank];
+    for (unsigned i = 1; sent.size() || received.size(); i++ % 8 ? sched_yield() : usleep(50)) {
+        if (sent.size() && !out.bytes) {
+            size_t bytes = std::min(sent.size(), sizeof out.data);
+            memcpy(out.data, sent.data(), bytes);
+            sent = sent.subspan(bytes), out.bytes = (uint32_t)bytes;
+        }
+        if (received.size() && in.bytes) {
+            memcpy(received.data(), in.data, in.bytes);
+            received = received.subspan(in.bytes), in.bytes = 0;
         }
     }
 }
+static void backend_together(auto exchanges) { exchanges(); }
 static std::string backend_meet() {
     if (world.forked) omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
     for (int rank = 0; rank < world.size; rank++)
@@ -5688,16 +5643,14 @@ static std::string backend_broken() {
         if (status) fail("NCCL reported error %d: a rank of another machine is gone", status);
     });
 }
-static void backend_exchange(const std::vector<Message>& messages) {
+static void backend_together(auto exchanges) { nccl("ncclGroupStart"), exchanges(), nccl("ncclGroupEnd"); }
+static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     const int BYTES = 0;  // ncclInt8
-    nccl("ncclGroupStart");
-    for (const Message& a : messages) {
-        if (size_t bytes = a.sent.size())
-            nccl("ncclSend", a.sent.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
-        if (size_t bytes = a.received.size())
-            nccl("ncclRecv", a.received.data(), bytes, BYTES, a.peer, nccl_ranks, lane->stream);
-    }
-    nccl("ncclGroupEnd");
+    backend_together([&] {
+        if (sent.size()) nccl("ncclSend", sent.data(), sent.size(), BYTES, peer, nccl_ranks, lane->stream);
+        if (received.size())
+            nccl("ncclRecv", received.data(), received.size(), BYTES, peer, nccl_ranks, lane->stream);
+    });
 }
 
 static void backend_replay(Recording* recording, auto launches) {
