@@ -1675,7 +1675,8 @@ static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.
 
 // The last block's output gradient -> every weight gradient. The side lane is waited for but for the last
 // thing that the block gave it, a weight gradient that may go on beside the next block. finished(end): those of
-// the parameters before `end`, as they lie in memory, are there for what the main lane does next.
+// the parameters before `end`, as they lie in memory, are there for what the main lane does next; blocks 0 and
+// 1 are taken for one, for their parameters may lie in either order.
 static void unet_backward(Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
     int calls = 0;
     size_t end = 0;
@@ -2323,8 +2324,8 @@ static void divide_parameters(Model* m) {
     m->ranks = m->buckets = 1, m->rank = 0, m->piece = floats;
     if (!m->plan.training || world.size == 1) return;
     m->ranks = world.size, m->rank = world.rank;
-    m->buckets = std::clamp(chunks / m->ranks, 1, BUCKETS);
-    m->piece = NORM_CHUNK * (size_t)ceil_div(chunks, m->buckets * m->ranks);
+    m->piece = NORM_CHUNK * (size_t)ceil_div(chunks, BUCKETS * m->ranks);
+    m->buckets = ceil_div(floats, m->ranks * m->piece);
     floats = m->buckets * m->ranks * m->piece;
 }
 static size_t piece_of(const Model* m, int bucket, int rank) {
@@ -2775,8 +2776,10 @@ static void gather_weights(Model* m, int bucket) {
     size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
     const float* master = m->master + bucket * m->piece + (first - mine);
     if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
-    gather(m->weights + begin, m->piece);
-    gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
+    backend_together([&] {
+        gather(m->weights + begin, m->piece);
+        gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
+    });
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
@@ -4443,7 +4446,7 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
 }
 
-// Each rank has as many of the parts that a batch goes through the network in: see gradient_of_ranks.
+// Each rank has as many of the parts that a batch goes through the network in: see sum_of_ranks.
 static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
     if (!std::has_single_bit(ranks + 0u))
@@ -5614,7 +5617,7 @@ static void await_messages() {
 static void *nccl_library, *nccl_ranks;
 template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
-    if (!function) fail("NCCL lacks %s: version 2.14 or later is needed", name);
+    if (!function) fail("NCCL lacks %s: 2.14 or later is needed", name);
     if (int status = function(arguments...))
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
@@ -5633,6 +5636,7 @@ static std::string backend_meet() {
     backend_wait();
     int version = 0;
     nccl("ncclGetVersion", &version);
+    if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 static void backend_part() { nccl("ncclCommFinalize", nccl_ranks); }
@@ -5810,7 +5814,6 @@ template <typename Layer> __global__ void teams_kernel(Layer layer) {
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
-    if (!items) return;  // of few weights the last of several ranks has none
     if constexpr (requires { Layer::THREADS; }) {
         launch(teams_kernel<Layer>, (int)items, Layer::THREADS, 0, layer);
     } else {

@@ -689,14 +689,14 @@ def benchmark_ranks():
 
 def render_ranks(found):
     """The table of several GPUs. sends: of the default model's gradients and bf16 weights; waits: more than without."""
-    rows, parameters = found["rows"], 20494211
+    rows, floats = found["rows"], 320 * 65536  # as 2, 4 and 8 ranks divide them
     how = " or ".join(sorted({row["theirs"]["how"] for row in rows}))
     text = (f"| {found['gpu']}, bf16: GPUs | images each | images/s | of as many times one | DistributedDataParallel's,"
             f" torch.compile, {how} | times as fast | sends a step | waits for it |\n"
             "|---:|---:|---:|---:|---:|---:|---:|---:|\n")
     for row in rows:
         gpus, batch, ours, theirs = row["gpus"], row["batch"], row["ours"], row["theirs"]["images_per_s"]
-        sent = (1 - 1 / gpus) * parameters * (4 + 2) / 1e6
+        sent = (1 - 1 / gpus) * floats * (4 + 2) / 1e6
         exposed = 1e3 * batch * gpus * (1 / ours - 1 / row["silent"])
         text += (f"| {gpus} | {batch} | {ours:.0f} | {100 * ours / (gpus * row['alone']):.1f}% | {theirs:.0f}"
                  f" | {ours / theirs:.2f} | {sent:.0f} MB | {exposed:.2f} of {1e3 * batch * gpus / ours:.2f} ms |\n")

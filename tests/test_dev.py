@@ -209,7 +209,7 @@ def test_benchmark_of_ranks(tools, tmp_path, monkeypatch):
     rows = [dict(batch=32, gpus=2, alone=6000.0, ours=11400.0, silent=12000.0,
                  theirs=dict(images_per_s=3800.0, how="CUDA graph", torch="2.9"))]
     last = benchmark.render_ranks(dict(gpu="X", rows=rows)).splitlines()[-1]
-    assert last == "| 2 | 32 | 11400 | 95.0% | 3800 | 3.00 | 61 MB | 0.28 of 5.61 ms |"
+    assert last == "| 2 | 32 | 11400 | 95.0% | 3800 | 3.00 | 63 MB | 0.28 of 5.61 ms |"
     launched = benchmark.launched
     as_processes = (lambda command, line, **environment: launched(
         ["--processes" if word == "--gpus" else word for word in command], line))
