@@ -5914,14 +5914,6 @@ __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * 
     for (auto& of_warp : shared_sums) total += of_warp[c];
     sums[c] = finish(c, total);
 }
-typedef float2 NormPartSums[NORM_PART_THREADS / 32][8 * VEC];
-
-// A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
-__device__ inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
-    int r = threadIdx.x / 8;
-    for (int i = 0; i < NORM_PART_DEPTH; i++)
-        if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
-}
 
 // The moments of n values, from the sums of their distances from a pivot, and of the squares of these. Where
 // the pivot is one of the values, these are at most n + 1 times the sum about the mean: little cancels.
@@ -5930,34 +5922,69 @@ __device__ inline float2 moments_about(float pivot, float2 sums, float n) {
     return make_float2(pivot + shift, fmaxf(0, sums.y - sums.x * shift));
 }
 
-// moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
-// 8 vectors of channels, image); x is read once. The pivot is the part's first pixel.
-__global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(const Tensor x) {
+// Sums over each part of an image, (B, parts, C). Without GRADIENT the moments of norm.x.first (B, T, C): its
+// x.mean(1), ((x - x.mean(1)) ** 2).sum(1). Else norm.sums, and dy, the gradient before the SiLU, dout *
+// silu'(x scale + shift). Block (part, 8 vectors of channels, image). Device memory: x and dout in, dy out,
+// once each. Of x counts the distance from a pivot: the part's first pixel, or the mean of the group.
+template <bool GRADIENT>
+__global__ void __launch_bounds__(NORM_PART_THREADS)
+    norm_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
-    const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
-    const floatX* first = x.data + ((size_t)blockIdx.z * T + t0) * C;
-    Unpacked sum = {}, squares = {};
+    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    int T = norm.x.first.T(), C = norm.x.C(), width = GRADIENT ? norm.x.of(c).C : C;
+    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0);
+    size_t pixel = (size_t)blockIdx.z * T + t0 + r, at = pixel * C + c;
+    const floatX* first = norm.x.first.data + ((size_t)blockIdx.z * T + t0) * C;
+    auto load_part = [&](uint4* in, const floatX* from, int stride) {
+        for (int i = 0; i < NORM_PART_DEPTH; i++)
+            if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(from + i * NORM_PART_STEP * stride);
+    };
+    Unpacked sum = {}, product = {};
     if (c < C) {
-        uint4 in[NORM_PART_DEPTH];
-        norm_part_load(in, first + r * C + c, C, n);
-        Unpacked pivot = unpack(first + c);
+        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
+        load_part(in, GRADIENT ? norm.x.of(c).data + pixel * width + norm.x.within(c) : first + r * C + c,
+                  width);
+        Unpacked pivot = GRADIENT ? Unpacked() : unpack(first + c);
+        Vector<float2, VEC> affine;
+        if (GRADIENT) {
+            load_part(upstream, dout + at, C);
+            const size_t of = (size_t)blockIdx.z * C + c;
+            auto statistics = load<VEC>(norm.statistics + of);
+            affine = load<VEC>(norm.affine + of);
+            for (int e = 0; e < VEC; e++) pivot[e] = statistics.of[e].x;
+        }
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
-            Unpacked d = unpack(in[i]);
-            for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
+            Unpacked x = unpack(in[i]), d = GRADIENT ? unpack(upstream[i]) : x;
+            if (GRADIENT && norm.silu)
+                for (int e = 0; e < VEC; e++)
+                    d[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+            for (int e = 0; e < VEC; e++) {
+                const float distance = x[e] - pivot[e], value = GRADIENT ? d[e] : distance;
+                sum[e] += value, product[e] += value * distance;
+            }
+            if (GRADIENT && (norm.silu || dy != dout))
+                *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
     const int c0 = blockIdx.y * 8 * VEC;
-    float2* moments = x.moments + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    __shared__ NormPartSums shared_sums;
-    norm_part_sums<8>(shared_sums, moments, C - c0, sum, squares,
-                      [&](int c, float2 total) { return moments_about((float)first[c0 + c], total, n); });
+    float2* sums = GRADIENT ? norm.sums : norm.x.first.moments;
+    sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
+    norm_part_sums<8>(shared_sums, sums, C - c0, sum, product, [&](int c, float2 total) {
+        if (!GRADIENT) return moments_about((float)first[c0 + c], total, n);
+        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
+    });
 }
-static void channel_moments(Tensor x) {
-    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.count()});
-    dim3 grid(norm_parts(x.T()), ceil_div(x.C, 8 * VEC), x.B);
-    launch(channel_moments_kernel, grid, NORM_PART_THREADS, 0, x);
+template <bool GRADIENT> static void launch_norm_sums(floatX* dy, const floatX* dout, const Norm& norm) {
+    const Tensor& x = norm.x.first;
+    PROFILE("group norm sums", {0, (GRADIENT ? 3.0 : 1.0) * sizeof(floatX) * x.rows() * norm.x.C()});
+    dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
+    launch(norm_sums_kernel<GRADIENT>, grid, NORM_PART_THREADS, 0, dy, dout, norm);
+}
+static void channel_moments(Tensor x) { launch_norm_sums<false>(nullptr, nullptr, {.x = x}); }
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
+    launch_norm_sums<true>(dy.data, dout.data, norm);
 }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
@@ -6087,50 +6114,11 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     if (!out) s.ranks = 1;
     launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.x.first.B, NORM_THREADS, 0, out.data, norm, s);
 }
+static bool hopper_norms(const Norm& norm, int O);  // whether that product norms on the way: room 13
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     const bool on_the_way = hopper_norms(norm, O);
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
     return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
-}
-
-// The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
-// channel_moments. Device memory: x and dout in, dy out, once each.
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
-    await_inputs();
-    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), width = norm.x.of(c).C;
-    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
-    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
-    Unpacked sum = {}, sum_normed = {};
-    if (c < C) {
-        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
-        norm_part_load(upstream, dout + at, C, n);
-        const size_t of = (size_t)blockIdx.z * C + c;
-        auto statistics = load<VEC>(norm.statistics + of), affine = load<VEC>(norm.affine + of);
-        for (int i = 0; i < NORM_PART_DEPTH; i++) {
-            if (r + i * NORM_PART_STEP >= n) break;
-            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
-            if (norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
-            for (int e = 0; e < VEC; e++)
-                sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - statistics.of[e].x);
-            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
-        }
-    }
-    const int c0 = blockIdx.y * 8 * VEC;
-    float2* sums = norm.sums + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    __shared__ NormPartSums shared_sums;
-    norm_part_sums<8>(shared_sums, sums, C - c0, sum, sum_normed, [&](int c, float2 total) {
-        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
-    });
-}
-static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
-    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
-    dim3 grid(norm_parts(dy.T()), ceil_div(dy.C, 8 * VEC), dy.B);
-    launch(groupnorm_backward_sums_kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
 // dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
