@@ -6683,9 +6683,9 @@ template <class Tile> struct WarpProduct {
         UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
             row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
     }
-#ifndef PRECISION_FP32
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+#ifndef PRECISION_FP32
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
         uint32_t a_line[MI];
         UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
@@ -6702,9 +6702,7 @@ template <class Tile> struct WarpProduct {
                 UNROLLED_FOR (int j = 0; j < NI; j++)
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
-    }
 #else
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
             Vector<float, 4> a[2 * MI];
@@ -6726,8 +6724,8 @@ template <class Tile> struct WarpProduct {
                             c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
                 }
         }
-    }
 #endif
+    }
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
