@@ -6548,15 +6548,15 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// By a thread, a vector of each of N rows of shared memory, `step` bytes apart, but of the first n at most:
-// from `from` on, of pixel pixel_of(i) for the i-th; zeros where there are not so many pixels.
-template <int N, class PixelOf>
-__device__ __forceinline__ void load_pixels(uint32_t to, int step, int n, const floatX* from,
-                                            unsigned channels, unsigned pixels, PixelOf pixel_of) {
+// By a thread, a vector of each of N rows of shared memory, SWEEP apart, but of the first n at most: from
+// `from` on, of pixel pixel_of(i) for the row i further; zeros where there are not so many pixels.
+template <int N, int SWEEP, int ROW_BYTES = 128>
+__device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
+                                            unsigned pixels, auto pixel_of) {
     unsigned m[N];  // all before the first copy: none waits for another
-    UNROLLED_FOR (int i = 0; i < N; i++) m[i] = i < n ? pixel_of(i) : 0;
+    UNROLLED_FOR (int i = 0; i < N; i++) m[i] = i < n ? pixel_of(i * SWEEP) : 0;
     UNROLLED_FOR (int i = 0; i < N; i++)
-        if (i < n) copy_async(to + i * step, rows_from(from, m[i], channels), m[i] < pixels);
+        if (i < n) copy_async(to + i * SWEEP * ROW_BYTES, rows_from(from, m[i], channels), m[i] < pixels);
 }
 template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address) {
     return load<N>((const float*)__cvta_shared_to_generic(address));
@@ -6853,12 +6853,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
         const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
-        load_pixels<Tile::A_LOADS>(a_ring + buffer * a_bytes + swizzled(row, tid % 8), Tile::SWEEP * 128,
-                                   TAPS > 1 ? sweeps - begin : Tile::A_LOADS, x.data + c, x.C,
-                                   c < x.C ? g.M() : 0, [&](int i) {
-                                       int r = row + i * Tile::SWEEP;
-                                       return TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-                                   });
+        load_pixels<Tile::A_LOADS, Tile::SWEEP>(
+            a_ring + buffer * a_bytes + swizzled(row, tid % 8), TAPS > 1 ? sweeps - begin : Tile::A_LOADS,
+            x.data + c, x.C, c < x.C ? g.M() : 0,
+            [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; });
     };
     // A tap's weights, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
     auto load_b = [&](int stage, int chunk, int tap) {
@@ -7163,18 +7161,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     auto load = [&](int tile) {
         if (tile >= last) return;
         auto& stage = shared.stages[(tile - first) % STAGES];
-        const int at = swizzled(row, v, Tile::ROW_BYTES), step = Tile::SWEEP * Tile::ROW_BYTES,
-                  o = o0 + v * VEC, c = c0 + v * VEC;
+        const int at = swizzled(row, v, Tile::ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
         const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
         auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
-        load_pixels<D_SWEEPS>(shared_address(stage.dout) + at, step, D_SWEEPS, dout + o, O, o < O ? M : 0,
-                              [&](int i) {
-                                  int p = row + i * Tile::SWEEP;
-                                  return pixel(TAPS > 1 ? shared.row_of_pixel[p] + g.patch.tap(4) : p);
-                              });
-        load_pixels<Tile::X_SWEEPS>(shared_address(stage.x) + at, step, Tile::X_SWEEPS, x + c, channels,
-                                    c < channels ? M : 0,
-                                    [&](int i) { return pixel(row + i * Tile::SWEEP); });
+        load_pixels<D_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
+            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0,
+            [&](int i) { return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i); });
+        load_pixels<Tile::X_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
+            shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
+            [&](int i) { return pixel(row + i); });
     };
     WeightProduct<Tile> product;
     // On leaving a set of images part split + set: the pair never goes down, so no two have the same sum.
