@@ -5751,14 +5751,6 @@ static void allocate_workspace() {
 
 namespace gpu {
 
-// Room 13, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
-// HOPPER: whether a 3x3 product norms what it reads; a product, if it is taken, and whether it was.
-struct Gemm;
-struct WeightGradient;
-static bool hopper_norms(const Norm& norm, int O);
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
-static bool launch_hopper_weight_gradient(WeightGradient g);
-
 // ---- what the kernels share -------------------------------------------------------------------------------
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
@@ -6950,6 +6942,9 @@ template <class Tile> static void launch_gemm_tile(Gemm g) {
     if (!g.sums) launch_gemm_sums(g);
 }
 
+// Room 13, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
+// HOPPER: whether it takes a product, launched there if so.
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
@@ -7283,6 +7278,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     if (options.norm) g.norm = *options.norm;
     launch_gemm<TAPS, true>(g);
 }
+static bool launch_hopper_weight_gradient(WeightGradient g);  // room 13: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
