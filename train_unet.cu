@@ -5708,14 +5708,6 @@ static void allocate_workspace() {
 
 namespace gpu {
 
-// Room 13, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
-// HOPPER: whether a 3x3 product norms what it reads; a product, if it is taken, and whether it was.
-struct Gemm;
-struct WeightGradient;
-static bool hopper_norms(const Norm& norm, int O);
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
-static bool launch_hopper_weight_gradient(WeightGradient g);
-
 // ---- what the kernels share -------------------------------------------------------------------------------
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
@@ -5870,14 +5862,6 @@ __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * 
     for (auto& of_warp : shared_sums) total += of_warp[c];
     sums[c] = finish(c, total);
 }
-typedef float2 NormPartSums[NORM_PART_THREADS / 32][8 * VEC];
-
-// A thread's vectors of a part of n pixels: in[i] is of pixel threadIdx.x / 8 + i NORM_PART_STEP, in[0] at x.
-__device__ inline void norm_part_load(uint4 in[NORM_PART_DEPTH], const floatX* x, int stride, int n) {
-    int r = threadIdx.x / 8;
-    for (int i = 0; i < NORM_PART_DEPTH; i++)
-        if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(x + i * NORM_PART_STEP * stride);
-}
 
 // The moments of n values, from the sums of their distances from a pivot, and of the squares of these. Where
 // the pivot is one of the values, these are at most n + 1 times the sum about the mean: little cancels.
@@ -5886,34 +5870,69 @@ __device__ inline float2 moments_about(float pivot, float2 sums, float n) {
     return make_float2(pivot + shift, fmaxf(0, sums.y - sums.x * shift));
 }
 
-// moments (B, parts, C) = x.mean(1), ((x - x.mean(1)) ** 2).sum(1) of each part of x (B, T, C). Block (part,
-// 8 vectors of channels, image); x is read once. The pivot is the part's first pixel.
-__global__ void __launch_bounds__(NORM_PART_THREADS) channel_moments_kernel(const Tensor x) {
+// Sums over each part of an image, (B, parts, C). Without GRADIENT the moments of norm.x.first (B, T, C): its
+// x.mean(1), ((x - x.mean(1)) ** 2).sum(1). Else norm.sums, and dy, the gradient before the SiLU, dout *
+// silu'(x scale + shift). Block (part, 8 vectors of channels, image). Device memory: x and dout in, dy out,
+// once each. Of x counts the distance from a pivot: the part's first pixel, or the mean of the group.
+template <bool GRADIENT>
+__global__ void __launch_bounds__(NORM_PART_THREADS)
+    norm_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
-    const int T = x.T(), C = x.C, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0), r = threadIdx.x / 8;
-    const floatX* first = x.data + ((size_t)blockIdx.z * T + t0) * C;
-    Unpacked sum = {}, squares = {};
+    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
+    int T = norm.x.first.T(), C = norm.x.C(), width = GRADIENT ? norm.x.of(c).C : C;
+    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0);
+    size_t pixel = (size_t)blockIdx.z * T + t0 + r, at = pixel * C + c;
+    const floatX* first = norm.x.first.data + ((size_t)blockIdx.z * T + t0) * C;
+    auto load_part = [&](uint4* in, const floatX* from, int stride) {
+        for (int i = 0; i < NORM_PART_DEPTH; i++)
+            if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(from + i * NORM_PART_STEP * stride);
+    };
+    Unpacked sum = {}, product = {};
     if (c < C) {
-        uint4 in[NORM_PART_DEPTH];
-        norm_part_load(in, first + r * C + c, C, n);
-        Unpacked pivot = unpack(first + c);
+        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
+        load_part(in, GRADIENT ? norm.x.of(c).data + pixel * width + norm.x.within(c) : first + r * C + c,
+                  width);
+        Unpacked pivot = GRADIENT ? Unpacked() : unpack(first + c);
+        Vector<float2, VEC> affine;
+        if (GRADIENT) {
+            load_part(upstream, dout + at, C);
+            const size_t of = (size_t)blockIdx.z * C + c;
+            auto statistics = load<VEC>(norm.statistics + of);
+            affine = load<VEC>(norm.affine + of);
+            for (int e = 0; e < VEC; e++) pivot[e] = statistics.of[e].x;
+        }
         for (int i = 0; i < NORM_PART_DEPTH; i++) {
             if (r + i * NORM_PART_STEP >= n) break;
-            Unpacked d = unpack(in[i]);
-            for (int e = 0; e < VEC; e++) d[e] -= pivot[e], sum[e] += d[e], squares[e] += d[e] * d[e];
+            Unpacked x = unpack(in[i]), d = GRADIENT ? unpack(upstream[i]) : x;
+            if (GRADIENT && norm.silu)
+                for (int e = 0; e < VEC; e++)
+                    d[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+            for (int e = 0; e < VEC; e++) {
+                const float distance = x[e] - pivot[e], value = GRADIENT ? d[e] : distance;
+                sum[e] += value, product[e] += value * distance;
+            }
+            if (GRADIENT && (norm.silu || dy != dout))
+                *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
     const int c0 = blockIdx.y * 8 * VEC;
-    float2* moments = x.moments + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    __shared__ NormPartSums shared_sums;
-    norm_part_sums<8>(shared_sums, moments, C - c0, sum, squares,
-                      [&](int c, float2 total) { return moments_about((float)first[c0 + c], total, n); });
+    float2* sums = GRADIENT ? norm.sums : norm.x.first.moments;
+    sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
+    norm_part_sums<8>(shared_sums, sums, C - c0, sum, product, [&](int c, float2 total) {
+        if (!GRADIENT) return moments_about((float)first[c0 + c], total, n);
+        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
+    });
 }
-static void channel_moments(Tensor x) {
-    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.count()});
-    dim3 grid(norm_parts(x.T()), ceil_div(x.C, 8 * VEC), x.B);
-    launch(channel_moments_kernel, grid, NORM_PART_THREADS, 0, x);
+template <bool GRADIENT> static void launch_norm_sums(floatX* dy, const floatX* dout, const Norm& norm) {
+    const Tensor& x = norm.x.first;
+    PROFILE("group norm sums", {0, (GRADIENT ? 3.0 : 1.0) * sizeof(floatX) * x.rows() * norm.x.C()});
+    dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
+    launch(norm_sums_kernel<GRADIENT>, grid, NORM_PART_THREADS, 0, dy, dout, norm);
+}
+static void channel_moments(Tensor x) { launch_norm_sums<false>(nullptr, nullptr, {.x = x}); }
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
+    launch_norm_sums<true>(dy.data, dout.data, norm);
 }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
@@ -6043,50 +6062,11 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     if (!out) s.ranks = 1;
     launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.x.first.B, NORM_THREADS, 0, out.data, norm, s);
 }
+static bool hopper_norms(const Norm& norm, int O);  // whether that product norms on the way: room 13
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     const bool on_the_way = hopper_norms(norm, O);
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
     return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
-}
-
-// The gradient before the SiLU, dy = dout * silu'(x scale + shift), and its sums. Blocks as in
-// channel_moments. Device memory: x and dout in, dy out, once each.
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
-    await_inputs();
-    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), width = norm.x.of(c).C;
-    int n = min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART);
-    size_t pixel = (size_t)blockIdx.z * T + blockIdx.x * NORM_PART + r, at = pixel * C + c;
-    Unpacked sum = {}, sum_normed = {};
-    if (c < C) {
-        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        norm_part_load(in, norm.x.of(c).data + pixel * width + norm.x.within(c), width, n);
-        norm_part_load(upstream, dout + at, C, n);
-        const size_t of = (size_t)blockIdx.z * C + c;
-        auto statistics = load<VEC>(norm.statistics + of), affine = load<VEC>(norm.affine + of);
-        for (int i = 0; i < NORM_PART_DEPTH; i++) {
-            if (r + i * NORM_PART_STEP >= n) break;
-            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
-            if (norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
-            for (int e = 0; e < VEC; e++)
-                sum[e] += d[e], sum_normed[e] += d[e] * (value[e] - statistics.of[e].x);
-            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
-        }
-    }
-    const int c0 = blockIdx.y * 8 * VEC;
-    float2* sums = norm.sums + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    __shared__ NormPartSums shared_sums;
-    norm_part_sums<8>(shared_sums, sums, C - c0, sum, sum_normed, [&](int c, float2 total) {
-        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
-    });
-}
-static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
-    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * dy.count()});
-    dim3 grid(norm_parts(dy.T()), ceil_div(dy.C, 8 * VEC), dy.B);
-    launch(groupnorm_backward_sums_kernel, grid, NORM_PART_THREADS, 0, dy.data, dout.data, norm);
 }
 
 // dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
@@ -6516,15 +6496,15 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// By a thread, a vector of each of N rows of shared memory, `step` bytes apart, but of the first n at most:
-// from `from` on, of pixel pixel_of(i) for the i-th; zeros where there are not so many pixels.
-template <int N, class PixelOf>
-__device__ __forceinline__ void load_pixels(uint32_t to, int step, int n, const floatX* from,
-                                            unsigned channels, unsigned pixels, PixelOf pixel_of) {
+// By a thread, a vector of each of N rows of shared memory, SWEEP apart, but of the first n at most: from
+// `from` on, of pixel pixel_of(i) for the row i further; zeros where there are not so many pixels.
+template <int N, int SWEEP, int ROW_BYTES = 128>
+__device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
+                                            unsigned pixels, auto pixel_of) {
     unsigned m[N];  // all before the first copy: none waits for another
-    UNROLLED_FOR (int i = 0; i < N; i++) m[i] = i < n ? pixel_of(i) : 0;
+    UNROLLED_FOR (int i = 0; i < N; i++) m[i] = i < n ? pixel_of(i * SWEEP) : 0;
     UNROLLED_FOR (int i = 0; i < N; i++)
-        if (i < n) copy_async(to + i * step, rows_from(from, m[i], channels), m[i] < pixels);
+        if (i < n) copy_async(to + i * SWEEP * ROW_BYTES, rows_from(from, m[i], channels), m[i] < pixels);
 }
 template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address) {
     return load<N>((const float*)__cvta_shared_to_generic(address));
@@ -6651,9 +6631,9 @@ template <class Tile> struct WarpProduct {
         UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
             row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
     }
-#ifndef PRECISION_FP32
     // c += A's rows, `shift` further down, times B; a step of BK.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+#ifndef PRECISION_FP32
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
         uint32_t a_line[MI];
         UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
@@ -6670,9 +6650,7 @@ template <class Tile> struct WarpProduct {
                 UNROLLED_FOR (int j = 0; j < NI; j++)
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
-    }
 #else
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
             Vector<float, 4> a[2 * MI];
@@ -6694,8 +6672,8 @@ template <class Tile> struct WarpProduct {
                             c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
                 }
         }
-    }
 #endif
+    }
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
@@ -6823,12 +6801,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
         const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
-        load_pixels<Tile::A_LOADS>(a_ring + buffer * a_bytes + swizzled(row, tid % 8), Tile::SWEEP * 128,
-                                   TAPS > 1 ? sweeps - begin : Tile::A_LOADS, x.data + c, x.C,
-                                   c < x.C ? g.M() : 0, [&](int i) {
-                                       int r = row + i * Tile::SWEEP;
-                                       return TAPS > 1 ? pixel_of_row[r] : tile * BM + r;
-                                   });
+        load_pixels<Tile::A_LOADS, Tile::SWEEP>(
+            a_ring + buffer * a_bytes + swizzled(row, tid % 8), TAPS > 1 ? sweeps - begin : Tile::A_LOADS,
+            x.data + c, x.C, c < x.C ? g.M() : 0,
+            [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; });
     };
     // A tap's weights, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
     auto load_b = [&](int stage, int chunk, int tap) {
@@ -6922,6 +6898,9 @@ template <class Tile> static void launch_gemm_tile(Gemm g) {
     if (!g.sums) launch_gemm_sums(g);
 }
 
+// Room 13, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
+// HOPPER: whether it takes a product, launched there if so.
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
@@ -7133,18 +7112,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     auto load = [&](int tile) {
         if (tile >= last) return;
         auto& stage = shared.stages[(tile - first) % STAGES];
-        const int at = swizzled(row, v, Tile::ROW_BYTES), step = Tile::SWEEP * Tile::ROW_BYTES,
-                  o = o0 + v * VEC, c = c0 + v * VEC;
+        const int at = swizzled(row, v, Tile::ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
         const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
         auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
-        load_pixels<D_SWEEPS>(shared_address(stage.dout) + at, step, D_SWEEPS, dout + o, O, o < O ? M : 0,
-                              [&](int i) {
-                                  int p = row + i * Tile::SWEEP;
-                                  return pixel(TAPS > 1 ? shared.row_of_pixel[p] + g.patch.tap(4) : p);
-                              });
-        load_pixels<Tile::X_SWEEPS>(shared_address(stage.x) + at, step, Tile::X_SWEEPS, x + c, channels,
-                                    c < channels ? M : 0,
-                                    [&](int i) { return pixel(row + i * Tile::SWEEP); });
+        load_pixels<D_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
+            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0,
+            [&](int i) { return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i); });
+        load_pixels<Tile::X_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
+            shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
+            [&](int i) { return pixel(row + i); });
     };
     WeightProduct<Tile> product;
     // On leaving a set of images part split + set: the pair never goes down, so no two have the same sum.
@@ -7258,6 +7234,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     if (options.norm) g.norm = *options.norm;
     launch_gemm<TAPS, true>(g);
 }
+static bool launch_hopper_weight_gradient(WeightGradient g);  // room 13: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
