@@ -730,7 +730,9 @@ template <typename Real> struct NormOf {
     // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
     RowsOf<Real> modulation = {}, dmodulation = {};
     // The factor of channel c in image b; and its weight and bias, modulated.
-    HOST_DEVICE float gain(int b, int c) const { return modulation.data ? 1 + (float)modulation.row(b)[c] : 1; }
+    HOST_DEVICE float gain(int b, int c) const {
+        return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
+    }
     HOST_DEVICE float2 modulated(int b, int c) const {
         float more = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + more};
@@ -851,9 +853,7 @@ HOST_DEVICE static inline Sum team_sum(Sum value) {
     return value;
 }
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
-template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
-    T of[N];
-};
+template <typename T, int N> struct alignas(N * sizeof(T)) Vector { T of[N]; };
 template <int N, typename T> HOST_DEVICE static inline Vector<T, N> load(const T* from) {
     return *(const Vector<T, N>*)from;
 }
@@ -1118,8 +1118,8 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks, rank;          // that train it together, and which of them this is: see divide_parameters
-    int buckets;              // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
+    int ranks, rank;  // that train it together, and which of them this is: see divide_parameters
+    int buckets;      // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
     size_t piece;
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
@@ -1675,9 +1675,9 @@ static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.
 
 // The last block's output gradient -> every weight gradient. The side lane is waited for but for the last
 // thing that the block gave it, a weight gradient that may go on beside the next block. finished(end): those of
-// the parameters before `end`, as they lie in memory, are there for what the main lane does next; blocks 0 and
-// 1 are taken for one, for their parameters may lie in either order.
-static void unet_backward(Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
+// the parameters before `end`, as they lie in memory, are there for what is next. Blocks 0 and 1 count as one.
+static void unet_backward(
+    Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
     int calls = 0;
     size_t end = 0;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
@@ -2320,11 +2320,9 @@ static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) |
 static void divide_parameters(Model* m) {
     const int BUCKETS = 4;
     size_t& floats = m->plan.num_floats;
-    int chunks = ceil_div(floats, NORM_CHUNK);
-    m->ranks = m->buckets = 1, m->rank = 0, m->piece = floats;
-    if (!m->plan.training || world.size == 1) return;
-    m->ranks = world.size, m->rank = world.rank;
-    m->piece = NORM_CHUNK * (size_t)ceil_div(chunks, BUCKETS * m->ranks);
+    bool alone = !m->plan.training || world.size == 1;
+    m->ranks = alone ? 1 : world.size, m->rank = alone ? 0 : world.rank, m->piece = floats;
+    if (!alone) m->piece = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * BUCKETS * m->ranks);
     m->buckets = ceil_div(floats, m->ranks * m->piece);
     floats = m->buckets * m->ranks * m->piece;
 }
@@ -4191,11 +4189,10 @@ static std::string meet_ranks() {
 
 // An orderly end, also of those that this rank has started.
 static void leave_ranks() {
-    if (board) {
-        backend_part();
-        board->there[world.local] = 0;
-        watcher->join();
-    }
+    if (!board) return;
+    backend_part();
+    board->there[world.local] = 0;
+    watcher->join();
     for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);  // at once where it is another's child
 }
 
@@ -6167,9 +6164,7 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 // A row of D channels. The pad of 16 bytes keeps ldmatrix free of conflicts.
-template <int D> struct AttentionRow {
-    floatX at[D + VEC];
-};
+template <int D> struct AttentionRow { floatX at[D + VEC]; };
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
 template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
