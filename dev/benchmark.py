@@ -690,16 +690,18 @@ def benchmark_ranks():
 def render_ranks(found):
     """The table of several GPUs. sends: of the default model's gradients and bf16 weights; waits: more than without."""
     rows, floats = found["rows"], 320 * 65536  # as 2, 4 and 8 ranks divide them
-    how = " or ".join(sorted({row["theirs"]["how"] for row in rows}))
+    how = " or ".join(sorted({row["theirs"]["how"] for row in rows if row["theirs"]}))
     text = (f"| {found['gpu']}, bf16: GPUs | images each | images/s | of as many times one | DistributedDataParallel's,"
             f" torch.compile, {how} | times as fast | sends a step | waits for it |\n"
             "|---:|---:|---:|---:|---:|---:|---:|---:|\n")
     for row in rows:
-        gpus, batch, ours, theirs = row["gpus"], row["batch"], row["ours"], row["theirs"]["images_per_s"]
+        gpus, batch, ours = row["gpus"], row["batch"], row["ours"]
         sent = (1 - 1 / gpus) * floats * (4 + 2) / 1e6
         exposed = 1e3 * batch * gpus * (1 / ours - 1 / row["silent"])
-        text += (f"| {gpus} | {batch} | {ours:.0f} | {100 * ours / (gpus * row['alone']):.1f}% | {theirs:.0f}"
-                 f" | {ours / theirs:.2f} | {sent:.0f} MB | {exposed:.2f} of {1e3 * batch * gpus / ours:.2f} ms |\n")
+        theirs = f"{row['theirs']['images_per_s']:.0f}" if row["theirs"] else "not measured"
+        faster = f"{ours / row['theirs']['images_per_s']:.2f}" if row["theirs"] else ""
+        text += (f"| {gpus} | {batch} | {ours:.0f} | {100 * ours / (gpus * row['alone']):.1f}% | {theirs}"
+                 f" | {faster} | {sent:.0f} MB | {exposed:.2f} of {1e3 * batch * gpus / ours:.2f} ms |\n")
     return text
 
 
