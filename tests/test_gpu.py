@@ -1,6 +1,5 @@
 """On a GPU: the other tests once more, with the program built for it, and what only it can show."""
 import concurrent.futures
-import importlib.util
 import os
 import pathlib
 import re
@@ -181,11 +180,8 @@ def test_gpu_pictures_in_bf16(tmp_path):
 
 
 def nccl_library():
-    """NCCL's own file where the machine has one, among PyTorch's packages or for the loader to find."""
-    packages = importlib.util.find_spec("nvidia.nccl")
-    files = [path for folder in (packages.submodule_search_locations if packages else [])
-             for path in pathlib.Path(folder).glob("lib/libnccl.so.2")]
-    return str(files[0]) if files else "libnccl.so.2"
+    """NCCL's own file, as the benchmark finds it."""
+    return unet_io.import_from_dev("benchmark").nccl_library()
 
 
 def start_ranks(through, ranks, folder, *flags, command=()):
