@@ -1118,9 +1118,9 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks, rank;  // that train it together, and which of them this is: see divide_parameters
-    int buckets;      // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
-    size_t piece;
+    int ranks, rank;          // that train it together, and which of them this is: see divide_parameters
+    int buckets;              // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
+    size_t piece;             // floats
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
@@ -2318,7 +2318,7 @@ static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) |
 // The parameters are buckets, whose gradients backward finishes, and which then go between ranks, one after the
 // other. Every rank has a piece of each, of whole NORM_CHUNKs: what is summed together is so for any ranks.
 static void divide_parameters(Model* m) {
-    const int BUCKETS = 4;
+    const int BUCKETS = 4;  // two H100, 32 images each: a step takes 1% longer with 1 or 8
     size_t& floats = m->plan.num_floats;
     bool alone = !m->plan.training || world.size == 1;
     m->ranks = alone ? 1 : world.size, m->rank = alone ? 0 : world.rank, m->piece = floats;
@@ -2326,9 +2326,8 @@ static void divide_parameters(Model* m) {
     m->buckets = ceil_div(floats, m->ranks * m->piece);
     floats = m->buckets * m->ranks * m->piece;
 }
-static size_t piece_of(const Model* m, int bucket, int rank) {
-    return (bucket * m->ranks + rank) * m->piece;  // where it begins
-}
+// Where a rank's piece of a bucket begins.
+static size_t piece_of(const Model* m, int bucket, int rank) { return (bucket * m->ranks + rank) * m->piece; }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
@@ -7367,8 +7366,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// The map of x for such boxes of 64 channels.
-static CUtensorMap tensor_map(const Tensor& x, Box box) {
+// The map of x for such boxes of 64 channels; narrow: of 16, in the 32-byte swizzle.
+static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
@@ -7378,11 +7377,12 @@ static CUtensorMap tensor_map(const Tensor& x, Box box) {
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
     const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
-    const cuuint32_t extent[] = {64, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
-    const cuuint32_t steps[] = {1, 1, 1, 1};
-    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const cuuint32_t steps[] = {1, 1, 1, 1}, extent[] = {narrow ? 16u : 64u, (cuuint32_t)box.width,
+                                                         (cuuint32_t)box.height, (cuuint32_t)box.images};
+    CUresult status =
+        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, narrow ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     assert(status == CUDA_SUCCESS);
     return map;
 }

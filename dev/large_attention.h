@@ -433,22 +433,8 @@ __global__ void __launch_bounds__(256, 1) large_backward_kernel(const __grid_con
 
 static HeadMaps head_maps(Tensor x, int d, int rows) {
     const Tensor heads = {x.data, x.B, x.T(), x.C / d, d};
-    HeadMaps maps = {tensor_map(heads, {1, rows, 1}), {}};
-    if (d <= 64) return maps;
-    // As tensor_map's, but boxes of 16 channels in the other swizzle.
-    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-    if (!encode)
-        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
-                                                    cudaEnableDefault));
-    const cuuint64_t row = (cuuint64_t)d * sizeof(floatX), token = (cuuint64_t)x.C * sizeof(floatX);
-    const cuuint64_t sizes[] = {(cuuint64_t)d, (cuuint64_t)heads.W, (cuuint64_t)heads.H, (cuuint64_t)heads.B};
-    const cuuint64_t strides[] = {row, token, token * heads.H};
-    const cuuint32_t extent[] = {16, 1, (cuuint32_t)rows, 1}, steps[] = {1, 1, 1, 1};
-    CUresult status = encode(&maps.narrow, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides,
-                             extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_32B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    assert(status == CUDA_SUCCESS);
-    return maps;
+    const Box box = {1, rows, 1};
+    return {tensor_map(heads, box), d > 64 ? tensor_map(heads, box, true) : CUtensorMap()};
 }
 // Small heads, padded to 64 channels, take longer so.
 static bool takes_large_attention(Tensor out, int heads) {

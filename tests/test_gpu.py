@@ -184,10 +184,10 @@ def nccl_library():
     return unet_io.import_from_dev("benchmark").nccl_library()
 
 
-def start_ranks(through, ranks, folder, *flags, command=()):
+def start_ranks(through, ranks, folder, *flags):
     """Processes, one a rank, that a launcher would start, or one that starts the others."""
     folder.mkdir(exist_ok=True)
-    words = [*command, on_gpu("bf16"), *map(str, flags)]
+    words = [on_gpu("bf16"), *map(str, flags)]
     options = dict(cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if through == "NCCL":
         return [subprocess.Popen([*words, "--gpus", str(ranks)], **options,
