@@ -498,8 +498,8 @@ static double backend_peak();
 
 // Meets the other ranks of the network of messages, before the first of them; its name for the log.
 static std::string backend_meet();
-// Before an orderly end: waits until all that was sent has left this process.
-static void backend_part();
+// An orderly end: waits until what was sent has left; then, when nobody asks the below, ends NCCL's threads.
+static void backend_part(bool ends);
 // Why messages no longer come through, "" while they do; asked from another thread.
 static std::string backend_broken();
 
@@ -834,8 +834,8 @@ static const float NORM_EPS = 1e-5f;
 // in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
 // where the tests of a CUDA build also run the layer on the CPU, it is float there.
 
-// A layer that adds up is a struct as well, whose operator() is done by a team of threads: one on the CPU, a
-// block of Layer::THREADS on a GPU, where thread i does items i, i + threads, ... items() counts the teams.
+// A layer that adds up is a struct done by teams, which items() counts: a thread on the CPU, on a GPU a block
+// of THREADS, with BLOCKS of them on a multiprocessor; thread i does elements i, i + threads, ...
 struct Team {
     int index, thread, threads;
 };
@@ -1859,7 +1859,7 @@ template <typename T> struct PredictionLoss {
     T* dout = nullptr;              // likewise: the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
-    enum { THREADS = 1024 };
+    enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
@@ -2067,7 +2067,7 @@ template <typename T> struct Drawing {
 template <typename T> struct ThresholdLimits {
     Drawing<T> drawing;
 
-    enum { THREADS = 1024 };
+    enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return drawing.input.B; }
     HOST_DEVICE void operator()(Team team) const {
         SHARED uint32_t found;
@@ -2188,7 +2188,7 @@ struct SquaredNorm {
     const float* x;
     size_t n;  // a multiple of 4
 
-    enum { THREADS = 512 };
+    enum { THREADS = 512, BLOCKS = 1 };
     size_t items() const { return ceil_div(n, NORM_CHUNK); }
     HOST_DEVICE void operator()(Team team) const {
         size_t first = (size_t)team.index * NORM_CHUNK, end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
@@ -2575,7 +2575,7 @@ struct FinishStep {
     const int* stops = nullptr;  // (ranks)
     int ranks = 0;
 
-    enum { THREADS = 256 };
+    enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
         enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
@@ -4189,9 +4189,10 @@ static std::string meet_ranks() {
 // An orderly end, also of those that this rank has started.
 static void leave_ranks() {
     if (!board) return;
-    backend_part();
+    backend_part(false);
     board->there[world.local] = 0;
     watcher->join();
+    backend_part(true);
     for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);  // at once where it is another's child
 }
 
@@ -5263,8 +5264,7 @@ static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward op
     }
 }
 
-// Each thread owns a tile of dw and walks over all pixels; where tiles are few, over a part of them, which
-// has sums of its own.
+// Each thread owns a tile of dw and walks over all pixels; where tiles are few, a part, with its own sums.
 static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
     enum { OUTPUTS = 64, INPUTS = 64, TILES = 128 };
     int C = x.C, O = dout.C, tiles = tiles_of(x);
@@ -5467,7 +5467,7 @@ static std::string backend_meet() {
         while (!board->there[rank]) usleep(1000);
     return "memory";
 }
-static void backend_part() {}
+static void backend_part(bool) {}
 static std::string backend_broken() { return ""; }
 static void on_message_lane(auto launches) { launches(); }
 static void await_messages() {}
@@ -5599,7 +5599,6 @@ static void backend_join(int call) {
     CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
     side_joined = call;
 }
-
 static void on_message_lane(auto launches) {
     if (world.size == 1) return launches();
     CUDA_CHECK(cudaEventRecord(messages_begin, main_lane.stream));
@@ -5635,7 +5634,7 @@ static std::string backend_meet() {
     if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
-static void backend_part() { nccl("ncclCommFinalize", nccl_ranks); }
+static void backend_part(bool ends) { nccl(ends ? "ncclCommDestroy" : "ncclCommFinalize", nccl_ranks); }
 static std::string backend_broken() {
     return failure_of([] {
         int status = 0;
@@ -5794,7 +5793,8 @@ template <typename Layer> __global__ void layer_kernel(Layer layer, size_t count
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) layer(i);
 }
-template <typename Layer> __global__ void teams_kernel(Layer layer) {
+template <typename Layer>
+__global__ void __launch_bounds__(Layer::THREADS, Layer::BLOCKS) teams_kernel(Layer layer) {
     await_inputs();
     layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
 }

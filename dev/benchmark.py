@@ -573,6 +573,7 @@ int ncclCommGetAsyncError(void* ranks, void* status) {
     return ((int (*)(void*, void*))find("ncclCommGetAsyncError"))(ranks, status);
 }
 int ncclCommFinalize(void* ranks) { return ((int (*)(void*))find("ncclCommFinalize"))(ranks); }
+int ncclCommDestroy(void* ranks) { return ((int (*)(void*))find("ncclCommDestroy"))(ranks); }
 int ncclGroupStart() { return ((int (*)())find("ncclGroupStart"))(); }
 int ncclGroupEnd() { return ((int (*)())find("ncclGroupEnd"))(); }
 #define MESSAGE(name)                                                                    \\
