@@ -167,17 +167,18 @@ template <typename T>
 static Kind kind_of(const LayerNormForward<T>& l) {
     return {"layer norm", 2.0 * sizeof(T) * l.x.count()};
 }
-template <typename T>
-static Kind kind_of(const LayerNormBackward<T>& l) {
-    return {"layer norm backward", (l.residual.data ? 4.0 : 3.0) * sizeof(T) * l.x.count()};
+template <typename T, bool BEGINS, bool ENDS>
+static Kind kind_of(const StreamBackward<T, BEGINS, ENDS>& l) {
+    int tensors = (l.around.data != nullptr) + 4 * BEGINS + 2 * ENDS;
+    return {"norms and gates backward", (double)tensors * sizeof(T) * l.dx.count()};
 }
 template <typename T>
-static Kind kind_of(const TokenSums<T>& l) {
-    return {"sums over tokens", 2.0 * sizeof(T) * l.x.count()};
+static Kind kind_of(const SlabSums<T>& l) {
+    return {"norms and gates backward", (double)sizeof(float) * l.B * l.slabs * l.C};
 }
 template <typename T>
 static Kind kind_of(const Gate<T>& l) {
-    return {"gate", (l.x.data ? 3.0 : 2.0) * sizeof(T) * l.out.count()};
+    return {"gate", 3.0 * sizeof(T) * l.out.count()};
 }
 template <typename T>
 static Kind kind_of(const GeluForward<T>& l) {

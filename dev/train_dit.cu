@@ -138,16 +138,13 @@ template <typename T> struct Positions {
     }
 };
 
-// Of a team, each warp does a token, a vector of channels a thread; on the CPU the one thread does.
-struct WarpOfTeam {
-#ifdef __CUDACC__
-    enum { TOKENS = 4, THREADS = 32 * TOKENS };
-#else
-    enum { TOKENS = 1, THREADS = 1 };
-#endif
-    int token, lane, lanes;
-    HOST_DEVICE WarpOfTeam(Team team)
-        : token(team.index * TOKENS + team.thread / 32), lane(team.thread % 32), lanes(THREADS / TOKENS) {}
+// A team's threads in warps: each has tokens of its own, and a thread vectors of their channels. On the CPU one
+// thread is all there is.
+struct TokenWarp {
+    enum { LANES = ON_GPU ? 32 : 1 };
+    int number, count, lane;
+    HOST_DEVICE TokenWarp(Team team)
+        : number(team.thread / LANES), count(team.threads / LANES), lane(team.thread % LANES) {}
     HOST_DEVICE static float sum(Sum value) {  // in every lane
 #ifdef __CUDA_ARCH__
         for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
@@ -168,13 +165,15 @@ template <typename T> struct LayerNormForward {
 #else
     enum { KEPT = 1 };
 #endif
-    enum { THREADS = WarpOfTeam::THREADS, N = 16 / sizeof(T) };
-    size_t items() const { return ceil_div(x.rows(), WarpOfTeam::TOKENS); }
-    HOST_DEVICE void operator()(WarpOfTeam warp) const {
-        const int C = x.C, b = warp.token / x.T(), begin = warp.lane * N, step = warp.lanes * N;
+    enum { TOKENS = ON_GPU ? 4 : 1, THREADS = TOKENS * TokenWarp::LANES, BLOCKS = 7, N = 16 / sizeof(T) };
+    size_t items() const { return ceil_div(x.rows(), TOKENS); }
+    HOST_DEVICE void operator()(Team team) const {
+        const TokenWarp warp(team);
+        const int token = team.index * TOKENS + warp.number, b = token / x.T();
+        const int C = x.C, begin = warp.lane * N, step = warp.LANES * N;
         if (b >= x.B) return;
-        const T* from = x.data + (size_t)warp.token * C;
-        T* to = out.data + (size_t)warp.token * C;
+        const T* from = x.data + (size_t)token * C;
+        T* to = out.data + (size_t)token * C;
         ::Vector<T, N> kept[KEPT] = {};  // a thread's first vectors stay in registers
         UNROLLED_FOR (int i = 0; i < KEPT; i++)
             if (begin + i * step < C) kept[i] = load<N>(from + begin + i * step);
@@ -192,7 +191,7 @@ template <typename T> struct LayerNormForward {
             for (int k = 0; k < N; k++) squares += ((float)value.of[k] - mean) * ((float)value.of[k] - mean);
         });
         float rstd = 1 / sqrtf(warp.sum(squares) / C + 1e-6f);
-        if (warp.lane == 0) statistics[warp.token] = {mean, rstd};
+        if (warp.lane == 0) statistics[token] = {mean, rstd};
         each([&](int c, ::Vector<T, N> value) {
             ::Vector<T, N> scales = load<N>(scale.row(b) + c), shifts = load<N>(shift.row(b) + c);
             for (int k = 0; k < N; k++)
@@ -202,115 +201,147 @@ template <typename T> struct LayerNormForward {
         });
     }
 };
-// dx = residual + the gradient through the norm, with dy that of its output. With g = dy (1 + scale),
-// x^ = (x - mean) rstd:  dx = rstd (g - (sum g + x^ sum g x^) / D).
-template <typename T> struct LayerNormBackward {
-    TensorOf<T> dx, dy, x, residual;  // the latter may be without data
-    const float2* statistics;
-    RowsOf<T> scale;
 
-    enum { THREADS = WarpOfTeam::THREADS, N = 16 / sizeof(T) };
-    struct Channels {  // of a vector
-        float g[N], normed[N];
-    };
-    HOST_DEVICE Channels channels(size_t first, const T* scales, float2 token) const {
-        ::Vector<T, N> upstream = load<N>(dy.data + first), value = load<N>(x.data + first),
-                       factor = load<N>(scales);
-        Channels result;
-        for (int k = 0; k < N; k++) {
-            result.g[k] = (float)upstream.of[k] * (1 + (float)factor.of[k]);
-            result.normed[k] = ((float)value.of[k] - token.x) * token.y;
-        }
-        return result;
-    }
-    size_t items() const { return ceil_div(x.rows(), WarpOfTeam::TOKENS); }
-    HOST_DEVICE void operator()(WarpOfTeam warp) const {
-        const int C = x.C, b = warp.token / x.T(), begin = warp.lane * N, step = warp.lanes * N;
-        if (b >= x.B) return;
-        const size_t first = (size_t)warp.token * C;
-        const T* scales = scale.row(b);
-        const float2 token = statistics[warp.token];
-        Sum sum = 0, product = 0;
-        for (int c = begin; c < C; c += step) {
-            Channels at = channels(first + c, scales + c, token);
-            for (int k = 0; k < N; k++) sum += at.g[k], product += at.g[k] * at.normed[k];
-        }
-        float mean_g = warp.sum(sum) / C, mean_gx = warp.sum(product) / C;
-        for (int c = begin; c < C; c += step) {
-            Channels at = channels(first + c, scales + c, token);
-            ::Vector<T, N> around = {};
-            if (residual.data) around = load<N>(residual.data + first + c);
-            for (int k = 0; k < N; k++)
-                around.of[k] =
-                    (T)((float)around.of[k] + token.y * (at.g[k] - mean_g - at.normed[k] * mean_gx));
-            store(dx.data + first + c, around);
-        }
-    }
-};
-// Over the tokens of each image: sums = sum dy, where wanted, and products = sum dy x^, x^ being x normed, or
-// without statistics x. So a shift, a scale and a gate get their gradients. A team does ROW vectors of
-// channels of an image: on a GPU its threads share the tokens, and then add up what they have.
-template <typename T> struct TokenSums {
-    RowsOf<T> sums, products;
-    TensorOf<T> dy, x;
-    const float2* statistics = nullptr;
-
-    enum { THREADS = 256, N = 16 / sizeof(T), ROW = 8, CHANNELS = ROW * N };
-    HOST_DEVICE int slabs() const { return ceil_div(dy.C, CHANNELS); }
-    size_t items() const { return (size_t)dy.B * slabs(); }
-    HOST_DEVICE void write(int b, int c, float sum, float product) const {
-        if (sums.data) sums.row(b)[c] = (T)sum;
-        products.row(b)[c] = (T)product;
-    }
-    HOST_DEVICE void operator()(Team team) const {
-        const int b = team.index / slabs(), first = team.index % slabs() * CHANNELS, C = dy.C,
-                  tokens = dy.T();
-        const int lanes = team.threads < ROW ? team.threads : ROW, group = team.thread / lanes;
-        for (int c = first + team.thread % lanes * N; c < first + CHANNELS;
-             c += lanes * N) {  // on a GPU once
-            float sum[N] = {}, product[N] = {};
-            for (int t = group; t < tokens && c < C; t += team.threads / lanes) {
-                size_t row = (size_t)b * tokens + t;
-                ::Vector<T, N> gradient = load<N>(dy.data + row * C + c),
-                               value = load<N>(x.data + row * C + c);
-                float2 token = statistics ? statistics[row] : float2{0, 1};
-                UNROLLED_FOR (int k = 0; k < N; k++) {
-                    sum[k] += (float)gradient.of[k];
-                    product[k] += (float)gradient.of[k] * (((float)value.of[k] - token.x) * token.y);
-                }
-            }
-#ifdef __CUDA_ARCH__
-            __shared__ float2 parts[THREADS / ROW][CHANNELS];
-            UNROLLED_FOR (int k = 0; k < N; k++) parts[group][c - first + k] = {sum[k], product[k]};
-            __syncthreads();
-            float2 total = {0, 0};
-            if (team.thread >= CHANNELS || first + team.thread >= C) return;
-            for (int i = 0; i < THREADS / ROW; i++)
-                total.x += parts[i][team.thread].x, total.y += parts[i][team.thread].y;
-            write(b, first + team.thread, total.x, total.y);
-#else
-            for (int k = 0; k < N && c < C; k++) write(b, c + k, sum[k], product[k]);
-#endif
-        }
-    }
-};
-
-// out = x + gate * branch, gate an image's (B, D); its backward, dbranch = gate * dout, is the same without x.
+// out = x + gate * branch, gate an image's (B, D).
 template <typename T> struct Gate {
     TensorOf<T> out, branch;
     RowsOf<T> gate;
-    TensorOf<T> x = {};
+    TensorOf<T> x;
 
     size_t items() const { return TokenVector<T>::count(out); }
     HOST_DEVICE void operator()(size_t item) const {
         enum { N = TokenVector<T>::N };
         TokenVector<T> at(item, out);
         ::Vector<T, N> values = load<N>(branch.data + at.first), gates = load<N>(gate.row(at.b) + at.c),
-                       sum = {};
-        if (x.data) sum = load<N>(x.data + at.first);
+                       sum = load<N>(x.data + at.first);
         for (int k = 0; k < N; k++)
             sum.of[k] = (T)((float)sum.of[k] + (float)gates.of[k] * (float)values.of[k]);
         store(out.data + at.first, sum);
+    }
+};
+
+// Backward at a place x of the residual stream, where a branch BEGINS with a norm, normed = norm(x), or one ENDS
+// with a gate, x = ... + gate * branch, or both. dx is `around`, the gradient that comes by the stream itself
+// (or is without data), and what comes through the norm, whose output has the gradient dy: with g = dy (1 +
+// scale) and x^ = (x - mean) rstd it is rstd (g - (sum g + x^ sum g x^) / D). normed is made again, and
+// dbranch = gate * dx. A team does SLAB_TOKENS tokens of an image: first each warp the two sums of some of them, then
+// each thread a vector of channels of some. It leaves a row of the sums over its tokens that become gradients:
+// of shift, dy; of scale, dy x^; of gate, dx branch. SlabSums adds them up.
+enum { SLAB_TOKENS = 16 };
+static int slabs_of(int tokens) { return ceil_div(tokens, SLAB_TOKENS); }
+template <typename T> struct BranchBegin {
+    TensorOf<T> normed, dy, x;
+    const float2* statistics;
+    RowsOf<T> shift, scale;
+    RowsOf<float> dshift, dscale;
+};
+template <typename T> struct BranchEnd {
+    TensorOf<T> dbranch, branch;
+    RowsOf<T> gate;
+    RowsOf<float> dgate;
+};
+template <typename T, bool BEGINS, bool ENDS> struct StreamBackward {
+    TensorOf<T> dx, around;
+    BranchBegin<T> begin;
+    BranchEnd<T> end;
+
+    enum { THREADS = ON_GPU ? 576 : 1, BLOCKS = 2, N = 4 };  // tuned on an H100: 1152 / N is half of 576
+    size_t items() const { return (size_t)dx.B * slabs_of(dx.T()); }
+
+    struct Channels {  // of a vector of a token
+        float dy[N], g[N], normed[N];
+    };
+    HOST_DEVICE static Channels channels(::Vector<T, N> dy, ::Vector<T, N> x, ::Vector<T, N> scales,
+                                         float mean, float rstd) {
+        Channels of;
+        for (int k = 0; k < N; k++) {
+            of.dy[k] = (float)dy.of[k];
+            of.g[k] = of.dy[k] * (1 + (float)scales.of[k]);
+            of.normed[k] = ((float)x.of[k] - mean) * rstd;
+        }
+        return of;
+    }
+    HOST_DEVICE void operator()(Team team) const {
+        const int C = dx.C, slabs = ceil_div(dx.T(), SLAB_TOKENS), b = team.index / slabs,
+                  left = dx.T() - team.index % slabs * SLAB_TOKENS,
+                  tokens = left < SLAB_TOKENS ? left : SLAB_TOKENS;
+        const size_t first = (size_t)(b + 1) * dx.T() - left;
+        SHARED float2 statistics[SLAB_TOKENS], means[SLAB_TOKENS];  // the latter of g and of g x^
+        const TokenWarp warp(team);
+        for (int t = warp.number; t < tokens && BEGINS; t += warp.count) {
+            const T *dy = begin.dy.data + (first + t) * C, *x = begin.x.data + (first + t) * C;
+            const float2 token = begin.statistics[first + t];
+            Sum sum = 0, product = 0;
+            for (int c = warp.lane * N; c < C; c += warp.LANES * N) {
+                Channels of = channels(load<N>(dy + c), load<N>(x + c), load<N>(begin.scale.row(b) + c),
+                                       token.x, token.y);
+                for (int k = 0; k < N; k++) sum += of.g[k], product += of.g[k] * of.normed[k];
+            }
+            float of_g = warp.sum(sum) / C, of_product = warp.sum(product) / C;
+            if (warp.lane == 0) statistics[t] = token, means[t] = {of_g, of_product};
+        }
+        team_wait();
+
+        // As many threads beside each other as there are vectors, and as many such groups as fit.
+        SHARED float parts[THREADS * N];
+        const int lanes = team.threads < C / N ? team.threads : C / N, groups = team.threads / lanes;
+        for (int c0 = 0; c0 < C; c0 += lanes * N) {
+            const int c = c0 + team.thread % lanes * N, group = team.thread / lanes;
+            const bool works = group < groups && c < C;
+            float dshift[N] = {}, dscale[N] = {}, dgate[N] = {};
+            ::Vector<T, N> shifts = {}, scales = {}, gates = {};
+            if (works && BEGINS)
+                shifts = load<N>(begin.shift.row(b) + c), scales = load<N>(begin.scale.row(b) + c);
+            if (works && ENDS) gates = load<N>(end.gate.row(b) + c);
+            for (int t = group; t < tokens && works; t += groups) {
+                const size_t at = (first + t) * C + c;
+                ::Vector<T, N> gradient = {}, branch = {}, normed;
+                if (around.data) gradient = load<N>(around.data + at);
+                if (ENDS) branch = load<N>(end.branch.data + at);
+                if (BEGINS) {
+                    Channels of = channels(load<N>(begin.dy.data + at), load<N>(begin.x.data + at), scales,
+                                           statistics[t].x, statistics[t].y);
+                    for (int k = 0; k < N; k++) {
+                        float through = of.g[k] - means[t].x - of.normed[k] * means[t].y;
+                        gradient.of[k] = (T)((float)gradient.of[k] + statistics[t].y * through);
+                        normed.of[k] = (T)(of.normed[k] * (1 + (float)scales.of[k]) + (float)shifts.of[k]);
+                        dshift[k] += of.dy[k], dscale[k] += of.dy[k] * of.normed[k];
+                    }
+                    store(dx.data + at, gradient), store(begin.normed.data + at, normed);
+                }
+                for (int k = 0; k < N && ENDS; k++) {
+                    dgate[k] += (float)gradient.of[k] * (float)branch.of[k];
+                    branch.of[k] = (T)((float)gradient.of[k] * (float)gates.of[k]);
+                }
+                if (ENDS) store(end.dbranch.data + at, branch);
+            }
+            auto add_up = [&](RowsOf<float> sums, const float* own) {
+                team_wait();
+                for (int k = 0; k < N; k++) parts[team.thread * N + k] = own[k];
+                team_wait();
+                for (int i = team.thread; i < lanes * N && c0 + i < C; i += team.threads) {
+                    float total = 0;
+                    for (int from = 0; from < groups; from++) total += parts[from * lanes * N + i];
+                    sums.row(team.index)[c0 + i] = total;
+                }
+            };
+            if (BEGINS) add_up(begin.dshift, dshift), add_up(begin.dscale, dscale);
+            if (ENDS) add_up(end.dgate, dgate);
+        }
+    }
+};
+// out (B, C) = the sums of each image's rows of `sums` (B slabs, C), in order.
+template <typename T> struct SlabSums {
+    RowsOf<T> out;
+    const float* sums;
+    int B, slabs, C;
+
+    size_t items() const { return (size_t)B * C; }
+    HOST_DEVICE void operator()(size_t item) const {
+        const int b = (int)(item / C), c = (int)(item % C);
+        float total = 0;
+        for (int i = 0; i < slabs; i++) total += sums[((size_t)b * slabs + i) * C + c];
+        out.row(b)[c] = (T)total;
     }
 };
 
@@ -330,14 +361,28 @@ struct DitModule : Module {
     float2* statistics(int n = 0) const {
         return (float2*)(m->arena + block.stats.offset) + (size_t)n * B * h * h;
     }
-    // out = the norm of x, shifted and scaled by numbers `first` and the next; and its backward.
+    // out = norm n of x, shifted and scaled by numbers `first` and the next.
     void norm(Tensor out, Tensor x, int n, int first) const {
         run(LayerNormForward<floatX>{out, x, statistics(n), modulation(first), modulation(first + 1)});
     }
-    void norm_backward(Tensor dx, Tensor dy, Tensor x, Tensor residual, int n, int first) const {
-        run(TokenSums<floatX>{dmodulation(first), dmodulation(first + 1), dy, x, statistics(n)});
-        run(LayerNormBackward<floatX>{dx, dy, x, residual, statistics(n), modulation(first + 1)});
+
+    // Backward: where a branch begins with that norm, and where one ends with a gate. The sums that all such
+    // places of a block leave, added up, are its modulations' gradients.
+    template <bool BEGINS, bool ENDS> using Stream = StreamBackward<floatX, BEGINS, ENDS>;
+    int slabs = slabs_of(h * h);
+    RowsOf<float> sums = {};  // (B slabs, modulations D)
+    void take_sums(int modulations) {
+        sums = {take<float>(&m->scratch, (size_t)B * slabs * modulations * D), modulations * D};
     }
+    RowsOf<float> sums_of(int i) const { return {sums.data + i * D, sums.pitch}; }
+    BranchBegin<floatX> begins(Tensor normed, Tensor dy, Tensor x, int n, int first) const {
+        RowsOf<float> dshift = sums_of(first), dscale = sums_of(first + 1);
+        return {normed, dy, x, statistics(n), modulation(first), modulation(first + 1), dshift, dscale};
+    }
+    BranchEnd<floatX> ends(Tensor dbranch, Tensor branch, int gate) const {
+        return {dbranch, branch, modulation(gate), sums_of(gate)};
+    }
+    void add_up_sums() const { run(SlabSums<floatX>{dmodulation(0), sums.data, B, slabs, sums.pitch}); }
 };
 
 // ---- patches: a linear layer of each, and its place -------------------------------------------------------
@@ -394,23 +439,21 @@ struct TransformerBlock : DitModule {
         Tensor normed2 = take_tensor(h, D), dnormed = take_tensor(h, D), dmiddle = take_tensor(h, D);
         Tensor dbranch1 = take_tensor(h, D), normed1 = take_late(h, D);
         Tensor dqkv = {branch1.data, B, h, h, 3 * D};  // where branch1, middle and branch2 were
-        run(TokenSums<floatX>{{}, dmodulation(GATE2), dout, branch2});
-        run(Gate<floatX>{dbranch, dout, modulation(GATE2)});
+        take_sums(MODULATIONS);
+        run(Stream<false, true>{dout, dout, {}, ends(dbranch, branch2, GATE2)});
         linear_backward(dhidden, dbranch, fc2, GeluBackward<floatX, true>{dhidden, dhidden, hidden, active});
         linear_weights(fc2, dbranch, active);
-        norm(normed2, middle, 1, SHIFT2);
-        linear_weights(fc1, dhidden, normed2);
         linear_backward(dnormed, dhidden, fc1, Nothing());
-        norm_backward(dmiddle, dnormed, middle, dout, 1, SHIFT2);
+        run(Stream<true, true>{dmiddle, dout, begins(normed2, dnormed, middle, 1, SHIFT2),
+                               ends(dbranch1, branch1, GATE1)});
+        linear_weights(fc1, dhidden, normed2);
 
-        run(TokenSums<floatX>{{}, dmodulation(GATE1), dmiddle, branch1});
-        run(Gate<floatX>{dbranch1, dmiddle, modulation(GATE1)});
         linear_weights(projection, dbranch1, joined);
         linear_backward(dnormed, dbranch1, projection, Nothing());  // of the joined heads
         token_attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
         linear_backward(dnormed, dqkv, to_qkv, Nothing());
-        norm(normed1, x.first, 0, SHIFT1);
-        norm_backward(dx.first, dnormed, x.first, dmiddle, 0, SHIFT1);
+        run(Stream<true, false>{dx.first, dmiddle, begins(normed1, dnormed, x.first, 0, SHIFT1), {}});
+        add_up_sums();
         linear_weights(to_qkv, dqkv, normed1);
     }
 };
@@ -428,10 +471,11 @@ struct FinalBlock : DitModule {
     }
     void backward() {
         Tensor normed = take_late(h, D), dtokens = take_late(h, O), dnormed = take_tensor(h, D);
+        take_sums(2);
         run(Patches<floatX>{dtokens, dout, patch, block.O});
         input_gradient(dnormed, dtokens, linear);
-        norm(normed, x.first, 0, SHIFT1);
-        norm_backward(dx.first, dnormed, x.first, {}, 0, SHIFT1);
+        run(Stream<true, false>{dx.first, {}, begins(normed, dnormed, x.first, 0, SHIFT1), {}});
+        add_up_sums();
         weight_gradient(linear, dtokens, normed);
     }
 };
@@ -467,6 +511,9 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     size_t B = batch, rows = B * h * h;
     double T = (double)h * h;
     auto bytes_of = [&](size_t count) { return aligned(count * sizeof(floatX)); };
+    auto bytes_of_sums = [&](int modulations) {
+        return aligned(B * slabs_of(h * h) * modulations * D * sizeof(float));
+    };
     auto add = [&](const std::string& name, Block block, int first) {
         snprintf(block.name, sizeof block.name, "%s", name.c_str());
         block.param = first, block.num_params = (int)plan.tensors.size() - first;
@@ -508,7 +555,8 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         block.inner.bytes = bytes_of(rows * W);
         block.stats.bytes = aligned(2 * rows * sizeof(float2) + rows * c.num_heads * sizeof(float));
         block.scratch_forward.bytes = bytes_of(rows * D) + bytes_of(rows * W);
-        block.scratch_backward.bytes = 5 * bytes_of(rows * D) + 2 * bytes_of(rows * W);
+        block.scratch_backward.bytes =
+            5 * bytes_of(rows * D) + 2 * bytes_of(rows * W) + bytes_of_sums(MODULATIONS);
         block.late.bytes = bytes_of(rows * D);
         add(name, block, first);
     }
@@ -519,7 +567,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     final.emb = add_modulation(&plan, "final_layer", 2, D);
     final.stats.bytes = aligned(rows * sizeof(float2));
     final.scratch_forward.bytes = final.late.bytes = bytes_of(rows * D) + bytes_of(rows * padded(outputs));
-    final.scratch_backward.bytes = bytes_of(rows * D);
+    final.scratch_backward.bytes = bytes_of(rows * D) + bytes_of_sums(2);
     add("final_layer", final, first);
 
     place_parameters(&plan);

@@ -111,6 +111,41 @@ static void test_attention(LayerCase& c, const char* which) {
     c.same(text("%sgradients again", which), dqkv, dqkv2);
 }
 
+// A place of the residual stream where a branch begins, or ends, or both, forward and backward.
+static void test_stream(LayerCase& c) {
+    const bool begins = c.has("dy"), ends = c.has("branch");
+    Tensor x = c.tensor("x"), around, dx = c.out("dx"), dmodulations = c.out("dmodulations");
+    const int B = x.B, D = x.C, slabs = slabs_of(x.T());
+    std::vector<float> zeros((size_t)B * slabs * 3 * D);  // of what is not there
+    auto sums = allocate<float>(zeros.size());
+    backend_upload(sums.get(), zeros.data(), zeros.size() * sizeof(float));
+    auto sums_of = [&](int i) { return RowsOf<float>{sums.get() + i * D, 3 * D}; };
+    auto statistics = allocate<float2>(x.rows());
+    BranchBegin<floatX> begin = {};
+    BranchEnd<floatX> end = {};
+    if (c.has("around")) around = c.tensor("around");
+    if (begins) {
+        Rows shift = c.rows(c.tensor("shift")), scale = c.rows(c.tensor("scale"));
+        Tensor out = c.out("out");
+        run(LayerNormForward<floatX>{out, x, statistics.get(), shift, scale});
+        c.compare("out", out);
+        begin = {c.out("out"), c.tensor("dy"), x, statistics.get(), shift, scale, sums_of(0), sums_of(1)};
+    } else dx = around;
+    if (ends) {
+        Tensor out = c.out("ended");
+        end = {c.out("dbranch"), c.tensor("branch"), c.rows(c.tensor("gate")), sums_of(2)};
+        run(Gate<floatX>{out, end.branch, end.gate, c.tensor("before")});
+        c.compare("ended", out);
+    }
+    if (begins && ends) run(StreamBackward<floatX, true, true>{dx, around, begin, end});
+    else if (begins) run(StreamBackward<floatX, true, false>{dx, around, begin, end});
+    else run(StreamBackward<floatX, false, true>{dx, around, begin, end});
+    run(SlabSums<floatX>{c.rows(dmodulations), sums.get(), B, slabs, 3 * D});
+    c.compare("dx", dx), c.compare("dmodulations", dmodulations);
+    if (begins) c.compare("out", begin.normed);  // it is made again
+    if (ends) c.compare("dbranch", end.dbranch);
+}
+
 static void test_layer(LayerCase c) {
     if (c.is("linear")) {
 #ifdef HOPPER
@@ -133,23 +168,8 @@ static void test_layer(LayerCase c) {
         Tensor out = c.out("out");
         run(Positions<floatX>{out});
         c.compare("out", out);
-    } else if (c.is("norm")) {
-        Tensor x = c.tensor("x"), dy = c.tensor("dy"), out = c.out("out"), dx = c.out("dx");
-        Tensor dshift = c.out("dshift"), dscale = c.out("dscale"), scale = c.tensor("scale");
-        auto statistics = allocate<float2>(x.rows());
-        run(LayerNormForward<floatX>{out, x, statistics.get(), c.rows(c.tensor("shift")), c.rows(scale)});
-        run(TokenSums<floatX>{c.rows(dshift), c.rows(dscale), dy, x, statistics.get()});
-        Tensor residual = c.has("residual") ? c.tensor("residual") : Tensor();
-        run(LayerNormBackward<floatX>{dx, dy, x, residual, statistics.get(), c.rows(scale)});
-        c.compare("out", out), c.compare("dx", dx), c.compare("dshift", dshift), c.compare("dscale", dscale);
-    } else if (c.is("gate")) {
-        Tensor x = c.tensor("x"), branch = c.tensor("branch"), dout = c.tensor("dout"), out = c.out("out");
-        Tensor dbranch = c.out("dbranch"), dgate = c.out("dgate");
-        Rows gate = c.rows(c.tensor("gate"));
-        run(Gate<floatX>{out, branch, gate, x});
-        run(Gate<floatX>{dbranch, dout, gate});
-        run(TokenSums<floatX>{{}, c.rows(dgate), dout, branch});
-        c.compare("out", out), c.compare("dbranch", dbranch), c.compare("dgate", dgate);
+    } else if (c.is("stream")) {
+        test_stream(c);
     } else if (c.is("gelu")) {
         Tensor x = c.tensor("x"), dout = c.tensor("dout"), out = c.out("out"), dx = c.out("dx");
         run(GeluForward<floatX>{out, x});

@@ -102,24 +102,27 @@ def add_positions(layers, B, side, D):
     layers.add(f"positions {B}x{side}x{D}", [], {}, dict(out=out))
 
 
-def add_norm(layers, B, side, D, residual=False, scale=1.0, offset=0.0):
-    x, dy, more = (layers.random(B, side, side, D, scale=s, offset=o) for s, o in ((scale, offset), (1, 0), (1, 0)))
-    shift, factor = layers.random(B, D), layers.random(B, D)
-    normed = F.layer_norm(x, (D,), eps=1e-6)
-    out = normed * (1 + factor[:, None, None]) + shift[:, None, None]
-    out.backward(dy)
-    layers.add(f"norm {B}x{side}x{D} of {scale} around {offset}{' added' * residual}", [],
-               dict(x=x, dy=dy, shift=shift, scale=factor, **({"residual": more} if residual else {})),
-               dict(out=out, dx=x.grad + more * residual, dshift=shift.grad, dscale=factor.grad))
-
-
-def add_gate(layers, B, side, D):
-    x, branch, dout = (layers.random(B, side, side, D) for _ in range(3))
-    gate = layers.random(B, D)
-    out = x + gate[:, None, None] * branch
-    out.backward(dout)
-    layers.add(f"gate {B}x{side}x{D}", [], dict(x=x, branch=branch, dout=dout, gate=gate),
-               dict(out=out, dbranch=branch.grad, dgate=gate.grad))
+def add_stream(layers, B, side, D, begins=True, ends=True, around=True, scale=1.0, offset=0.0):
+    """A place x of the residual stream: a branch begins there with a norm, one ends with a gate, `around` both."""
+    def rows(name):
+        return inputs[name][:, None, None]
+    inputs = dict(x=layers.random(B, side, side, D, scale=scale, offset=offset))
+    inputs |= {name: layers.random(B, side, side, D)
+               for name in ["dy"] * begins + ["before", "branch"] * ends + ["around"] * around}
+    inputs |= {name: layers.random(B, D) for name in ["shift", "scale"] * begins + ["gate"] * ends}
+    outputs, dx = {}, inputs["around"].detach() if around else 0
+    if begins:
+        outputs["out"] = F.layer_norm(inputs["x"], (D,), eps=1e-6) * (1 + rows("scale")) + rows("shift")
+        outputs["out"].backward(inputs["dy"])
+        dx = dx + inputs["x"].grad
+    if ends:
+        outputs["ended"] = inputs["before"] + rows("gate") * inputs["branch"]
+        outputs["ended"].backward(dx)
+        outputs["dbranch"] = inputs["branch"].grad
+    outputs |= dict(dx=dx, dmodulations=torch.cat([
+        inputs[name].grad if name in inputs else torch.zeros(B, D) for name in ("shift", "scale", "gate")], 1))
+    parts = " ".join(name for name, there in (("begins", begins), ("ends", ends), ("around", around)) if there)
+    layers.add(f"stream {B}x{side}x{D}, {scale}, {offset}, {parts}", [], inputs, outputs)
 
 
 def add_gelu(layers, n, scale):
@@ -159,11 +162,11 @@ def test_layers(cpp, tmp_path, dit_layers, attentions=()):
         add_patches(layers, *case)
     for case in ((1, 1, 8), (3, 5, 24), (2, 16, 384), (1, 32, 1152)):
         add_positions(layers, *case)
-    for case in ((2, 4, 32), (1, 1, 8), (3, 5, 40, True), (2, 16, 384, True), (1, 3, 1152), (2, 3, 96, True, 8.0, -3.0),
-                 (2, 2, 64, False, 0.05, 1.0)):
-        add_norm(layers, *case)
-    for case in ((2, 4, 32), (1, 1, 8), (3, 5, 40), (2, 16, 384)):
-        add_gate(layers, *case)
+    for case in ((2, 4, 32), (1, 1, 8), (3, 5, 40), (2, 16, 384), (1, 3, 1152), (3, 11, 768), (1, 6, 2568)):
+        add_stream(layers, *case)
+    for case in ((2, 4, 32, True, False), (3, 5, 40, True, False, False), (2, 3, 96, True, False, True, 8.0, -3.0),
+                 (2, 2, 64, True, False, False, 0.05, 1.0), (3, 11, 384, False, True), (1, 1, 8, False, True)):
+        add_stream(layers, *case)
     for case in ((4096, 1.0), (8, 5.0), (4104, 0.01), (1032, 12.0)):
         add_gelu(layers, *case)
     for case in ((3, 16, 2, 64), (3, 16, 2, 72), (2, 16, 3, 8), (1, 16, 1, 40), (1, 16, 1, 80), (2, 8, 2, 72), (1, 32, 1, 64),
@@ -485,8 +488,8 @@ def test_gpu_sanitized(tmp_path, precision, tool):
         add_linear(layers, *case)
     add_patches(layers, 2, 8, 2, 3)
     add_positions(layers, 3, 5, 24)
-    add_norm(layers, 3, 5, 40, residual=True)
-    add_gate(layers, 3, 5, 40)
+    for case in ((3, 11, 40), (1, 6, 2568, True, False), (3, 5, 40, False, True)):
+        add_stream(layers, *case)
     add_gelu(layers, 1032, 12.0)
     for d in (64, 72):
         add_attention(layers, 3, 16, 2, d)
