@@ -258,7 +258,7 @@ def measure_program(preset, precision, batch_size):
     found = {name: float(re.search(rf"^{line}: +([\d.]+) ", profile, re.M)[1]) for name, line in
              dict(step_ms="one training step", call_ms="one network call", memory_mib="memory").items()}
     for name, flags in dict(default_ms="", everything_ms=EVERYTHING).items():
-        output = launched([PROFILES[of], *batch, *flags.split()], r"train_\w+ on ")[1]
+        output = launched([PROGRAMS[of], "--dry_run", *batch, *flags.split()], r"train_\w+ on ")[1]
         found[name] = float(re.search(r"^one training step: +([\d.]+) ", output, re.M)[1])
     return dict(of="the program", program=PROGRAMS[of], first_s=first, loop_ms=loop, **found, profile=profile,
                 gpu=re.match(r"train_\w+ on (.+?): ", profile)[1])

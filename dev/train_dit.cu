@@ -295,23 +295,25 @@ template <typename T, bool BEGINS, bool ENDS> struct StreamBackward {
             if (works && ENDS) gates = load<N>(end.gate.row(b) + c);
             for (int t = group; t < tokens && works; t += groups) {
                 const size_t at = (first + t) * C + c;
-                ::Vector<T, N> gradient = {}, branch = {}, normed;
-                if (around.data) gradient = load<N>(around.data + at);
+                ::Vector<T, N> rounded = {}, branch = {}, normed;
+                if (around.data) rounded = load<N>(around.data + at);
                 if (ENDS) branch = load<N>(end.branch.data + at);
+                float gradient[N];
+                for (int k = 0; k < N; k++) gradient[k] = (float)rounded.of[k];
                 if (BEGINS) {
                     Channels of = channels(load<N>(begin.dy.data + at), load<N>(begin.x.data + at), scales,
                                            statistics[t].x, statistics[t].y);
                     for (int k = 0; k < N; k++) {
-                        float through = of.g[k] - means[t].x - of.normed[k] * means[t].y;
-                        gradient.of[k] = (T)((float)gradient.of[k] + statistics[t].y * through);
+                        gradient[k] += statistics[t].y * (of.g[k] - means[t].x - of.normed[k] * means[t].y);
+                        rounded.of[k] = (T)gradient[k];
                         normed.of[k] = (T)(of.normed[k] * (1 + (float)scales.of[k]) + (float)shifts.of[k]);
                         dshift[k] += of.dy[k], dscale[k] += of.dy[k] * of.normed[k];
                     }
-                    store(dx.data + at, gradient), store(begin.normed.data + at, normed);
+                    store(dx.data + at, rounded), store(begin.normed.data + at, normed);
                 }
                 for (int k = 0; k < N && ENDS; k++) {
-                    dgate[k] += (float)gradient.of[k] * (float)branch.of[k];
-                    branch.of[k] = (T)((float)gradient.of[k] * (float)gates.of[k]);
+                    dgate[k] += gradient[k] * (float)branch.of[k];
+                    branch.of[k] = (T)(gradient[k] * (float)gates.of[k]);
                 }
                 if (ENDS) store(end.dbranch.data + at, branch);
             }
