@@ -220,13 +220,13 @@ template <typename T> struct Gate {
     }
 };
 
-// Backward at a place x of the residual stream, where a branch BEGINS with a norm, normed = norm(x), or one ENDS
-// with a gate, x = ... + gate * branch, or both. dx is `around`, the gradient that comes by the stream itself
-// (or is without data), and what comes through the norm, whose output has the gradient dy: with g = dy (1 +
-// scale) and x^ = (x - mean) rstd it is rstd (g - (sum g + x^ sum g x^) / D). normed is made again, and
-// dbranch = gate * dx. A team does SLAB_TOKENS tokens of an image: first each warp the two sums of some of them, then
-// each thread a vector of channels of some. It leaves a row of the sums over its tokens that become gradients:
-// of shift, dy; of scale, dy x^; of gate, dx branch. SlabSums adds them up.
+// Backward at a place x of the residual stream, where a branch BEGINS with a norm, normed = norm(x), or one
+// ENDS with a gate, x = ... + gate * branch, or both. dx is `around`, the gradient that comes by the stream
+// itself (or is without data), and what comes through the norm, whose output has the gradient dy: with g = dy
+// (1 + scale) and x^ = (x - mean) rstd it is rstd (g - (sum g + x^ sum g x^) / D). normed is made again, and
+// dbranch = gate * dx. A team does SLAB_TOKENS of an image: first each warp the two sums of some tokens, then
+// each thread a vector of channels of some. It leaves a row of sums over its tokens that become gradients: of
+// shift, dy; of scale, dy x^; of gate, dx branch. SlabSums adds the rows up.
 enum { SLAB_TOKENS = 16 };
 static int slabs_of(int tokens) { return ceil_div(tokens, SLAB_TOKENS); }
 template <typename T> struct BranchBegin {
