@@ -432,17 +432,13 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And of a
-// Team of threads: what they share, where they wait for each other, what they add up in.
+// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And
+// what a Team of threads adds up in.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
-#define SHARED __shared__
-#define team_wait() __syncthreads()
 typedef float Sum;
 #else
 #define UNROLLED_FOR(...) for (__VA_ARGS__)
-#define SHARED
-#define team_wait()
 typedef double Sum;
 #endif
 
@@ -839,16 +835,16 @@ static const float NORM_EPS = 1e-5f;
 struct Team {
     int index, thread, threads;
 };
-// In thread 0 the sum of a team's values, in a fixed order. At most 1024 threads, whole warps.
+// The sum of a team's values, in all its threads, in a fixed order. At most 1024 threads, whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
     __shared__ float parts[32];
-    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    __syncthreads();  // those of the sum before have been read
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
     __syncthreads();
-    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
-    if (threadIdx.x < 32)
-        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
 #endif
     return value;
 }
@@ -1890,7 +1886,6 @@ template <typename T> struct PredictionLoss {
         squares = team_sum(squares);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
         if (!images) return;
-        team_wait();
         bound = team_sum(bound);
         if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
     }
@@ -2070,25 +2065,21 @@ template <typename T> struct ThresholdLimits {
     enum { THREADS = 1024 };
     size_t items() const { return drawing.input.B; }
     HOST_DEVICE void operator()(Team team) const {
-        SHARED uint32_t found;
+        uint32_t found = 0;
         const SamplerStep step = drawing.state->step;
         int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
         size_t first = (size_t)team.index * pixels;
-        if (team.thread == 0) found = 0;
         for (uint32_t bit = 1u << 30; bit; bit /= 2) {
-            team_wait();
             Sum below = 0;
             for (size_t i = first + team.thread; i < first + pixels; i += team.threads)
                 for (int c = 0; c < drawing.channels; c++) {
                     FloatBits x0 = {drawing.predicted_x0(step, i * PIXEL + c)};
                     below += (x0.bits & 0x7FFFFFFF) < (found | bit);
                 }
-            below = team_sum(below);
-            if (team.thread == 0 && below <= rank) found |= bit;
+            if (team_sum(below) <= rank) found |= bit;
         }
-        if (team.thread > 0) return;
         FloatBits limit = {.bits = found};
-        drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
+        if (team.thread == 0) drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
     }
 };
 
@@ -2590,10 +2581,7 @@ struct FinishStep {
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
             sums[SQUARED_NORM] += norm_parts[i];
-        UNROLLED_FOR (int i = 0; i < SUMS; i++) {
-            sums[i] = team_sum(sums[i]);
-            team_wait();
-        }
+        UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
         UNROLLED_FOR (int i = 0; i < 8; i++)
