@@ -680,7 +680,7 @@ static void test_normed_product(const NormedProductTest& s) {
               const int before = sum_passes;
               if (!on.here) split.sums.poison();
               on.input_gradient(dy, {on(dout), B, H, W, O}, second(on),
-                                {.norm = on.here && apart ? nullptr : &of});
+                                {.norm = on.here && apart ? decltype(of)() : of});
               if (!on.here) apart = sum_passes > before, check_sums(before);
               if (on.here && apart) {
                   for (float& value : dnormed.host) value = rounded(value);

@@ -741,17 +741,12 @@ template <typename Real> struct ForwardOptionsOf {
     TensorOf<Real> residual = {};
 };
 
-// What a product's input gradient may do besides: += dx; and where x is what a norm wrote, the first half of
-// that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
+// What making dx may do besides: += dx. A norm: add the gradient of a branch around it. A product, where x is
+// what a norm wrote: the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, norm).
 template <typename Real> struct BackwardOptionsOf {
-    bool accumulate = false;
-    const NormOf<Real>* norm = nullptr;
-};
-
-// What a norm's backward may add to dx: the gradient of a branch around the norm, and the old dx.
-template <typename Real> struct NormOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
+    NormOf<Real> norm = {};  // without affine: none
 };
 
 #define LAYER_TYPES(device, Real)                              \
@@ -765,7 +760,6 @@ template <typename Real> struct NormOptionsOf {
     typedef NormOf<Real> Norm;                                 \
     typedef ForwardOptionsOf<Real> Forward;                    \
     typedef BackwardOptionsOf<Real> Backward;                  \
-    typedef NormOptionsOf<Real> NormOptions;                   \
     }
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
@@ -805,8 +799,7 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
 // normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm,
-                               NormOptions options = {});
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
 // heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
@@ -1319,7 +1312,7 @@ struct ResBlock : Module {
         Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
         Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
         Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
-        input_gradient(dnormed2, dout, conv2, {.norm = drops ? nullptr : &norm2});
+        input_gradient(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
@@ -1332,7 +1325,7 @@ struct ResBlock : Module {
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
         weight_gradient(conv2, dout, normed2);
-        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? nullptr : &norm1});
+        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
             resize(dx.first, dout, block.accumulate);
             resize(dbefore, dnormed1);
@@ -1368,7 +1361,7 @@ struct AttentionBlock : Module {
         weight_gradient(projection, dout, joined);
         input_gradient(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
-        input_gradient(dnormed, dqkv, to_qkv, {.norm = &norm});
+        input_gradient(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
         weight_gradient(to_qkv, dqkv, normed);
     }
@@ -1427,7 +1420,7 @@ struct OutBlock : Module {
     void backward() {
         Tensor normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        input_gradient(dx, dout, conv, {.norm = &norm});
+        input_gradient(dx, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dx.first, norm);
         weight_gradient(conv, dout, normed);
     }
@@ -5092,7 +5085,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     });
 }
 
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, NormOptions options) {
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     PROFILE("group norm backward",
             {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C, width = C / norm.groups;
@@ -5330,7 +5323,7 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
                        {layer.w + first + c0, K}, options.accumulate);
             });
         }
-    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
+    if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
 
 template <int TAPS>
@@ -6132,7 +6125,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + p.stride < T) load();
     }
 }
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, NormOptions options) {
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
@@ -7211,9 +7204,8 @@ template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TA
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
-    Gemm g = {.out = dx, .x = dout, .w = layer.w};
+    Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
     if (options.accumulate) g.residual = dx;
-    if (options.norm) g.norm = *options.norm;
     launch_gemm<TAPS, true>(g);
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // room 13: whether it takes one of 3x3

@@ -82,7 +82,7 @@ static void groupnorm_backward0(Problem& p) {
     cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
     norm.sums = p.scratch_sums("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
-    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::NormOptions());
+    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::Backward());
 }
 
 // The gradient at the norm's output before the SiLU.
