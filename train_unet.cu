@@ -1031,8 +1031,7 @@ template <typename T> struct Resample {
     size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
         const bool repeats = out.H > x.H;
-        const unsigned vectors = x.C / N,
-                       pixel = (unsigned)(item / vectors);  // of which there are less than 2^31
+        const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are less than 2^31
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
         const unsigned line = pixel / out.W, column = pixel % out.W;  // a line of all images'
         const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);
@@ -4560,14 +4559,6 @@ static void save_samples(Trainer* t) {
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
 
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) list += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
-    t->quartiles = {};
-    return "[" + list + "]";
-}
-
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
@@ -4651,14 +4642,19 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     if (!logs) return;
     printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
     pace->logged = t->step, pace->log_start = now;
+    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
+    std::string quartiles;
+    for (int q = 0; q < 4; q++)
+        quartiles += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
+    t->quartiles = {};
     std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
     add_metrics(&t->metrics,
                 text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
                      "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
+                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
                      t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
                      each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
 }
 
 static void train(Trainer* t) {
@@ -5527,8 +5523,7 @@ static void backend_init() {
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ended)
-        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& each : side_ended) CUDA_CHECK(cudaEventCreateWithFlags(&each, cudaEventDisableTiming));
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
@@ -5754,8 +5749,7 @@ __device__ inline void await_inputs() {
 
 // kernel<<<grid, threads, shared>>>(args...) on lane->stream. With CLUSTERS, blocks along x are a cluster.
 template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                   Arguments... arguments) {
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attributes[2] = {};
@@ -5765,7 +5759,7 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
     attributes[1].val.clusterDim = {grid.x, 1, 1};
     unsigned count = gpu_properties.major < 9 ? 0 : CLUSTERS && grid.x > 1 ? 2 : 1;
     cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, attributes, count};
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(args)...));
     LAUNCH_CHECK();
 }
 
@@ -6048,14 +6042,14 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
 
 // dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
 template <bool MODULATED>  // asked for each part, loads would wait for each other
-__device__ inline void norm_weights(const Norm& norm, int parts, int C) {
+__device__ inline void norm_weights(const Norm& norm, int parts) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < norm.x.first.B * parts; i += WARPS)
-        total += norm.sums[(size_t)i * C + c] * (MODULATED ? norm.gain(i / parts, c) : 1);
+        total += norm.sums[(size_t)i * norm.x.C() + c] * (MODULATED ? norm.gain(i / parts, c) : 1);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
@@ -6076,8 +6070,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks)
-        return norm.modulation.data ? norm_weights<true>(norm, parts, C)
-                                    : norm_weights<false>(norm, parts, C);
+        return norm.modulation.data ? norm_weights<true>(norm, parts) : norm_weights<false>(norm, parts);
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
     const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
@@ -6771,8 +6764,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     // Where a chunk, counted from `first`, lies: in which of the two, and from which of its channels on.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
-    const int sweeps =
-        (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // that have a row for this thread
+    const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
         const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
@@ -7671,8 +7663,7 @@ template <class Tile> struct HopperEpilogue {
                 product[e * IMAGES / 64][e / 2 % 2] += d * d;
             }
         }
-        int pixel =
-            Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or as many as come before its part
+        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // its first, or how many lie before it
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         add_up(product);
         UNROLLED_FOR (int h = 0; h < 2; h++)
@@ -7794,18 +7785,17 @@ static bool hopper_norms(const Norm& norm, int O) {
 template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
-    bool small = TAPS > 1 && H <= 8 && W <= 8;
+    bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
     // A part's 128 pixels are of one image, or of two images of 64.
     bool whole_parts = T == 64 ? TAPS == 1 || small : TAPS == 1 ? T % 128 == 0 : H % 16 == 0 && W % 8 == 0;
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
-    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && suffice_in_pairs(g.x.first, g.N())));
+    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && in_pairs));
     if constexpr (TAPS == 1) launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
     else if (small) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-    else if (!suffice_in_pairs(g.x.first, g.N()))
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
+    else if (!in_pairs) launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
     else if (g.x.affine) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
     else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
     else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
