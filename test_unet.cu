@@ -268,11 +268,11 @@ typedef Pair<float> Floats;
     using Product = side::Product<TAPS>;                                                                   \
     template <int TAPS>                                                                                    \
     static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
-        side::product_forward(out, x, layer, options);                                                     \
+        side::product_forward(out, x, layer, options, Nothing());                                          \
     }                                                                                                      \
     template <int TAPS>                                                                                    \
     static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
-        side::input_gradient(dx, dout, layer, options);                                                    \
+        side::input_gradient(dx, dout, layer, options, Nothing());                                         \
     }                                                                                                      \
     template <int TAPS>                                                                                    \
     static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \
