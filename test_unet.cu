@@ -268,11 +268,11 @@ typedef Pair<float> Floats;
     using Product = side::Product<TAPS>;                                                                   \
     template <int TAPS>                                                                                    \
     static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
-        side::product_forward(out, x, layer, options);                                                     \
+        side::product_forward(out, x, layer, options, Nothing());                                          \
     }                                                                                                      \
     template <int TAPS>                                                                                    \
     static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
-        side::input_gradient(dx, dout, layer, options);                                                    \
+        side::input_gradient(dx, dout, layer, options, Nothing());                                         \
     }                                                                                                      \
     template <int TAPS>                                                                                    \
     static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \
@@ -680,7 +680,7 @@ static void test_normed_product(const NormedProductTest& s) {
               const int before = sum_passes;
               if (!on.here) split.sums.poison();
               on.input_gradient(dy, {on(dout), B, H, W, O}, second(on),
-                                {.norm = on.here && apart ? nullptr : &of});
+                                {.norm = on.here && apart ? decltype(of)() : of});
               if (!on.here) apart = sum_passes > before, check_sums(before);
               if (on.here && apart) {
                   for (float& value : dnormed.host) value = rounded(value);

@@ -432,17 +432,13 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And of a
-// Team of threads: what they share, where they wait for each other, what they add up in.
+// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And
+// what a Team of threads adds up in.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
-#define SHARED __shared__
-#define team_wait() __syncthreads()
 typedef float Sum;
 #else
 #define UNROLLED_FOR(...) for (__VA_ARGS__)
-#define SHARED
-#define team_wait()
 typedef double Sum;
 #endif
 
@@ -745,17 +741,23 @@ template <typename Real> struct ForwardOptionsOf {
     TensorOf<Real> residual = {};
 };
 
-// What a product's input gradient may do besides: += dx; and where x is what a norm wrote, the first half of
-// that norm's gradient, groupnorm_backward_sums(dx, dx, *norm).
+// What making dx may do besides: += dx. A norm: add the gradient of a branch around it. A product, where x is
+// what a norm wrote: the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, norm).
 template <typename Real> struct BackwardOptionsOf {
-    bool accumulate = false;
-    const NormOf<Real>* norm = nullptr;
-};
-
-// What a norm's backward may add to dx: the gradient of a branch around the norm, and the old dx.
-template <typename Real> struct NormOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
+    NormOf<Real> norm = {};  // without affine: none
+};
+
+// What follows a Linear's product that writes one tensor, done while its outputs are at hand: a layer, see
+// below, whose items are elements on the CPU, and on a GPU 16 bytes. There it also has, for the same bits,
+//     extra(first)                   loads what it needs for the vector of elements from `first` on
+//     finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads that
+struct Nothing {
+    enum { OVERWRITES = false };
+    HOST_DEVICE int extra(size_t) const { return 0; }
+    HOST_DEVICE void finish(size_t, const auto&, int) const {}
+    void operator()(size_t) const {}
 };
 
 #define LAYER_TYPES(device, Real)                              \
@@ -769,7 +771,6 @@ template <typename Real> struct NormOptionsOf {
     typedef NormOf<Real> Norm;                                 \
     typedef ForwardOptionsOf<Real> Forward;                    \
     typedef BackwardOptionsOf<Real> Backward;                  \
-    typedef NormOptionsOf<Real> NormOptions;                   \
     }
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
@@ -783,11 +784,13 @@ namespace DEVICE {
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
 // Linear F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only this takes two tensors.
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {});
+template <int TAPS, class After = Nothing>
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {},
+                            const After& then = {});
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
-template <int TAPS>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
+template <int TAPS, class After = Nothing>
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {},
+                           const After& then = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). A
 // call of the side lane's: under way until backend_join.
 template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
@@ -809,8 +812,7 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
 // normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm,
-                               NormOptions options = {});
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
 // heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
@@ -839,16 +841,16 @@ static const float NORM_EPS = 1e-5f;
 struct Team {
     int index, thread, threads;
 };
-// In thread 0 the sum of a team's values, in a fixed order. At most 1024 threads, whole warps.
+// The sum of a team's values, in all its threads, in a fixed order. At most 1024 threads, whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
     __shared__ float parts[32];
-    for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    __syncthreads();  // those of the sum before have been read
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
     __syncthreads();
-    value = threadIdx.x < blockDim.x / 32 ? parts[threadIdx.x] : 0.0f;
-    if (threadIdx.x < 32)
-        for (int step = 16; step; step /= 2) value += __shfl_down_sync(~0u, value, step);
+    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
 #endif
     return value;
 }
@@ -1042,8 +1044,7 @@ template <typename T> struct Resample {
     size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
         const bool repeats = out.H > x.H;
-        const unsigned vectors = x.C / N,
-                       pixel = (unsigned)(item / vectors);  // of which there are less than 2^31
+        const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are less than 2^31
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
         const unsigned line = pixel / out.W, column = pixel % out.W;  // a line of all images'
         const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);
@@ -1323,7 +1324,7 @@ struct ResBlock : Module {
         Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
         Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
         Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
-        input_gradient(dnormed2, dout, conv2, {.norm = drops ? nullptr : &norm2});
+        input_gradient(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
@@ -1336,7 +1337,7 @@ struct ResBlock : Module {
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
         weight_gradient(conv2, dout, normed2);
-        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? nullptr : &norm1});
+        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
             resize(dx.first, dout, block.accumulate);
             resize(dbefore, dnormed1);
@@ -1372,7 +1373,7 @@ struct AttentionBlock : Module {
         weight_gradient(projection, dout, joined);
         input_gradient(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
-        input_gradient(dnormed, dqkv, to_qkv, {.norm = &norm});
+        input_gradient(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
         weight_gradient(to_qkv, dqkv, normed);
     }
@@ -1431,7 +1432,7 @@ struct OutBlock : Module {
     void backward() {
         Tensor normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        input_gradient(dx, dout, conv, {.norm = &norm});
+        input_gradient(dx, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dx.first, norm);
         weight_gradient(conv, dout, normed);
     }
@@ -1890,7 +1891,6 @@ template <typename T> struct PredictionLoss {
         squares = team_sum(squares);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
         if (!images) return;
-        team_wait();
         bound = team_sum(bound);
         if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
     }
@@ -2070,25 +2070,21 @@ template <typename T> struct ThresholdLimits {
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return drawing.input.B; }
     HOST_DEVICE void operator()(Team team) const {
-        SHARED uint32_t found;
+        uint32_t found = 0;
         const SamplerStep step = drawing.state->step;
         int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
         size_t first = (size_t)team.index * pixels;
-        if (team.thread == 0) found = 0;
         for (uint32_t bit = 1u << 30; bit; bit /= 2) {
-            team_wait();
             Sum below = 0;
             for (size_t i = first + team.thread; i < first + pixels; i += team.threads)
                 for (int c = 0; c < drawing.channels; c++) {
                     FloatBits x0 = {drawing.predicted_x0(step, i * PIXEL + c)};
                     below += (x0.bits & 0x7FFFFFFF) < (found | bit);
                 }
-            below = team_sum(below);
-            if (team.thread == 0 && below <= rank) found |= bit;
+            if (team_sum(below) <= rank) found |= bit;
         }
-        if (team.thread > 0) return;
         FloatBits limit = {.bits = found};
-        drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
+        if (team.thread == 0) drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
     }
 };
 
@@ -2590,10 +2586,7 @@ struct FinishStep {
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
             sums[SQUARED_NORM] += norm_parts[i];
-        UNROLLED_FOR (int i = 0; i < SUMS; i++) {
-            sums[i] = team_sum(sums[i]);
-            team_wait();
-        }
+        UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
         UNROLLED_FOR (int i = 0; i < 8; i++)
@@ -4580,14 +4573,6 @@ static void save_samples(Trainer* t) {
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
 
-// The loss by quartile of the timesteps since the last call, as JSON; null where no sample fell into one.
-static std::string take_quartiles(Trainer* t) {
-    std::string list;
-    for (int q = 0; q < 4; q++) list += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
-    t->quartiles = {};
-    return "[" + list + "]";
-}
-
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
@@ -4671,14 +4656,19 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     if (!logs) return;
     printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
     pace->logged = t->step, pace->log_start = now;
+    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
+    std::string quartiles;
+    for (int q = 0; q < 4; q++)
+        quartiles += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
+    t->quartiles = {};
     std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
     add_metrics(&t->metrics,
                 text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
                      "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": %s}\n",
+                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
                      t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
                      each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, take_quartiles(t).c_str()));
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
 }
 
 static void train(Trainer* t) {
@@ -5105,7 +5095,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     });
 }
 
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, NormOptions options) {
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     PROFILE("group norm backward",
             {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C, width = C / norm.groups;
@@ -5303,7 +5293,8 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 enum { BAND = 252 };  // pixels of a task's products
 
-template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS, class After>
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
     int M = out.rows(), O = out.C, K = x.C();
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(M, TAPS, K, O));
     if constexpr (TAPS == 9) convolve(out, x.first, layer, false, options);
@@ -5321,6 +5312,8 @@ template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TA
                 Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
                 matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
             }
+            for (size_t p = p0; p < (size_t)p1; p++)  // while it is in the cache
+                SIMD_FOR (int o = o0; o < o1; o++) then(p * O + o);
         };
         int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
         each_tile(M, BAND, O, columns, multiply_band, pack);
@@ -5328,8 +5321,8 @@ template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TA
     if (out.moments) channel_moments(out);
 }
 
-template <int TAPS>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
+template <int TAPS, class After>
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
     int O = dout.C, K = dx.C();
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, K, O));
     if constexpr (TAPS == 9)
@@ -5337,12 +5330,14 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
     else
         for (int first : {0, dx.first.C}) {
             const Tensor& of = dx.of(first);
-            each_tile(dout.rows(), BAND, of.C, 128, [&](int p0, int p1, int c0, int c1) {
+            each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {  // band by band
                 matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
                        {layer.w + first + c0, K}, options.accumulate);
+                for (size_t p = p0; p < (size_t)p1; p++)
+                    SIMD_FOR (int c = c0; c < c1; c++) then(p * of.C + c);
             });
         }
-    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, *options.norm);
+    if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
 
 template <int TAPS>
@@ -5546,8 +5541,7 @@ static void backend_init() {
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
     for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ended)
-        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& each : side_ended) CUDA_CHECK(cudaEventCreateWithFlags(&each, cudaEventDisableTiming));
     for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
 }
 static std::string backend_name() {
@@ -5772,8 +5766,7 @@ __device__ inline void await_inputs() {
 
 // kernel<<<grid, threads, shared>>>(args...) on lane->stream. With CLUSTERS, blocks along x are a cluster.
 template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared,
-                   Arguments... arguments) {
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attributes[2] = {};
@@ -5783,7 +5776,7 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
     attributes[1].val.clusterDim = {grid.x, 1, 1};
     unsigned count = gpu_properties.major < 9 ? 0 : CLUSTERS && grid.x > 1 ? 2 : 1;
     cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, attributes, count};
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(args)...));
     LAUNCH_CHECK();
 }
 
@@ -6067,14 +6060,14 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
 
 // dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
 template <bool MODULATED>  // asked for each part, loads would wait for each other
-__device__ inline void norm_weights(const Norm& norm, int parts, int C) {
+__device__ inline void norm_weights(const Norm& norm, int parts) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < norm.x.first.B * parts; i += WARPS)
-        total += norm.sums[(size_t)i * C + c] * (MODULATED ? norm.gain(i / parts, c) : 1);
+        total += norm.sums[(size_t)i * norm.x.C() + c] * (MODULATED ? norm.gain(i / parts, c) : 1);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
@@ -6095,8 +6088,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
     const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks)
-        return norm.modulation.data ? norm_weights<true>(norm, parts, C)
-                                    : norm_weights<false>(norm, parts, C);
+        return norm.modulation.data ? norm_weights<true>(norm, parts) : norm_weights<false>(norm, parts);
     NormPlace p(s, blockIdx.x - weight_blocks, norm);
     const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
     const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
@@ -6144,7 +6136,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + p.stride < T) load();
     }
 }
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, NormOptions options) {
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     int weight_blocks = dy.C / 32;
@@ -6682,8 +6674,8 @@ template <class Tile> struct WarpProduct {
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
 template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row,
-                                              int tile, int n0) {
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, float* staging,
+                                              const int* pixel_of_row, int tile, int n0) {
     constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
@@ -6691,8 +6683,9 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
     Unpacked sum = {}, product = {};
     UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        int m[PASSES];        // its pixels, -1: outside
-        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
+        int m[PASSES];                           // its pixels, -1: outside
+        uint4 there[PASSES];                     // what is added to the outputs, or a norm's x
+        decltype(then.extra(0)) beside[PASSES];  // what follows reads
         Unpacked value[PASSES];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
@@ -6703,6 +6696,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
+            if (m[i] >= 0) beside[i] = then.extra((size_t)m[i] * g.N() + n);
             value[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
@@ -6734,7 +6728,10 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             for (int e = 0; e < VEC; e++)
                 if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
                 else value[i][e] += added[e] + x[e];
-            if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
+            if (m[i] < 0) continue;
+            const uint4 bits = pack(value[i]);
+            if (!then.OVERWRITES) *(uint4*)rows_from(to, m[i], out.C) = bits;
+            then.finish((size_t)m[i] * g.N() + n, (const Vector<floatX, VEC>&)bits, beside[i]);
         }
         if (!g.sums) continue;
 
@@ -6766,8 +6763,9 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with border) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+template <class Tile, class After>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
+    gemm_kernel(const __grid_constant__ Gemm g, const __grid_constant__ After then) {
     await_inputs();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
@@ -6790,8 +6788,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     // Where a chunk, counted from `first`, lies: in which of the two, and from which of its channels on.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
-    const int sweeps =
-        (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // that have a row for this thread
+    const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
         const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
@@ -6852,11 +6849,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
+    gemm_epilogue<Tile>(g, then, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added. A thread: VEC outputs.
-__global__ void gemm_reduce_kernel(const Gemm g) {
+template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const After then) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
     if (i >= count) return;
@@ -6868,7 +6865,9 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
     if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
-    *(uint4*)(g.out.of(n).data + at) = pack(value);
+    const uint4 bits = pack(value);
+    if (!After::OVERWRITES) *(uint4*)(g.out.of(n).data + at) = bits;
+    then.finish(i, (const Vector<floatX, VEC>&)bits, then.extra(i));
 }
 
 // What norms want of the output, where the product did not leave it behind.
@@ -6877,7 +6876,7 @@ static void launch_gemm_sums(const Gemm& g) {
     if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
 }
 
-template <class Tile> static void launch_gemm_tile(Gemm g) {
+template <class Tile, class After> static void launch_tile(Gemm g, const After& then) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
@@ -6887,24 +6886,25 @@ template <class Tile> static void launch_gemm_tile(Gemm g) {
     const bool whole =
         T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
     if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
+    launch(gemm_kernel<Tile, After>, dim3(tiles, g.splits), Tile::THREADS, bytes, g, then);
+    if (g.splits > 1)
+        launch(gemm_reduce_kernel<After>, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g, then);
     if (!g.sums) launch_gemm_sums(g);
 }
 
 // Room 13, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
 // HOPPER: whether it takes a product, launched there if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then);
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
     assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g, then)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
@@ -6924,11 +6924,11 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
     Arena workspace = lane->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    if (tile == 0) launch_gemm_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
-    if (tile == 1) launch_gemm_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
-    if (tile == 2) launch_gemm_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g, then);
+    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g, then);
+    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g, then);
     if constexpr (!TRANSPOSED)
-        if (tile == 3) launch_gemm_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g, then);
 }
 
 // ---- weight gradient
@@ -7216,17 +7216,17 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS, class After>
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
+    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb}, then);
 }
-template <int TAPS>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
+template <int TAPS, class After>
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
-    Gemm g = {.out = dx, .x = dout, .w = layer.w};
+    Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
     if (options.accumulate) g.residual = dx;
-    if (options.norm) g.norm = *options.norm;
-    launch_gemm<TAPS, true>(g);
+    launch_gemm<TAPS, true>(g, then);
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // room 13: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -7691,8 +7691,7 @@ template <class Tile> struct HopperEpilogue {
                 product[e * IMAGES / 64][e / 2 % 2] += d * d;
             }
         }
-        int pixel =
-            Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or as many as come before its part
+        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // its first, or how many lie before it
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         add_up(product);
         UNROLLED_FOR (int h = 0; h < 2; h++)
@@ -7811,25 +7810,26 @@ static bool hopper_norms(const Norm& norm, int O) {
            O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
 }
 // Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then) {
     Gemm g = asked;
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
-    bool small = TAPS > 1 && H <= 8 && W <= 8;
+    bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
     auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
     if (g.N() <= 16 || !fits(g.out)) return false;
     // A part's 128 pixels are of one image, or of two images of 64.
     bool whole_parts = T == 64 ? TAPS == 1 || small : TAPS == 1 ? T % 128 == 0 : H % 16 == 0 && W % 8 == 0;
     bool sums = whole_parts && fits(g.norm.x);
     if (!sums) g.out.first.moments = nullptr, g.norm = {};
-    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && suffice_in_pairs(g.x.first, g.N())));
+    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && in_pairs));
     if constexpr (TAPS == 1) launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
     else if (small) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-    else if (!suffice_in_pairs(g.x.first, g.N()))
-        launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
+    else if (!in_pairs) launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
     else if (g.x.affine) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
     else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
     else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
     if (!sums) launch_gemm_sums(asked);
+    // No thread has a vector of outputs, which the copy engine takes from shared memory: a pass of its own.
+    if constexpr (requires { then.items(); }) run(then);
     return true;
 }
 
@@ -7995,6 +7995,6 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 }  // namespace gpu
 #elif defined(__CUDACC__)
 static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
+template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&, auto) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER

@@ -776,7 +776,6 @@ __global__ void conv3x3_weight_gradient_thread_kernel1(float* dw, const float* d
     for (int tap = 0; tap < 9; tap++) {
         float total = team_sum(sum[tap]);
         if (threadIdx.x == 0) dw[((size_t)o * s.C + c) * 9 + tap] += total;
-        __syncthreads();
     }
 }
 static void conv3x3_weight_gradient1(Problem&, float* dw, const float* dout, const float* x, Shape s) {

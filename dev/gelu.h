@@ -22,7 +22,7 @@ template <typename T> static constexpr int GELU_ELEMENTS = 16 / sizeof(T);
 template <typename T> static constexpr int GELU_ELEMENTS = 1;
 #endif
 
-// Both can be done behind a product, see large_products.h: `finish` has 16 bytes of its outputs.
+// Both can be done as what follows a product, see Nothing in room 3: `finish` has 16 bytes of its outputs.
 template <typename T> struct GeluForward {
     TensorOf<T> out, x;
 
@@ -36,9 +36,8 @@ template <typename T> struct GeluForward {
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N, count = (size_t)x.B * x.T() * x.C;
-        if (N > 1 && first + N <= count) finish(first, load<N>(x.data + first), {});
-        else
-            for (size_t i = first; i < first + N && i < count; i++) out.data[i] = (T)gelu((float)x.data[i]);
+        if (N == 1 || first + N <= count) return finish(first, load<N>(x.data + first), {});
+        for (size_t i = first; i < first + N && i < count; i++) out.data[i] = (T)gelu((float)x.data[i]);
     }
 };
 // AGAIN: what forward wrote is made once more, for who did not keep it.
@@ -58,7 +57,7 @@ template <typename T, bool AGAIN = false> struct GeluBackward {
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N, count = (size_t)x.B * x.T() * x.C;
-        if (N > 1 && first + N <= count) return finish(first, load<N>(dout.data + first), extra(first));
+        if (N == 1 || first + N <= count) return finish(first, load<N>(dout.data + first), extra(first));
         for (size_t i = first; i < first + N && i < count; i++) {
             float value = (float)x.data[i];
             dx.data[i] = (T)((float)dout.data[i] * gelu_gradient(value));

@@ -82,7 +82,7 @@ static void groupnorm_backward0(Problem& p) {
     cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
     norm.sums = p.scratch_sums("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
-    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::NormOptions());
+    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::Backward());
 }
 
 // The gradient at the norm's output before the SiLU.
@@ -234,17 +234,6 @@ static void groupnorm_backward2(Problem& p) {
 }
 #else
 
-// The sum of a block's values, in all its threads.
-__device__ static inline float block_total(float value) {
-    __shared__ float total;
-    value = team_sum(value);
-    if (threadIdx.x == 0) total = value;
-    __syncthreads();
-    value = total;
-    __syncthreads();
-    return value;
-}
-
 // ---- 1: a thread a group ----------------------------------------------------------------------------------
 
 // x, out (B, C, T): group g of image b is the run of T C / G floats that begins at (b G + g) T C / G.
@@ -328,9 +317,9 @@ __global__ void groupnorm_forward_kernel2(float* out, float* mean, float* rstd, 
     const float* row = x + (size_t)group * n;
     float sum = 0, squares = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += row[i];
-    float m = block_total(sum) / n;
+    float m = team_sum(sum) / n;
     for (int i = threadIdx.x; i < n; i += blockDim.x) squares += (row[i] - m) * (row[i] - m);
-    float r = 1 / sqrtf(block_total(squares) / n + NORM_EPS);
+    float r = 1 / sqrtf(team_sum(squares) / n + NORM_EPS);
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         int c = group % G * (C / G) + i / T;
         float y = (row[i] - m) * r * w[c] + bias[c];
@@ -355,7 +344,7 @@ __global__ void groupnorm_backward_kernel2(float* dx, float* out, const float* d
         float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
         sum += w[c] * dy, sum_normed += w[c] * dy * normed;
     }
-    sum = block_total(sum), sum_normed = block_total(sum_normed);
+    sum = team_sum(sum), sum_normed = team_sum(sum_normed);
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         int c = c0 + i / T;
         float normed = (row[i] - m) * r, dy = groupnorm_dy(upstream[i], normed, w[c], bias[c]);
@@ -378,7 +367,7 @@ __global__ void groupnorm_weights_kernel2(float* dw, float* dbias, const float* 
                   dy = groupnorm_dy(dout[i], normed, w[c], bias[c]);
             sum += dy, sum_normed += dy * normed;
         }
-    sum = block_total(sum), sum_normed = block_total(sum_normed);
+    sum = team_sum(sum), sum_normed = team_sum(sum_normed);
     if (threadIdx.x == 0) dw[c] += sum_normed, dbias[c] += sum;
 }
 static void groupnorm_backward2(Problem& p) {
@@ -404,12 +393,12 @@ __global__ void groupnorm_forward_kernel3(floatX* out, float* mean, float* rstd,
         Unpacked value = unpack(row[i]);
         for (int k = 0; k < VEC; k++) sum += value[k];
     }
-    float m = block_total(sum) / n;
+    float m = team_sum(sum) / n;
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         Unpacked value = unpack(row[i]);
         for (int k = 0; k < VEC; k++) squares += (value[k] - m) * (value[k] - m);
     }
-    float r = 1 / sqrtf(block_total(squares) / n + NORM_EPS);
+    float r = 1 / sqrtf(team_sum(squares) / n + NORM_EPS);
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = group % G * (C / G) + i * VEC / T;
         float scale = r * (float)w[c], shift = (float)bias[c] - m * scale;
@@ -453,7 +442,7 @@ __global__ void groupnorm_backward_kernel3(floatX* dx, floatX* out, const floatX
         for (int k = 0; k < VEC; k++)
             sum += (float)w[c] * dy[k], sum_normed += (float)w[c] * dy[k] * normed[k];
     }
-    sum = block_total(sum) / n, sum_normed = block_total(sum_normed) / n;
+    sum = team_sum(sum) / n, sum_normed = team_sum(sum_normed) / n;
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = c0 + i * VEC / T;
         groupnorm_dy3(normed, dy, row[i], upstream[i], m, r, (float)w[c], (float)bias[c]);
@@ -479,7 +468,7 @@ __global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX*
                           rstd[group], (float)w[c], (float)bias[c]);
             for (int k = 0; k < VEC; k++) sum += dy[k], sum_normed += dy[k] * normed[k];
         }
-    sum = block_total(sum), sum_normed = block_total(sum_normed);
+    sum = team_sum(sum), sum_normed = team_sum(sum_normed);
     if (threadIdx.x == 0) dw[c] += sum_normed, dbias[c] += sum;
 }
 static void groupnorm_backward3(Problem& p) {

@@ -5,20 +5,10 @@
 // half its peak. Here tiles are 128 by 192, for 77 operations a byte. 192 divides the widths of the paper's
 // models, but 1024.
 //
-// GELU, or its gradient, is done where a product's outputs still are at hand. It is a layer that has, besides
-// operator() for where it is run by itself,
-//     Extra extra(first)                  loads what it needs for the vector of elements from `first` on
-//     void finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads that
-// and both ways give the same bits. A gate is no such layer: its loads made a product of DiT-XL/2 take 40 us
-// longer on an H200, and by itself it takes 12.
+// GELU, or its gradient, is done while a product's outputs are at hand, as behind the program's own products:
+// see Nothing there. A gate is no such layer: its loads made a product of DiT-XL/2 take 40 us longer on an H200,
+// and by itself it takes 12.
 #pragma once
-
-struct Nothing {
-    enum { OVERWRITES = false };
-    struct Extra {};
-    HOST_DEVICE Extra extra(size_t) const { return {}; }
-    HOST_DEVICE void finish(size_t, const auto&, Extra) const {}
-};
 
 #ifdef HOPPER
 namespace gpu {
@@ -78,7 +68,7 @@ __device__ inline void store_matrices(uint32_t address, const uint32_t* r) {  //
 // What becomes of a warpgroup's tile: rounded, and through shared memory, 64 rows at a time, so that threads next
 // to each other have vectors next to each other.
 template <class After>
-__device__ __forceinline__ void large_outputs(const LargeProduct& g, const After& after, Rows64 (&outputs)[3],
+__device__ __forceinline__ void large_outputs(const LargeProduct& g, const After& then, Rows64 (&outputs)[3],
                                               const float (&c)[192], int m0, int n0, int warpgroup) {
     int thread = threadIdx.x % 128;
     const int lane = thread % 32, line = thread / 32 * 16;
@@ -99,12 +89,12 @@ __device__ __forceinline__ void large_outputs(const LargeProduct& g, const After
         // stores of these.
         const int row = thread / 8, vector = thread % 8, m = m0 + 64 * half + row;
         size_t at[4];
-        typename After::Extra extra[4], next[4];
+        decltype(then.extra(0)) extra[4], next[4];
         // Rows that there are from its first on, if it has such columns.
         auto rows = [&](int panel) { return n0 + panel * 64 + vector * VEC < g.N ? g.M - m : 0; };
         auto load_next = [&](int panel) {
             UNROLLED_FOR (int k = 0; k < 4; k++)
-                if (16 * k < rows(panel)) next[k] = after.extra(at[k] + 64 * panel);
+                if (16 * k < rows(panel)) next[k] = then.extra(at[k] + 64 * panel);
         };
         UNROLLED_FOR (int k = 0; k < 4; k++) at[k] = (size_t)(m + 16 * k) * g.N + n0 + vector * VEC;
         load_next(0);
@@ -122,7 +112,7 @@ __device__ __forceinline__ void large_outputs(const LargeProduct& g, const After
                 if (16 * k >= rows(panel)) break;
                 auto product = *(const Vector<floatX, VEC>*)(outputs[panel] + swizzled(row + 16 * k, vector));
                 if (!After::OVERWRITES) store(g.out + at[k] + 64 * panel, product);
-                after.finish(at[k] + 64 * panel, product, extra[k]);
+                then.finish(at[k] + 64 * panel, product, extra[k]);
             }
         }
     }
@@ -132,7 +122,7 @@ __device__ __forceinline__ void large_outputs(const LargeProduct& g, const After
 // take tiles in turn: while one multiplies, the other's outputs leave.
 template <bool A_COLUMNS, bool B_COLUMNS, class After>
 __global__ void __launch_bounds__(384, 1)
-    large_product_kernel(const __grid_constant__ LargeProduct g, const __grid_constant__ After after) {
+    large_product_kernel(const __grid_constant__ LargeProduct g, const __grid_constant__ After then) {
     await_inputs();
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(LargeShared*)hopper_shared;
@@ -227,7 +217,7 @@ __global__ void __launch_bounds__(384, 1)
                     else if (at.m0 + m < g.M) g.dbias[at.m0 + m] = row_sums[half][2 * h];
             }
         } else {
-            large_outputs(g, after, shared.outputs[warpgroup], c, at.m0, at.n0, warpgroup);
+            large_outputs(g, then, shared.outputs[warpgroup], c, at.m0, at.n0, warpgroup);
         }
     }
 }
@@ -259,9 +249,9 @@ static CUtensorMap matrix_map(const floatX* data, int rows, int columns, int box
     return tensor_map({(floatX*)data, 1, 1, rows, columns}, {box, 1, 1});
 }
 template <bool A_COLUMNS, bool B_COLUMNS, class After>
-static void launch_large(const LargeProduct& g, const After& after) {
+static void launch_large(const LargeProduct& g, const After& then) {
     launch(large_product_kernel<A_COLUMNS, B_COLUMNS, After>, std::min(g.items(), gpu_multiprocessors), 384,
-           sizeof(LargeShared), g, after);
+           sizeof(LargeShared), g, then);
 }
 // Whether such tiles are taken: where there are enough for all multiprocessors.
 static bool takes_large(bool enough) { return forced_large < 0 ? enough : forced_large; }
@@ -270,23 +260,23 @@ static bool fills_multiprocessors(int M, int N) {
 }
 
 template <class After>
-static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& after) {
+static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& then) {
     const int M = x.rows(), N = out.C, K = x.C;
     if (!takes_large(fills_multiprocessors(M, N))) return false;
     PROFILE("1x1 forward", convolution_work(M, 1, K, N));
     LargeProduct g = {matrix_map(x.data, M, K, LARGE_M), matrix_map(layer.w, N, K, LARGE_N), M, N, K};
     g.out = out.data, g.bias = layer.bias;
-    launch_large<false, false>(g, after);
+    launch_large<false, false>(g, then);
     return true;
 }
 template <class After>
-static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& after) {
+static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& then) {
     const int M = dx.rows(), N = dx.C, K = dout.C;
     if (!takes_large(fills_multiprocessors(M, N))) return false;
     PROFILE("1x1 dX", convolution_work(M, 1, K, N));
     LargeProduct g = {matrix_map(dout.data, M, K, LARGE_M), matrix_map(layer.w, K, N, 64), M, N, K};
     g.out = dx.data;
-    launch_large<false, true>(g, after);
+    launch_large<false, true>(g, then);
     return true;
 }
 static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
@@ -324,15 +314,11 @@ static bool large_weight_gradient(const Linear&, Tensor, Tensor) { return false;
 #endif
 
 // A linear layer and what follows it; for shapes see room 3 of train_unet.cu. Weight gradients as there.
-template <class After> static void linear_forward(Tensor out, Tensor x, Linear layer, const After& after) {
-    if (large_forward(out, x, layer, after)) return;
-    product_forward(out, x, layer);
-    if constexpr (requires { after.items(); }) run(after);
+template <class After> static void linear_forward(Tensor out, Tensor x, Linear layer, const After& then) {
+    if (!large_forward(out, x, layer, then)) product_forward(out, x, layer, {}, then);
 }
-template <class After> static void linear_backward(Tensor dx, Tensor dout, Linear layer, const After& after) {
-    if (large_input_gradient(dx, dout, layer, after)) return;
-    input_gradient(dx, dout, layer);
-    if constexpr (requires { after.items(); }) run(after);
+template <class After> static void linear_backward(Tensor dx, Tensor dout, Linear layer, const After& then) {
+    if (!large_input_gradient(dx, dout, layer, then)) input_gradient(dx, dout, layer, {}, then);
 }
 static void linear_weights(Linear layer, Tensor dout, Tensor x) {
     if (!large_weight_gradient(layer, dout, x)) weight_gradient(layer, dout, x);

@@ -239,7 +239,7 @@ struct LaunchedLayers final : Layers {
             Tensor x = tensor(n.x), dnormed = scratch_like(place, x), normed = dnormed, dout = tensor(c.out);
             Norm norm = norm_of(n, x);
             norm.sums = scratch_sums(place, x);
-            ::input_gradient(dnormed, dout, product<9>(c.w), {.norm = &norm});
+            ::input_gradient(dnormed, dout, product<9>(c.w), {.norm = norm});
             if (n.dscale_shift) run(ModulationBackward<floatX>{norm});
             groupnorm_backward(tensor(n.out), normed, dnormed, norm);
             launch_weight_gradient<9>({nullptr, nullptr, weights.dw, weights.dbias}, dout, normed,

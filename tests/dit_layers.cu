@@ -64,15 +64,29 @@ static void test_linear(LayerCase& c) {
     c.verdict.compare("dw", {found.begin(), found.end() - outputs}, c.at("dw"));
     c.verdict.compare("dbias", {found.end() - outputs, found.end()}, c.at("dbias"));
 
-    Tensor hidden = c.tensor("hidden");
+    Tensor hidden = c.tensor("hidden"), out2 = c.out("out"), dhidden = c.out("dx");
     Tensor active = c.out("out"), active2 = c.out("out"), again = c.out("dx"), again2 = c.out("dx");
-    linear_forward(out, x, layer, GeluForward<floatX>{active, out});
+    linear_forward(out2, x, layer, GeluForward<floatX>{active, out2});
     run(GeluForward<floatX>{active2, out});
-    c.compare("out", out), c.same("GELU", active, active2);
-    Tensor dhidden = c.out("dx");
+    c.same("out before GELU", out2, out), c.same("GELU", active, active2);
     linear_backward(dhidden, dout, layer, GeluBackward<floatX, true>{dhidden, dhidden, hidden, again});
     run(GeluBackward<floatX, true>{dx, dx, hidden, again2});
     c.same("GELU's gradient", dhidden, dx), c.same("GELU again", again, again2);
+}
+
+// test() once for every kernel that may do a linear layer: the large one, room 13's, and the portable one of
+// each tile, whole and with its reduction split.
+static void with_every_product(auto test) {
+#ifdef HOPPER
+    for (bool large : {true, false}) forced_large = large, test();
+#endif
+#ifdef __CUDACC__
+    for (forced_tile = 0; forced_tile < 3; forced_tile++)
+        for (int splits : {1, 3}) forced_splits = splits, test();
+    forced_tile = -1, forced_splits = 0;
+#else
+    test();
+#endif
 }
 
 // Attention between tokens and its gradients, each of them done twice, with the same bits. Limits as test_unet.cu
@@ -148,11 +162,7 @@ static void test_stream(LayerCase& c) {
 
 static void test_layer(LayerCase c) {
     if (c.is("linear")) {
-#ifdef HOPPER
-        for (forced_large = 0; forced_large < 2; forced_large++) test_linear(c);
-#else
-        test_linear(c);
-#endif
+        with_every_product([&] { test_linear(c); });
     } else if (c.is("attention")) {
 #ifdef HOPPER
         for (forced_large = 0; forced_large < 2; forced_large++) test_attention(c, forced_large ? "large " : "");
