@@ -138,8 +138,16 @@ template <typename T> struct Positions {
     }
 };
 
-// A team's threads in warps: each has tokens of its own, and a thread vectors of their channels. On the CPU one
-// thread is all there is.
+// What a team's threads share, and where they wait for each other; on the CPU one thread is all there is.
+#ifdef __CUDA_ARCH__
+#define SHARED __shared__
+#define team_wait() __syncthreads()
+#else
+#define SHARED
+#define team_wait()
+#endif
+
+// They are warps: each has tokens of its own, and a thread vectors of their channels.
 struct TokenWarp {
     enum { LANES = ON_GPU ? 32 : 1 };
     int number, count, lane;
