@@ -173,7 +173,8 @@ template <typename T> struct LayerNormForward {
 #else
     enum { KEPT = 1 };
 #endif
-    enum { TOKENS = ON_GPU ? 4 : 1, THREADS = TOKENS * TokenWarp::LANES, BLOCKS = 7, N = 16 / sizeof(T) };
+    enum { TOKENS = ON_GPU ? 4 : 1, THREADS = TOKENS * TokenWarp::LANES, N = 16 / sizeof(T) };
+    enum { BLOCKS = 7 };  // for 72 registers a thread: with 79, an H100 has fewer tokens under way
     size_t items() const { return ceil_div(x.rows(), TOKENS); }
     HOST_DEVICE void operator()(Team team) const {
         const TokenWarp warp(team);
@@ -236,7 +237,7 @@ template <typename T> struct Gate {
 // each thread a vector of channels of some. It leaves a row of sums over its tokens that become gradients: of
 // shift, dy; of scale, dy x^; of gate, dx branch. SlabSums adds the rows up.
 enum { SLAB_TOKENS = 16 };
-static int slabs_of(int tokens) { return ceil_div(tokens, SLAB_TOKENS); }
+HOST_DEVICE static inline int slabs_of(int tokens) { return ceil_div(tokens, SLAB_TOKENS); }
 template <typename T> struct BranchBegin {
     TensorOf<T> normed, dy, x;
     const float2* statistics;
@@ -270,7 +271,7 @@ template <typename T, bool BEGINS, bool ENDS> struct StreamBackward {
         return of;
     }
     HOST_DEVICE void operator()(Team team) const {
-        const int C = dx.C, slabs = ceil_div(dx.T(), SLAB_TOKENS), b = team.index / slabs,
+        const int C = dx.C, slabs = slabs_of(dx.T()), b = team.index / slabs,
                   left = dx.T() - team.index % slabs * SLAB_TOKENS,
                   tokens = left < SLAB_TOKENS ? left : SLAB_TOKENS;
         const size_t first = (size_t)(b + 1) * dx.T() - left;
