@@ -40,7 +40,7 @@ def test_arrays_of_floats(tmp_path, capsys, kind):
                         images=x, labels=labels, more=labels)
     held_out = unet_io.read_images(str(tmp_path / "x_val.bin"))
     factor = float(capsys.readouterr().out.split("stored times ")[1].split()[0])
-    assert len(images) == 9 and len(held_out) == 3 and images.class_names == ("00", "07", "14")
+    assert len(images) == 9 and len(held_out) == 3 and images.class_names == ("0", "7", "14")
     found = {one.tobytes(): int(file.class_names[label]) for file in (images, held_out)
              for one, label in zip(file.pixels, file.labels)}
     scaled = x.astype("f4") * np.float32(factor)

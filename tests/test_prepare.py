@@ -358,12 +358,12 @@ def test_prepare_two_at_once(tmp_path, monkeypatch):
                 (("one", 3), ("two", 5)))
     target, load, started = str(tmp_path / "x.bin"), prepare_data.load_image, []
 
-    def load_slowly(data, image_size, channels):
+    def load_slowly(data, image_size, channels, **options):
         if not started:
             started.append(True)
             script("prepare_data.py", "--data_dir", two, "--output_name", target, "--image_size", 8)
             assert len(unet_io.read_images(target)) == 5
-        return load(data, image_size, channels)
+        return load(data, image_size, channels, **options)
     monkeypatch.setattr(prepare_data, "load_image", load_slowly)
     assert prepare_data.prepare(str(one), target, 8) == (3, 0, 0)
     assert len(unet_io.read_images(target)) == 3
