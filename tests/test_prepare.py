@@ -626,3 +626,249 @@ def test_prepare_output_dir(tmp_path):
                                ("out", tmp_path / "z.bin", "leave --output_dir out out"),
                                ("no", "z.bin", "folder no does not exist")):
         refused(*common, "--output_dir", folder, "--output_name", name, says=says, cwd=tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# classes
+
+def class_file(path, **flags):
+    """(Images of the file, of the one that is held out or None, stdout, stderr) of prepared pictures."""
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    target = path.parent / "classes.bin"
+    result = script("prepare_data.py", "--data_dir", path, "--output_name", target, "--image_size", 8, *words)
+    held_out = target.parent / "classes_val.bin"
+    return (unet_io.read_images(str(target)), unet_io.read_images(str(held_out)) if held_out.exists() else None,
+            result.stdout, result.stderr)
+
+
+def named(images):
+    """[(shade, name of the class)] of a file of pictures of one shade each."""
+    return [(int(pixels.max()), images.class_names[label]) for pixels, label in zip(images.pixels, images.labels)]
+
+
+def test_classes_of_a_split(tmp_path):
+    """Both sides list the union, so that a number means one class, also where one side has none of it."""
+    names = [f"apple/{i}.png" for i in range(40)] + ["banana/0.png", "banana/1.png"]
+    names += [f"cherry/{i}.png" for i in range(40)]
+    folder = make_colours(tmp_path / "in", *names[:20])
+    for i, name in enumerate(names):
+        shade = 3 * i
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (shade,) * 3).save(folder / name)
+    train, held_out, out, err = class_file(folder, labels="folder", val_fraction=0.2)
+    assert train.class_names == held_out.class_names == ("apple", "banana", "cherry")
+    assert set(held_out.labels) == {0, 2}, "the split of these files has no banana among those held out"
+    assert sorted(named(train) + named(held_out)) == [(3 * i, name.split("/")[0]) for i, name in enumerate(names)]
+    table = [line.split() for line in out.splitlines()]
+    assert ["class", "name", "images", "held", "out"] in table
+    counts = [[int((side.labels == i).sum()) for side in (train, held_out)] for i in range(3)]
+    for i, name in enumerate(train.class_names):
+        assert [str(i), name, *map(str, counts[i])] in table
+    assert "note: 1 class of fewer than 5 images to train on: banana 2" in err
+    # a class that falls only into the validation part: the program takes its own split
+    folder = make_colours(tmp_path / "two", *(f"apple/{i}.png" for i in range(9)), "fig/0.png")
+    for i in range(20):
+        split = prepare_data._held_out(10 + i, 0.2)
+        if 9 + i in split:
+            break
+        make_colours(folder, f"apple/{9 + i}.png")
+    train, held_out, _, err = class_file(folder, labels="folder", val_fraction=0.2)
+    assert train.class_names == held_out.class_names == ("apple", "fig") and set(train.labels) == {0}
+    assert set(held_out.labels) == {0, 1}
+    assert "note: 1 class without an image to train on, to be left out when drawing: fig" in err
+    config = Config(**TOY | dict(class_cond=True))
+    run(TRAIN, *start_flags(config, tmp_path / "classes.bin", tmp_path / "run", 1),
+        "--val_file", tmp_path / "classes_val.bin")
+
+
+def test_order_of_classes(tmp_path):
+    """Whole numbers sort as numbers, others as text, and what differs only in normalisation is one class."""
+    assert unet_io.class_order(["10", "9", "1", "10"]) == ["1", "9", "10"]
+    assert unet_io.class_order(["10", "9", "x"]) == ["10", "9", "x"] and unet_io.class_order([]) == []
+    folder = make_colours(tmp_path / "in", *(f"{n}/a.png" for n in range(1, 13)))
+    images, _, out, _ = class_file(folder, labels="folder")
+    assert images.class_names == tuple(map(str, range(1, 13)))
+    assert sorted(named(images)) == [(10 * n, str(n)) for n in range(1, 13)]
+    composed, split = "caf\u00e9", "cafe\u0301"
+    folder = make_colours(tmp_path / "unicode", f"{composed}/a.png", f"{split}/b.png", "x/c.png")
+    assert len(os.listdir(folder)) == 3
+    images, _, _, _ = class_file(folder, labels="folder")
+    assert images.class_names == (composed, "x") and sorted(images.labels) == [0, 0, 1]
+    pixels = np.zeros((3, 1, 8, 8), np.uint8)
+    unet_io.write_images(tmp_path / "x.bin", pixels, [split, composed, "10"], class_names=["10", "9", composed])
+    images = unet_io.read_images(str(tmp_path / "x.bin"))
+    assert images.class_names == ("10", "9", composed) and images.labels.tolist() == [2, 2, 0]
+
+
+def test_table_of_many_classes(tmp_path):
+    """It is readable for a thousand, and says how unequal they are."""
+    labels = np.arange(1000).repeat(6)
+    np.savez(tmp_path / "x.npz", images=np.full((6000, 1, 1, 1), 200, np.uint8), labels=np.append(labels[1:], 999))
+    result = script("prepare_data.py", "--data_dir", tmp_path / "x.npz", "--labels", "--output_name",
+                    tmp_path / "x.bin")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["0", "0", "5"] in lines and ["999", "999", "7"] in lines and ["...", "975", "more"] in lines
+    assert len(lines) < 40 and "1000 classes of 5 to 7 images" in result.stdout
+
+
+def test_numbers_of_labels(tmp_path):
+    """A label that is a number stays that number as long as no more are missing than there are."""
+    pixels = np.full((6, 1, 8, 8), 200, np.uint8)
+    for labels, names in (([0, 1, 5, 5, 1, 0], "012345"), ([3, 0, 1, 2, 0, 0], "0123"),
+                          ([0, 9, 900, 0, 9, 0], ("0", "9", "900"))):
+        np.savez(tmp_path / "x.npz", images=pixels, labels=labels)
+        assert call(prepare_data, "--data_dir", tmp_path / "x.npz", "--labels", "--output_name",
+                    tmp_path / "x.bin") == ""
+        images = unet_io.read_images(str(tmp_path / "x.bin"))
+        assert images.class_names == tuple(names)
+        assert [int(images.class_names[label]) for label in images.labels] == labels
+        assert len(names) > 3 or images.labels.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_hidden_paths(tmp_path):
+    """No hidden part of a path below --data_dir is read, in folders and zips, and how many were left out is said."""
+    good = ["cats/a.png", "dogs/b.png"]
+    hidden = ["cats/.ipynb_checkpoints/a-checkpoint.png", ".Trash-1000/files/c.png", "dogs/@eaDir/a.png/SYNO.png",
+              "dogs/._b.png", "__MACOSX/dogs/b.png", ".git/x/y.png", "$RECYCLE.BIN/z.png"]
+    folder = make_colours(tmp_path / ".cache/in", *good, *hidden)
+    (folder / "cats/.DS_Store").write_bytes(b"x")
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, path.relative_to(folder))
+    for source in (folder, tmp_path / "in.zip"):
+        images, _, out, err = class_file(source, labels="folder")
+        assert sorted(named(images)) == [(10, "cats"), (20, "dogs")] and images.class_names == ("cats", "dogs")
+        assert "note: 8 files left out as hidden: " in err and "2 images of 8x8" in out and "skipped" not in err
+    link = tmp_path / "links"
+    link.mkdir()
+    (link / "a.png").symlink_to(folder / ".git/x/y.png")  # the name that the user gave is not hidden
+    assert prepared(link)[0] == [80]
+    for path in (folder / "dogs/._b.png", folder / ".Trash-1000"):  # what the user names is meant
+        assert len(prepared(path)[0]) == 1
+    sentence = call(prepare_data, "--data_dir", folder / ".git/..", "--output_name", tmp_path / "x.bin")
+    assert sentence == ""
+    make_colours(tmp_path / "only", ".a.png")
+    sentence = call(prepare_data, "--data_dir", tmp_path / "only", "--output_name", tmp_path / "x.bin")
+    assert "has no images" in sentence and "1 more are hidden" in sentence
+
+
+def test_label_level(tmp_path):
+    """Which folder names the class, and a note where the innermost can't be meant."""
+    names = [f"train/{name}/images/{i}.png" for name in ("cat", "dog", "fox") for i in range(5)]
+    names += [f"val/{name}/images/{i}.png" for name in ("cat", "dog") for i in range(2)]
+    folder = make_colours(tmp_path / "in", *names)
+    images, _, _, err = class_file(folder, labels="folder")
+    assert images.class_names == ("images",)
+    assert "note: the innermost folders give 1 class (images); --label_level 1 gives 2 (train, val)," \
+        " --label_level 2 gives 3 (cat, dog, fox)" in err
+    assert "note: all images are of one class, images" in err
+    images, _, _, err = class_file(folder, labels="folder", label_level=2)
+    assert images.class_names == ("cat", "dog", "fox") and "innermost" not in err
+    assert [name for _, name in named(images)] == [name.split("/")[1] for name in sorted(names)]
+    images, _, _, err = class_file(folder / "train", labels="folder")
+    assert "--label_level 1 gives 3 (cat, dog, fox)" in err
+    assert class_file(folder / "train", labels="folder", label_level=1)[0].class_names == ("cat", "dog", "fox")
+    good = make_colours(tmp_path / "good", "a/1.png", "a/b/2.png", "c/d/3.png")
+    assert "innermost" not in class_file(good, labels="folder")[3]
+    assert class_file(good, labels="folder", label_level=1)[0].class_names == ("a", "c")
+    common = ["--data_dir", good, "--output_name", tmp_path / "x.bin"]
+    for words, says in ((["--labels", "--label_level", 2], "a/1.png"), (["--label_level", 1], "--labels folder"),
+                        (["--labels", "prefix", "--label_level", 1], "--labels folder"),
+                        (["--labels", "--label_level", -1], "--label_level -1")):
+        assert says in call(prepare_data, *common, *words)
+    make_colours(tmp_path / "sides", "cat/train/1.png", "cat/test/2.png", "dog/train/3.png", "dog/test/4.png")
+    assert "--label_level 1 gives 2 (cat, dog)" in class_file(tmp_path / "sides", labels="folder")[3]
+
+
+def test_labels_from_names(tmp_path):
+    """guided-diffusion's convention: what stands before the first underscore of a file's name."""
+    folder = make_colours(tmp_path / "in", "a/dog_0001.png", "b/cat_1_x.png", "a/cat_2.png", "a/fish.png")
+    images, _, out, err = class_file(folder, labels="prefix")
+    assert sorted(named(images)) == [(10, "dog"), (20, "cat"), (30, "cat")]
+    assert "note: 1 picture left out, with no underscore in their names: a/fish.png" in err
+    sentence = call(prepare_data, "--data_dir", make_colours(tmp_path / "none", "a.png"), "--labels", "prefix",
+                    "--output_name", tmp_path / "x.bin")
+    assert "no underscore" in sentence and "a.png" in sentence
+
+
+TABLES = {  # name: (its text, [(shade, class)], what is said)
+    "plain.csv": ("a/1.png,cat\nb/2.png,dog\nb/3.png,dog\n", [(10, "cat"), (20, "dog"), (30, "dog")], ""),
+    "header.csv": ("\ufefffile,label\na/1.png,cat\n2.png,dog\nx/b/3.png,dog", [(10, "cat"), (20, "dog"), (30, "dog")],
+                   ""),
+    "ids.csv": ("id,breed\n1,cat\n\n2,\"big, grey\"\n3,cat", [(10, "cat"), (20, "big, grey"), (30, "cat")],
+                "ids.csv begins with id,breed, which is taken for a header"),
+    "wide.csv": ("width;label;file_name\r\n8;cat;1.png\r\n8;cat;2.png\r\n8;dog;3.png\r\n",
+                 [(10, "cat"), (20, "cat"), (30, "dog")], ""),
+    "tabs.tsv": ("b\\2.png\tdog\n./a/1.png\tcat\n", [(10, "cat"), (20, "dog")],
+                 "1 picture left out, with no label in"),
+    "more.csv": ("1.png,cat\n2.png,dog\n3.png,dog\n4.png,dog\n1.png,cat\n", [(10, "cat"), (20, "dog"), (30, "dog")],
+                 "1 file of"),
+    "object.json": ('{"a/1.png": "cat", "b/2.png": "dog"}', [(10, "cat"), (20, "dog")], "1 picture left out"),
+    "dataset.json": ('{"labels": [["a/1.png", 3], ["b/2.png", 0], ["b/3.png", 1]]}', [(10, "3"), (20, "0"), (30, "1")],
+                     ""),
+    "objects.json": ('[{"file": "1.png", "label": 10}, {"label": 9, "file": "2.png"}, {"file": "3", "label": 100}]',
+                     [(10, "10"), (20, "9"), (30, "100")], ""),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_labels_from_a_file(tmp_path, name):
+    text, expected, says = TABLES[name]
+    folder = make_colours(tmp_path / "in", "a/1.png", "b/2.png", "b/3.png")
+    (tmp_path / name).write_bytes(text.encode())
+    images, _, _, err = class_file(folder, labels=tmp_path / name)
+    assert sorted(named(images)) == expected and says in err
+    if name == "dataset.json":  # numbers keep theirs, and the file may lie within the data
+        assert images.class_names == ("0", "1", "2", "3") and images.labels.tolist() == [3, 0, 1]
+        shutil.move(tmp_path / name, folder / name)
+        assert named(class_file(folder, labels=name)[0]) == expected
+        with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+            for path in sorted(folder.rglob("*")):
+                archive.write(path, path.relative_to(folder))
+        assert named(class_file(tmp_path / "in.zip", labels=name)[0]) == expected
+    if name == "objects.json":
+        assert images.class_names == ("9", "10", "100")
+
+
+@pytest.mark.parametrize("name, text, says", [
+    ("two.csv", "a/1.png,cat\n1.png,dog\n", ["a/1.png two labels, cat and dog"]),
+    ("two.json", '{"a/1.png": "cat", "a/1.png": "dog"}', ["a/1.png two labels, cat and dog"]),
+    ("either.csv", "x.png,cat\n", ["x.png, which may be a/x.png or b/x.png"]),
+    ("stem.csv", "a/2,cat\n", ["a/2, which may be a/2.bmp or a/2.png"]),
+    ("none.csv", "y.png,cat\nz.png,cat\n", ["names no picture in", "y.png", "a/1.png"]),
+    ("wide.csv", "1.png,cat,8\n", ["3 columns", "1.png,cat,8"]),
+    ("ragged.csv", "1.png,cat\n2.png\n", ["a line of 1 column", "2.png"]),
+    ("quote.csv", '1.png,"cat\n', ["can't be read as a table"]),
+    ("empty.csv", "\n", ["holds no labels"]),
+    ("latin.csv", b"1.png,caf\xe9\n", ["not in UTF-8"]),
+    ("null.json", '{"labels": null}', ["null"]),
+    ("float.json", '{"1.png": 0.5}', ["0.5"]),
+    ("number.json", "3", ["neither an object"]),
+    ("cut.json", '{"1.png": ', ["as JSON"]),
+    ("deep.json", "[" * 100000, ["as JSON"]),
+    ("gone.csv", None, ["gone.csv can't be read"]),
+])
+def test_refused_labels(tmp_path, name, text, says):
+    folder = make_colours(tmp_path / "in", "a/1.png", "a/x.png", "b/x.png", "a/2.png", "a/2.bmp")
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    sentence = call(prepare_data, "--data_dir", folder, "--labels", tmp_path / name, "--output_name",
+                    tmp_path / "x.bin")
+    assert all(text in sentence for text in [name, *says]) and "\n" not in sentence, sentence
+    assert not (tmp_path / "x.bin").exists()
+
+
+def test_names_in_zips(tmp_path):
+    """Folders of a zip that Windows made with \\, and names in UTF-8 that don't say so, as macOS writes them."""
+    backslash, mac = zipfile.ZipInfo("cats\\a.png"), zipfile.ZipInfo("dogs/b.png")
+    backslash.create_system, mac.create_system = 0, 3
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr(backslash, png(10))
+        archive.writestr(mac, png(20))
+        archive.writestr("x\u00e9/c.png", png(30))
+    data = patched(data.getvalue(), 2, {6: bytes(2)}, {8: bytes(2)})  # without the flag of UTF-8
+    (tmp_path / "in.zip").write_bytes(data)
+    assert b"x\xc3\xa9/c.png" in data and zipfile.ZipFile(tmp_path / "in.zip").namelist()[2] != "x\u00e9/c.png"
+    images, _, _, _ = class_file(tmp_path / "in.zip", labels="folder")
+    assert sorted(named(images)) == [(10, "cats"), (20, "dogs"), (30, "x\u00e9")]
