@@ -14,10 +14,11 @@ import sys
 import time
 import warnings
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 import generate
 import prepare_data
@@ -872,3 +873,297 @@ def test_names_in_zips(tmp_path):
     assert b"x\xc3\xa9/c.png" in data and zipfile.ZipFile(tmp_path / "in.zip").namelist()[2] != "x\u00e9/c.png"
     images, _, _, _ = class_file(tmp_path / "in.zip", labels="folder")
     assert sorted(named(images)) == [(10, "cats"), (20, "dogs"), (30, "x\u00e9")]
+
+
+# ----------------------------------------------------------------------------------------------------
+# colours
+
+# CIE xy of red, green, blue; the white is D65 (0.3127, 0.3290).
+SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
+DISPLAY_P3 = ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060))
+ADOBE_RGB = ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06))
+D65, D50 = np.array([0.3127 / 0.3290, 1, (1 - 0.3127 - 0.3290) / 0.3290]), np.array([0.9642, 1, 0.8249])
+BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+
+
+def to_xyz(primaries):
+    """The matrix from linear RGB to XYZ, whose white is D65."""
+    columns = np.array([[x / y, 1, (1 - x - y) / y] for x, y in primaries]).T
+    return columns * np.linalg.solve(columns, D65)
+
+
+def srgb_curve(x):
+    """Light from a value, 0 to 1."""
+    return np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055)**2.4)
+
+
+def srgb_curve_back(x):
+    return np.where(x <= 0.0031308, 12.92 * x, 1.055 * np.maximum(x, 0)**(1 / 2.4) - 0.055)
+
+
+def icc_profile(space, tags, kind=b"mntr"):
+    """The bytes of an ICC profile of version 2: {signature: its data}."""
+    tags = {b"desc": b"desc" + struct.pack(">III", 0, 5, 0)[:8] + b"test\0" + bytes(79), b"cprt": b"text" + bytes(4) + b"-\0",
+            b"wtpt": xyz_tag(D50)} | tags
+    table, body, at = b"", b"", 128 + 4 + 12 * len(tags)
+    for name, data in tags.items():
+        data += bytes(-len(data) % 4)
+        table += name + struct.pack(">II", at + len(body), len(data))
+        body += data
+    head = struct.pack(">I4sI4s4s4s12s4s", at + len(body), b"    ", 0x02100000, kind, space,
+                       b"Lab " if b"A2B0" in tags else b"XYZ ", bytes(12), b"acsp")
+    head += bytes(28) + xyz_tag(D50)[8:]
+    return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
+
+
+def xyz_tag(values):
+    return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(float(v) * 65536) for v in values))
+
+
+def curve_tag(function):
+    values = np.round(65535 * function(np.linspace(0, 1, 1024))).astype(">u2")
+    return b"curv" + struct.pack(">II", 0, 1024) + values.tobytes()
+
+
+def rgb_profile(primaries, curve):
+    """A display's profile: primaries, adapted to D50 by Bradford's matrix, and one curve."""
+    adapt = np.linalg.solve(BRADFORD, np.diag(BRADFORD @ D50 / (BRADFORD @ D65)) @ BRADFORD)
+    columns = adapt @ to_xyz(primaries)
+    tags = {name: xyz_tag(columns[:, i]) for i, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
+    return icc_profile(b"RGB ", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve_tag(curve)))
+
+
+def cmyk_profile(colours):
+    """A printer's, by a table of 2x2x2x2 colours (16, 3) in Lab of 8 bits."""
+    ramp = bytes(range(256))
+    identity = struct.pack(">9i", *(65536 * np.eye(3, dtype=int)).ravel())
+    table = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + identity + 4 * ramp + bytes(colours) + 3 * ramp
+    return icc_profile(b"CMYK", {b"A2B0": table}, b"prtr")
+
+
+def seen(colour, primaries, curve_back):
+    """The bytes of an sRGB colour in another space."""
+    light = np.linalg.solve(to_xyz(primaries), to_xyz(SRGB) @ srgb_curve(np.array(colour) / 255))
+    return tuple(np.round(255 * curve_back(light)).astype(int).tolist())
+
+
+GAMMA = 563 / 256  # Adobe RGB's
+P3 = rgb_profile(DISPLAY_P3, srgb_curve)
+ADOBE = rgb_profile(ADOBE_RGB, lambda x: x**GAMMA)
+GREY = icc_profile(b"GRAY", {b"kTRC": curve_tag(lambda x: x**1.0)})
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "tif", "avif"])
+def test_profiles_of_colours(tmp_path, ending):
+    """sRGB's colours in a file of another space arrive as they are in sRGB, but for what the file lost."""
+    assert seen((255, 0, 0), DISPLAY_P3, srgb_curve_back) == (234, 51, 35)
+    options = dict(lossless=True) if ending == "webp" else dict(quality=100) if ending in ("jpg", "avif") else {}
+    for profile, primaries, curve, back in (
+            (P3, DISPLAY_P3, srgb_curve, srgb_curve_back),
+            (ADOBE, ADOBE_RGB, lambda x: x**GAMMA, lambda x: np.maximum(x, 0)**(1 / GAMMA))):
+        for colour in ((255, 0, 0), (0, 200, 0), (0, 0, 255), (90, 160, 220), (255, 255, 255), (0, 0, 0)):
+            stored = Image.new("RGB", (16, 16), seen(colour, primaries, back))
+            pixels = load_saved(tmp_path, f"x.{ending}", stored, icc_profile=profile, **options)
+            light = curve(np.array(Image.open(tmp_path / f"x.{ending}").getpixel((8, 8))) / 255)
+            light = np.linalg.solve(to_xyz(SRGB), to_xyz(primaries) @ light)
+            exact = 255 * srgb_curve_back(light.clip(0, 1)).reshape(3, 1, 1)
+            assert np.abs(pixels - exact).max() <= 1.5, (colour, pixels[:, 0, 0], exact.ravel())
+            if ending in ("png", "tif", "webp"):
+                assert np.abs(pixels - np.reshape(colour, (3, 1, 1))).max() <= 2, (colour, pixels[:, 0, 0])
+    assert ending == "avif" or (load_saved(tmp_path, f"x.{ending}", Image.new("RGB", (8, 8), (234, 51, 35)),
+                                           **options)[0] >= 232).all()  # without a profile as before
+
+
+def test_profiles_and_transparency(tmp_path):
+    """Palettes, alpha, RGBA and grey outputs; white that is laid below is sRGB's."""
+    red = seen((255, 0, 0), DISPLAY_P3, srgb_curve_back)
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, *red])
+    clear = Image.new("RGBA", (8, 8), (*red, 255))
+    clear.paste((0, 0, 0, 0), (4, 0, 8, 8))
+    for name, image, options in (("p", palette, {}), ("a", clear, {}), ("pa", palette, dict(transparency=0))):
+        image.save(tmp_path / f"{name}.png", icc_profile=P3, **options)
+        data = (tmp_path / f"{name}.png").read_bytes()
+        for channels, left, right in ((3, (255, 0, 0), (255, 255, 255)), (1, (76,), (255,)),
+                                      (4, (255, 0, 0, 255), (0, 0, 0, 0))):
+            pixels = prepare_data.load_image(data, 8, channels).astype(int)
+            assert np.abs(pixels[:, 0, 0] - left).max() <= 2
+            right = right if name == "a" else left
+            assert np.abs(pixels[:, 7, 7] - right).max() <= 2, (name, channels)
+
+
+def test_profiles_of_grey_and_cmyk(tmp_path):
+    """Grey in linear light, of 8 and 16 bits and with alpha; inks; CIELAB."""
+    expected = round(255 * float(srgb_curve_back(100 / 255)))
+    assert expected == 168
+    grey = Image.new("L", (8, 8), 100)
+    deep = Image.fromarray(np.full((8, 8), 100 * 257, np.uint16))
+    for image in (grey, grey.convert("LA"), deep):
+        for channels in (1, 3, 4):
+            image.save(tmp_path / "x.png", icc_profile=GREY)
+            pixels = prepare_data.load_image((tmp_path / "x.png").read_bytes(), 8, channels).astype(int)
+            assert np.abs(pixels[:3] - expected).max() <= 1 and (pixels[3:] == 255).all()
+    corners = np.full((2, 2, 2, 2, 3), (0, 128, 128), np.uint8)  # black ...
+    corners[0, 0, 0, 0] = 255, 128, 128                          # ... but paper white
+    corners[1, 0, 0, 0] = 138, 209, 198                          # and cyan, which this printer prints as red
+    inks = cmyk_profile(corners.tobytes())
+    cyan = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
+    for ending in ("jpg", "tif"):
+        pixels = load_saved(tmp_path, f"inks.{ending}", cyan, icc_profile=inks)
+        assert np.abs(pixels - np.reshape((255, 0, 0), (3, 1, 1))).max() <= 4, pixels[:, 0, 0]
+        assert np.abs(load_saved(tmp_path, f"paper.{ending}", Image.new("CMYK", (8, 8)), icc_profile=inks) - 255).max() <= 2
+        assert (load_saved(tmp_path, f"plain.{ending}", cyan)[0] <= 2).all()
+    lab = Image.merge("LAB", [Image.new("L", (8, 8), value) for value in (138, 209, 198)])
+    pixels = load_saved(tmp_path, "lab.tif", lab)
+    assert np.abs(pixels - np.reshape((255, 0, 0), (3, 1, 1))).max() <= 5, pixels[:, 0, 0]  # L goes by 0.4 of 100
+
+
+def test_profiles_that_change_nothing(tmp_path):
+    """sRGB's own profiles leave each bit, and those of no use are counted, with the pixels kept."""
+    rng = np.random.default_rng(1)
+    pixels = rng.integers(0, 256, (8, 8, 3), np.uint8)
+    image, folder = Image.fromarray(pixels), tmp_path / "in"
+    folder.mkdir()
+    own = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile in (own, rgb_profile(SRGB, srgb_curve)):
+        assert (load_saved(tmp_path, "x.png", image, icc_profile=profile) == np.moveaxis(pixels, -1, 0)).all()
+        grey = image.convert("L")
+        assert (load_saved(tmp_path, "x.png", grey, icc_profile=profile) == np.asarray(grey)).all()
+    for name, profile in (("junk", b"junk"), ("cut", P3[:300]), ("grey", GREY), ("inks", cmyk_profile(bytes(48)))):
+        image.save(folder / f"{name}.png", icc_profile=profile)
+    image.save(folder / "none.png")
+    result = script("prepare_data.py", "--data_dir", folder, "--output_name", tmp_path / "x.bin", "--image_size", 8)
+    assert "note: 4 pictures with a colour profile that can't be used, whose colours were kept" in result.stderr
+    assert (unet_io.read_images(str(tmp_path / "x.bin")).pixels == np.moveaxis(pixels, -1, 0)).all()
+    hits = prepare_data.to_srgb.cache_info().hits  # a profile is read once, however many pictures have it
+    for _ in range(3):
+        load_saved(tmp_path, "x.png", image, icc_profile=P3)
+    assert prepare_data.to_srgb.cache_info().hits >= hits + 2
+
+
+# ----------------------------------------------------------------------------------------------------
+# 16 bits
+
+def deep_set(folder, values, **options):
+    """Grey pictures of 16 bits, each of one value."""
+    folder.mkdir()
+    for i, value in enumerate(values):
+        Image.fromarray(np.full((8, 8), value, np.uint16)).save(folder / f"{i}.png", **options)
+    return folder
+
+
+@pytest.mark.parametrize("values, flags, white", [
+    ((0, 2000, 4000), [], 4095), ((0, 500, 1000), [], 1023), ((100, 16000), [], 16383), ((7, 200), [], 255),
+    ((2000, 4000, 20000), [], 65535), ((2000, 4000), ["--white_level", 5000], 5000),
+    ((2000, 4000), ["--white_level", 65535], 65535)])
+def test_white_of_16_bits(tmp_path, values, flags, white):
+    """It is one for the set, so that contrast between pictures stays, and it is said."""
+    folder = deep_set(tmp_path / "in", values)
+    Image.new("L", (8, 8), 33).save(folder / "x.png")
+    (folder / "y.png").write_text("no picture")
+    shades, _, _, err = prepared(folder, *flags)
+    assert shades == [int(value * 255 / white + 0.5) for value in values] + [33]
+    assert f"note: {len(values)} grey pictures of 16 bits with values up to {max(values)}: white is {white}" in err
+    assert err.count("skipped y.png") == 1
+
+
+def test_white_level_is_too_low(tmp_path):
+    folder = deep_set(tmp_path / "in", (2000, 5000))
+    shades, _, _, err = prepared(folder, "--white_level", 4095)
+    assert shades == [125] and "skipped 1.png: it has a pixel of 5000, above --white_level 4095" in err
+    for level in (-1, 65536):
+        assert "--white_level" in call(prepare_data, "--data_dir", folder, "--output_name", tmp_path / "x.bin",
+                                       "--white_level", level)
+
+
+def test_tags_of_tiff(tmp_path):
+    """12 bits that are declared are no guess, and a 0 that is declared as white is white."""
+    assert (load_saved(tmp_path, "x.tif", Image.fromarray(np.full((8, 8), 65535, np.uint16)),
+                       tiffinfo={262: 0}) == 0).all()
+    assert (load_saved(tmp_path, "x.tif", Image.fromarray(np.zeros((8, 8), np.uint16)),
+                       tiffinfo={262: 0}) == 255).all()
+    rows = bytes([0xFF, 0xF8, 0x00] * 4) * 8  # 4095, 2048 in 12 bits each
+    tags = {256: 8, 257: 8, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 8, 279: len(rows)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    data = b"II*\0" + struct.pack("<I", 8 + len(rows)) + rows + struct.pack("<H", len(tags)) + entries + bytes(4)
+    remarks = prepare_data.Remarks()
+    pixels = prepare_data.load_image(data, 8, 1, remarks=remarks)
+    assert (pixels[0, :, ::2] == 255).all() and (pixels[0, :, 1::2] == 128).all() and not remarks.deep
+
+
+def test_dark_colours_of_16_bits(tmp_path):
+    """Of these Pillow reads the upper bits alone: said, where little is left."""
+    rows = b"".join(b"\0" + struct.pack(">24H", *[3000] * 24) for _ in range(8))
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    shades, _, _, err = prepared(tmp_path / "in")
+    assert shades == [11] and "note: 1 picture of 16 bits a channel" in err and "save them with 8 bits" in err
+
+
+# ----------------------------------------------------------------------------------------------------
+# shapes
+
+def test_fit(tmp_path):
+    """The middle, all of it with white beside, or all of it distorted."""
+    wide = Image.new("RGB", (16, 8), "red")
+    wide.paste("blue", (4, 0, 12, 8))
+    (tmp_path / "in").mkdir()
+    wide.save(tmp_path / "in/a.png")
+    colours = {"red": (255, 0, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+    for fit, expected in ((None, ("blue",) * 4), ("crop", ("blue",) * 4), ("stretch", ("blue", "blue", "red", "red")),
+                          ("pad", ("white", "blue", "white", "red"))):
+        assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 8, "--output_name",
+                    tmp_path / "x.bin", *(["--fit", fit] if fit else [])) == ""
+        pixels = unet_io.read_images(str(tmp_path / "x.bin")).pixels[0]
+        assert [tuple(pixels[:, y, x].tolist()) for y, x in ((0, 3), (4, 4), (7, 0), (4, 0))] == \
+            [colours[name] for name in expected], fit
+    clear = load_image_of(wide, 8, channels=4, fit="pad")
+    assert (clear[:, :2] == 0).all() and (clear[:, 6:] == 0).all() and (clear[3, 2:6] == 255).all()
+    tall = load_image_of(wide.transpose(Image.Transpose.ROTATE_90), 8, fit="pad")
+    assert (tall[:, :, :2] == 255).all() and (tall[0, 0, 2:6] == 255).all() and (tall[1, :, 2:6] == 0).all()
+    assert load_image_of(Image.new("L", (1000, 1)), 8, channels=1, fit="pad").tolist() == \
+        [[[255] * 8] * 3 + [[0] * 8] + [[255] * 8] * 4]
+    assert same_bits(load_image_of(wide.crop((4, 0, 12, 8)), 8, fit="pad"), load_image_of(wide, 8))
+
+
+def load_image_of(image, size, **options):
+    file = io.BytesIO()
+    image.save(file, "png")
+    return prepare_data.load_image(file.getvalue(), size, **options)
+
+
+def test_files_of_several_pictures(tmp_path):
+    """That only the first is taken is said."""
+    red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
+    (tmp_path / "in").mkdir()
+    for ending in ("gif", "png", "webp", "tif"):
+        red.save(tmp_path / f"in/several.{ending}", save_all=True, append_images=[blue])
+        red.save(tmp_path / f"in/one.{ending}")
+    err = prepared(tmp_path / "in")[3]
+    assert "note: 4 files with several pictures, whose first was taken" in err
+
+
+def test_heic_is_told(tmp_path):
+    folder = make_colours(tmp_path / "in", "a.png")
+    (folder / "IMG_1.HEIC").write_bytes(b"x")
+    assert "1 .heic; Pillow can't read .heic: convert them" in prepared(folder)[3]
+
+
+def test_kinds_of_transparency(tmp_path):
+    """One bit, grey with alpha, and colours that are declared transparent are laid on white."""
+    one = Image.new("1", (8, 8))
+    one.paste(1, (0, 0, 4, 8))
+    grey = Image.new("LA", (8, 8), (90, 255))
+    grey.paste((0, 0), (4, 0, 8, 8))
+    colour = Image.new("RGB", (8, 8), (9, 90, 200))
+    colour.paste((1, 2, 3), (4, 0, 8, 8))
+    for image, options, left in ((one, {}, 255), (one, dict(transparency=0), 255), (grey, {}, 90),
+                                 (colour, dict(transparency=(1, 2, 3)), 9)):
+        pixels = load_saved(tmp_path, "x.png", image, **options)
+        right = 255 if options or image is grey else 0
+        assert (pixels[0, :, 0] == left).all() and (pixels[0, :, 7] == right).all()
