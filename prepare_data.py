@@ -843,11 +843,11 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     high = max(float(image.max()) for image in images)
     if value_range is None:
         judge_values(path, images.dtype, low, high)
-    elif value_range != "none" and not value_range[0] <= low <= high <= value_range[1]:
-        raise UserError(f"{path} holds {images.dtype} from {low:g} to {high:g}, outside --range"
-                        f" {value_range[0]:g},{value_range[1]:g}")
-
     black, white = value_range if isinstance(value_range, tuple) else (-1, 1)
+    slack = 1e-4 * (white - black) if is_float else 0  # for numbers as they are printed
+    if isinstance(value_range, tuple) and not black - slack <= low <= high <= white + slack:
+        raise UserError(f"{path} holds {images.dtype} from {low:g} to {high:g}, outside --range"
+                        f" {black:g},{white:g}")
 
     def part(i):  # from black to white, 0 to 1
         return (images[i].astype(np.float64) - black) / (white - black)
