@@ -954,6 +954,8 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
     same bytes. The outputs appear once they are whole. Raises UserError.
     """
     labels = "folder" if labels is True else labels
+    if channels not in (1, 3, 4):
+        raise UserError(f"pictures can't be given {channels} channels: 1, 3 or 4 are possible")
     source = open_source(data_dir)
     if not source.names:
         hidden = f", and {source.hidden.total()} more are hidden" if source.hidden else ""

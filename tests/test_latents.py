@@ -214,3 +214,23 @@ def test_training_in_both_programs(tmp_path, size):
     for name in ("nan", "cut", "odd"):
         refused(TRAIN, *start_flags(LATENTS, tmp_path / f"{name}.bin", tmp_path / name, 1),
                 says=[f"{name}.bin", "damaged"])
+
+
+def test_first_step_is_infinite(tmp_path, capsys):
+    """Where no update came before it, --lr is not blamed, and data far outside [-1, 1] are."""
+    unet_io.write_images(str(tmp_path / "x.bin"), latents() * np.float32(1e25))
+    config = Config(**TOY | dict(in_channels=4, predict="v"))
+    sentence = refused(TRAIN, *start_flags(config, tmp_path / "x.bin", tmp_path / "run", 3),
+                       says=["became infinite in step 1", "x.bin holds values up to ", "--range or --data_std"])
+    assert "--lr" not in sentence and not checkpoint_in(tmp_path / "run", 0).exists()
+    model = train_unet.init_weights(train_unet.UNet(config), config.seed)
+    trainer = train_unet.Trainer(model, unet_io.read_images(str(tmp_path / "x.bin")), config)
+    trainer.step()
+    assert f"x.bin holds values up to {np.abs(latents()).max() * 1e25:g}," in capsys.readouterr().err
+    unet_io.write_images(str(tmp_path / "x.bin"), latents())
+    weights = train_unet.to_numpy(train_unet.file_order(model, train_unet.perturb(model, 1).parameters()))
+    unet_io.write_checkpoint(str(tmp_path / "w.bin"), unet_io.Checkpoint(
+        config, {"weights": [array * np.float32(1e20) for array in weights]}))
+    sentence = refused(TRAIN, *start_flags(config, tmp_path / "x.bin", tmp_path / "run", 3), "--model_weights",
+                       tmp_path / "w.bin", says=["in step 1, before any update", "--model_weights"])
+    assert "--lr" not in sentence

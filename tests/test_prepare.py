@@ -126,6 +126,24 @@ def test_prepare_exact_size(tmp_path):
     assert abs(ours[1] / theirs[1] - 1) < 1e-5
 
 
+@pytest.mark.parametrize("channels, classes", [(1, 0), (3, 2), (4, 2)])
+def test_data_dir_of_training(tmp_path, channels, classes):
+    """train_unet.py --data_dir prepares with its own size, channels and labels, of whatever prepare_data.py takes."""
+    folder = make_colours(tmp_path / "in", "cats/a.png", "cats/b.png", "dogs/c.png", "dogs/d.png")
+    config = Config(**TOY | dict(in_channels=channels, class_cond=bool(classes), num_classes=classes))
+    words = [*flags_of(config), "--compile", 0, "--steps", 1, "--device", "cpu", "--sample_every", 0]
+    script("train_unet.py", *words, "--data_dir", folder, "--out_dir", tmp_path / "run")
+    images = unet_io.read_images(str(tmp_path / "run/data_8.bin"))
+    assert images.pixels.shape == (4, channels, 8, 8)
+    assert images.class_names == (("cats", "dogs") if classes else ())
+    np.savez(tmp_path / "x.npz", images=images.pixels, labels=[1, 0, 1, 1])
+    script("train_unet.py", *words, "--data_dir", tmp_path / "x.npz", "--out_dir", tmp_path / "array")
+    images = unet_io.read_images(str(tmp_path / "array/data_8.bin"))
+    assert images.labels is None if not classes else images.labels.tolist() == [1, 0, 1, 1]
+    assert "can't be given 2 channels" in call(train_unet, *flags_of(Config(**TOY | dict(in_channels=2))), "--data_dir",
+                                               folder, "--device", "cpu", "--out_dir", tmp_path / "two")
+
+
 def test_prepare_refusals(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").mkdir()
