@@ -314,8 +314,8 @@ def open_source(data_dir):
 FILE_COLUMNS = {"file", "file_name", "filename", "filepath", "file_path", "path", "image", "image_name",
                 "image_path", "image_id", "img", "id"}
 LABEL_COLUMNS = {"label", "labels", "class", "class_name", "classname", "category", "target"}
-SIDES = {"train", "training", "test", "testing", "val", "valid", "validation", "images", "image", "imgs",
-         "pictures", "photos"}  # folders whose names are hardly a picture's class
+TRAINING, HELD_OUT = {"train", "training"}, {"test", "testing", "val", "valid", "validation"}
+NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "photos"}  # names of folders
 
 
 def labelled(source, labels, level):
@@ -354,7 +354,7 @@ def folder_classes(source, level):
     outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
     offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
               for i, names in enumerate(outer, 1) if len(names) > 1]
-    if offers and (len(inner) == 1 or {name.lower() for name in inner} <= SIDES):
+    if offers and (len(inner) == 1 or {name.lower() for name in inner} <= NO_CLASSES):
         note(f"the innermost folders give {counted_classes(inner)} ({listed(class_order(inner))});"
              f" {', '.join(offers)}")
     return found
@@ -525,6 +525,10 @@ def print_classes(names, numbers):
 
 def warn_of_classes(names, numbers):
     """Notes of what training with these classes would hardly be meant to be."""
+    folded = collections.Counter(name.casefold() for name in names)
+    alike = [name for name in names if folded[name.casefold()] > 1]
+    if alike:
+        note(f"{counted_classes(alike)} that differ by capital letters only: {listed(alike)}")
     if len(names) == 1:
         note(f"all images are of one class, {names[0]}, which tells a model nothing")
     empty = [name for name in names if not numbers[0][name]]
@@ -598,7 +602,6 @@ def grey_of_16_bits(image, tags, white_level, remarks):
     return image
 
 
-SRGB = ImageCms.createProfile("sRGB") if hasattr(ImageCms, "core") else None
 GREYS = ("1", "L", "LA", "La")
 
 
@@ -616,8 +619,9 @@ def to_srgb(profile, kind):
         mode = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(space)
         if mode != kind and (mode, kind) != ("RGB", "L"):  # grey may be shown by the curve of an RGB profile
             raise ValueError(f"a profile of {space} for pixels of {kind}")
-    transform = ImageCms.buildTransform(source, SRGB, mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC,
-                                        ImageCms.Flags.BLACKPOINTCOMPENSATION)
+    transform = ImageCms.buildTransform(
+        source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC,
+        ImageCms.Flags.BLACKPOINTCOMPENSATION)
     levels = np.arange(0, 256, 15, np.uint8)
     probe = {"RGB": np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3),
              "L": levels[None]}.get(mode)
@@ -663,10 +667,8 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     pictures of 16 bits. remarks: a Remarks to add to.
     """
     remarks = remarks or Remarks()
-    image = Image.open(io.BytesIO(data), formats=OPENED)
+    image = file = Image.open(io.BytesIO(data), formats=OPENED)
     profile, tags = image.info.get("icc_profile"), getattr(image, "tag_v2", {})
-    if image.format in ("GIF", "PNG", "WEBP", "AVIF", "TIFF") and getattr(image, "is_animated", False):
-        remarks.several.append(True)
     is_deep = any(";16" in str(tile[3]) for tile in image.tile)
     pixels = image.width * image.height
     image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
@@ -697,6 +699,9 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
         if fit == "pad":
             image = padded(image)
         image = image.convert("L") if channels == 1 else image
+    with contextlib.suppress(Exception):  # what follows the first picture may be damaged
+        if file.format in ("GIF", "PNG", "WEBP", "AVIF", "TIFF") and file.is_animated:
+            remarks.several.append(True)
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1).copy()
 
 
@@ -753,8 +758,11 @@ def is_array(path):
     return os.path.isfile(path) and path.lower().endswith((".npy", ".npz"))
 
 
-def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0, channels=1):
-    """As prepare, of an IDX file of images (N, H, W); image_size 0: the next multiple of 8."""
+def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0, channels=1, value_range=None):
+    """As prepare, of an IDX file of images (N, H, W); image_size 0: the next multiple of 8.
+
+    value_range: see prepare_array.
+    """
     images = read_idx(path, 3)
     n, height, width = images.shape
     size = image_size or -(-max(height, width) // 8) * 8
@@ -770,10 +778,11 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
             raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
         names = list(map(str, numbers.tolist()))
     top, left = (size - height) // 2, (size - width) // 2
+    black, white = check_range(path, images.dtype, int(images.min()), int(images.max()), value_range)
 
     def on_black(i):
         pixels = np.zeros((channels, size, size), np.uint8)
-        pixels[:, top:top + height, left:left + width] = images[i]
+        pixels[:, top:top + height, left:left + width] = as_bytes(images[i], black, white)
         if channels == 4:
             pixels[3] = 255
         return pixels
@@ -836,31 +845,16 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     is_float = images.dtype.kind == "f"
     if not is_float and data_std:
         raise UserError(f"--data_std is for floats, and {path} holds {images.dtype}")
-    if not is_float and value_range == "none":
-        raise UserError(f"--range none is for floats, and {path} holds {images.dtype}: name the values of black"
-                        f" and white, --range LOW,HIGH")
     low = min(float(image.min()) for image in images)
     high = max(float(image.max()) for image in images)
-    if value_range is None:
-        judge_values(path, images.dtype, low, high)
-    black, white = value_range if isinstance(value_range, tuple) else (-1, 1)
-    slack = 1e-4 * (white - black) if is_float else 0  # for numbers as they are printed
-    if isinstance(value_range, tuple) and not black - slack <= low <= high <= white + slack:
-        raise UserError(f"{path} holds {images.dtype} from {low:g} to {high:g}, outside --range"
-                        f" {black:g},{white:g}")
-
-    def part(i):  # from black to white, 0 to 1
-        return (images[i].astype(np.float64) - black) / (white - black)
+    black, white = check_range(path, images.dtype, low, high, value_range)
+    if not is_float:
+        return _write_all(output_name, lambda i: as_bytes(images[i], black, white), names, val_fraction)
 
     def floats(i):
-        return images[i].astype(np.float32) if (black, white) == (-1, 1) else (2 * part(i) - 1).astype(np.float32)
-
-    def pixels(i):
-        return images[i] if value_range is None else (255 * part(i) + 0.5).astype(np.uint8)
-    if not is_float:
-        if value_range:
-            unet_io.say(f"{images.dtype} from {low:g} to {high:g}; {black:g} is black and {white:g} white")
-        return _write_all(output_name, pixels, names, val_fraction)
+        if (black, white) == (-1, 1):
+            return images[i].astype(np.float32)
+        return (2 * (images[i].astype(np.float64) - black) / (white - black) - 1).astype(np.float32)
 
     def mean_of(function):
         with np.errstate(over="ignore", invalid="ignore"):  # of what is refused below
@@ -877,20 +871,40 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     return _write_all(output_name, lambda i: floats(i) * factor, names, val_fraction)
 
 
-def judge_values(path, dtype, low, high):
-    """Raise UserError where values without --range are hardly what training would take them for."""
-    found = f"{path} holds {dtype} from {low:g} to {high:g}"
-    likely = next((f"0,{white}" for white in (1, 255, 4095, 65535) if high <= white), "LOW,HIGH")
-    likely = likely if low >= 0 else "LOW,HIGH"
-    if dtype == np.uint8:
-        if high <= 1:
-            raise UserError(f"{found} only, nearly black as pixels of 0 to 255: say what is white with"
-                            f" --range 0,1 or, where they are so dark, --range 0,255")
-    elif dtype.kind != "f":
-        raise UserError(f"{found}: say which of them are black and white, as with --range {likely}")
-    elif low > -0.2 * high:
+def check_range(path, dtype, low, high, value_range):
+    """(black, white) of an array with values from low to high; see prepare_array. Raises UserError.
+
+    Without value_range bytes are 0 to 255 and floats -1 to 1, unless they look like something else.
+    """
+    found, is_float = f"{path} holds {dtype} from {low:g} to {high:g}", dtype.kind == "f"
+    likely = "LOW,HIGH"
+    if low >= 0:
+        likely = next((f"0,{white}" for white in (1, 255, 4095, 65535) if high <= white), likely)
+    if isinstance(value_range, tuple):
+        black, white = value_range
+        slack = 1e-4 * (white - black) if is_float else 0  # for numbers as they are printed
+        if not black - slack <= low <= high <= white + slack:
+            raise UserError(f"{found}, outside --range {black:g},{white:g}")
+        unet_io.say(f"{dtype} from {low:g} to {high:g}, of which {black:g} is black and {white:g} white")
+        return value_range
+    if value_range == "none" and not is_float:
+        raise UserError(f"--range none is for floats, and {found}: name black and white, as in --range {likely}")
+    if is_float and value_range is None and low > -0.2 * high:
         raise UserError(f"{found}, and training takes -1 for black and 1 for white: say what they are with"
                         f" --range {likely}, or --range none to take them as they are")
+    if dtype == np.uint8 and high <= 1:
+        raise UserError(f"{found} only, nearly black as pixels of 0 to 255: say what is white with --range 0,1 or,"
+                        f" where they are so dark, --range 0,255")
+    if not is_float and dtype != np.uint8:
+        raise UserError(f"{found}: say which of them are black and white, as with --range {likely}")
+    return (-1, 1) if is_float else (0, 255)
+
+
+def as_bytes(values, black, white):
+    """Integers from black to white as pixels."""
+    if (black, white) == (0, 255):
+        return values.astype(np.uint8)
+    return (255 * (values.astype(np.float64) - black) / (white - black) + 0.5).astype(np.uint8)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -971,6 +985,10 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                                 f" written: choose another name")
     for text in source.notes():
         note(text)
+    parts = {part.lower() for name in source.names for part in name.split("/")[:-1]}
+    if parts & TRAINING and parts & HELD_OUT:
+        note(f"{data_dir} has pictures in {listed(sorted(parts & (TRAINING | HELD_OUT)))}, and all are read: to keep"
+             f" them apart, prepare each alone")
     classes, are_numbers = labelled(source, labels, label_level) if labels else (dict.fromkeys(source.names), False)
     in_validation = _held_out(len(classes), val_fraction)
 
@@ -1030,7 +1048,7 @@ def prepare_any(data_dir, output_name, image_size=None, channels=None, labels=""
     if is_array(data_dir):
         return prepare_array(data_dir, output_name, labels, val_fraction, **options)
     if is_idx(data_dir):
-        return prepare_idx(data_dir, output_name, image_size or 0, labels, val_fraction, channels or 1)
+        return prepare_idx(data_dir, output_name, image_size or 0, labels, val_fraction, channels or 1, **options)
     return prepare(data_dir, output_name, image_size or 64, labels, val_fraction, channels or 3, **options)
 
 
@@ -1123,8 +1141,8 @@ def main():
                         f" --image_size and --channels out")
     if not 0 <= args.data_std < math.inf or args.data_std and not array:
         raise UserError(f"--data_std {args.data_std:g} must be 0 or more, and goes with a .npy or .npz only")
-    if args.value_range and not array:
-        raise UserError("--range goes with a .npy or .npz only; of 16-bit pictures see --white_level")
+    if args.value_range and not (idx or array):
+        raise UserError("--range goes with an IDX file, a .npy or .npz only; of 16-bit pictures see --white_level")
     for name in ("fit", "white_level", "label_level"):
         if getattr(args, name) and (idx or array):
             raise UserError(f"--{name} is for pictures, and {args.data_dir} holds an array: leave it out")
@@ -1146,8 +1164,12 @@ def main():
     output = os.path.join(args.output_dir, args.output_name)
     if not os.path.basename(output):
         raise UserError(f"--output_name {args.output_name!r} names no file")
-    options = dict(data_std=args.data_std, value_range=args.value_range) if array else \
-        dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level) if not idx else {}
+    if array:
+        options = dict(data_std=args.data_std, value_range=args.value_range)
+    elif idx:
+        options = dict(value_range=args.value_range)
+    else:
+        options = dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level)
     with clean_stop():
         written, held_out, skipped = prepare_any(args.data_dir, output, args.image_size, args.channels,
                                                  args.labels, args.val_fraction, **options)

@@ -1185,3 +1185,40 @@ def test_kinds_of_transparency(tmp_path):
         pixels = load_saved(tmp_path, "x.png", image, **options)
         right = 255 if options or image is grey else 0
         assert (pixels[0, :, 0] == left).all() and (pixels[0, :, 7] == right).all()
+
+
+@pytest.mark.parametrize("ending, options", [("webp", dict(lossless=True)), ("avif", dict(quality=100)),
+                                             ("jpg", dict(quality=100)), ("JPG", dict(quality=100))])
+def test_orientation_in_other_formats(tmp_path, ending, options):
+    """EXIF's orientation is followed in every format, whatever the case of its ending."""
+    picture = np.zeros((16, 16, 3), np.uint8)
+    picture[:8, :8] = 200
+    (tmp_path / "in").mkdir()
+    for orientation, (row, column) in {1: (0, 0), 3: (1, 1), 6: (0, 1), 8: (1, 0)}.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(picture).save(tmp_path / f"in/x.{ending}", exif=exif, **options)
+        assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 2, "--output_name",
+                    tmp_path / "x.bin") == ""
+        pixels = unet_io.read_images(str(tmp_path / "x.bin")).pixels[0, 0]
+        assert pixels[row, column] > 150 and (pixels > 100).sum() == 1, orientation
+
+
+def test_damage_behind_the_first_picture(tmp_path):
+    """An animation that is cut short gives its first picture, as before."""
+    red, noise = Image.new("RGB", (64, 64), "red"), Image.effect_noise((64, 64), 90).convert("RGB")
+    (tmp_path / "in").mkdir()
+    red.save(tmp_path / "in/a.gif", save_all=True, append_images=[noise, red])
+    data = (tmp_path / "in/a.gif").read_bytes()
+    (tmp_path / "in/a.gif").write_bytes(data[:len(data) // 2])
+    shades, _, out, _ = prepared(tmp_path / "in")
+    assert shades == [255] and "0 files skipped" in out
+
+
+def test_notes_of_folders(tmp_path):
+    """Both sides of somebody's split at once, and names that differ by capital letters, are said."""
+    folder = make_colours(tmp_path / "in", "train/Cat/a.png", "val/cat/b.png")
+    err = class_file(folder, labels="folder")[3]
+    assert "has pictures in train, val, and all are read" in err
+    assert "note: 2 classes that differ by capital letters only: Cat, cat" in err
+    assert "and all are read" not in class_file(folder / "train", labels="folder")[3]
