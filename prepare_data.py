@@ -1,35 +1,55 @@
 """A folder or zip of images, a picture, an IDX file or an array -> one .bin of small squares to train on.
 
     python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
+    python prepare_data.py --data_dir FOLDER_OR_ZIP --labels --val_fraction 0.1 --output_name FILE.bin
     python prepare_data.py --data_dir train-images-idx3-ubyte.gz --labels --output_name FILE.bin
     python prepare_data.py --data_dir latents.npz --labels --data_std 1 --output_name FILE.bin
 
-Takes the formats in FORMATS, told by a file's content. Each picture (the first, where a file holds several)
-is turned as its EXIF data says, laid on white where it is transparent, cropped to its central square and
-resized with antialiasing. Links are followed; a real folder or file that has several names is taken once, so
-that no link leads in circles and no picture lies on both sides of a split. Files that can't be read are
+Pictures. Takes the formats in FORMATS, told by a file's content. Each picture (the first, where a file holds
+several) is turned as its EXIF data says, converted to sRGB where it has a colour profile, laid on white where
+it is transparent, cropped to its central square (or as --fit says) and resized with antialiasing. Links are
+followed; a real folder or file that has several names is taken once, so that no link leads in circles and no
+picture lies on both sides of a split. Hidden files and folders are left out. Files that can't be read are
 named, counted and skipped, and files whose ending is no picture's are counted. A folder that can't be listed
 is refused, because nobody knows what would be missing. Images are written as they come, so that of each only
-its path, its identity and a label stay in memory. The grey images of an IDX file, as MNIST has them, are not
-resized but set on black; their labels come from the file beside it.
+its path, its identity and a label stay in memory. Grey pictures of 16 bits have one white for all: 65535, or
+where none of them comes near it, that of the fewest bits that hold them all, or --white_level.
 
-An array, (N, C, H, W) of C 1 to 4 and H = W, comes from a .npy file or from a .npz, where it is called
-`images` or stands alone beside the integers (N,) called `labels`. uint8 are pixels. Floats, such as latents
-that another program encoded, are stored as float32, as they are or with the standard deviation of --data_std,
-which should be about 1 for training. To draw with a model of such data use --threshold none, and
-generate.py --output_name FILE.npy; what is drawn there is to be divided by the factor printed here.
+Classes. --labels folder, or --labels alone, takes the name of the folder that a picture lies in, --label_level
+N that of the N-th folder on the way down from --data_dir: of FOLDER/cat/images/x.png level 1 is cat and level
+2 images. --labels prefix takes the file's name before its first underscore. --labels FILE.csv (or .tsv) reads
+lines `file,label`, whose first may be a header; FILE.json holds {file: label}, or a list of [file, label] or
+of {"file": file, "label": label}, which may itself be called "labels". A file is named by its path below
+--data_dir, or by as much of that path's end as tells it apart, with or without its ending. Both files of a
+split list the classes of both. Names that are whole numbers are in the order of numbers, others in that of
+their letters.
+
+The grey images of an IDX file, as MNIST has them, are not resized but set on black; their labels come from
+the file beside it. An array, (N, C, H, W) or (N, H, W, C) of C 1 to 4 and H = W, comes from a .npy file or
+from a .npz, where it is called `images` or `arr_0`, or stands alone beside the integers (N,) called `labels`
+or `arr_1`. Labels keep their numbers as names. uint8 are pixels. Floats, such as latents that another program
+encoded, are stored as float32, as they are or with the standard deviation of --data_std, which should be
+about 1 for training. To draw with a model of such data use --threshold none, and generate.py --output_name
+FILE.npy; what is drawn there is to be divided by the factor printed here. Where black and white of an array
+can't be told, --range LOW,HIGH tells them.
 """
+import argparse
 import collections
 import concurrent.futures
 import contextlib
+import csv
+import functools
 import gzip
 import io
+import json
 import math
 import os
+import re
 import signal
 import stat
 import sys
 import threading
+import unicodedata
 import warnings
 import zipfile
 import zlib
@@ -37,10 +57,10 @@ import zlib
 import unet_io  # first, because it explains a missing package
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from unet_io import UserError, counted, printable
+from unet_io import UserError, class_order, counted, printable
 
 # What Pillow may open. It knows more, but EPS starts another program, and others are no pictures or have no
 # decoder. TGA comes last, because its files begin with no mark of their own.
@@ -52,7 +72,9 @@ MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding
 MAX_IDX_BYTES = 1 << 36     # of an IDX file, as its header claims
 AHEAD = 64                  # pictures decoded before they are written, at most ...
 AHEAD_BYTES = 256 << 20     # ... and bytes of them
-GREY16 = (np.arange(65536) / 257 + 0.5).astype(np.uint8).tolist()  # 16 bits of grey -> 8
+HANDFUL = 5                 # images that a class should have
+SHOWN = 5                   # names that a note gives as examples
+LEFT_OUT = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX"}  # beside what begins with a dot
 
 
 class Share:
@@ -84,29 +106,66 @@ def note(text):
     print(f"note: {printable(text)}", file=sys.stderr)
 
 
-def is_hidden(name):
-    return os.path.basename(name).startswith(".") or "__MACOSX" in name
+def listed(names):
+    """The first few of the names, and how many more there are."""
+    names = list(names)
+    more = len(names) - SHOWN
+    return ", ".join(map(str, names[:SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def is_hidden(part):
+    """Whether a part of a path names what no user means: a hidden file, a trash, a folder of thumbnails."""
+    return part in LEFT_OUT or part.startswith(".") and part not in (".", "..")
 
 
 def may_be_image(name):
-    """Whether to try a file: its ending is a picture's, or it has none, and it isn't hidden."""
+    """Whether to try a file: its ending is a picture's, or it has none."""
     ending = os.path.splitext(name)[1].lower()
-    return not is_hidden(name) and (not ending or ending in ENDINGS)
+    return not ending or ending in ENDINGS
 
+
+def as_class(text):
+    """The name of a class from any text: one line, without what a terminal would obey, in NFC."""
+    return printable(unicodedata.normalize("NFC", " ".join(text.split())))
+
+
+# ----------------------------------------------------------------------------------------------------
+# places
 
 class Source:
     """What Folder and Zip have in common.
 
     names: the files to try, sorted. known: (device, inode) of every file that is read. repeated: how often
     what was taken already was met again. others: {ending: files that are not tried}, hidden ones aside.
+    hidden: {name that is_hidden: files that it leaves out}.
     """
     def __init__(self, path):
         self.path, self.names, self.known = path, [], set()
-        self.repeated, self.others = 0, collections.Counter()
+        self.repeated, self.others, self.hidden = 0, collections.Counter(), collections.Counter()
 
     def leave_alone(self, name):
-        if not is_hidden(name):
-            self.others[os.path.splitext(name)[1].lower()] += 1
+        self.others[os.path.splitext(name)[1].lower()] += 1
+
+    def notes(self):
+        """What is to be said of the files that are not tried."""
+        if self.repeated:
+            yield f"{counted(self.repeated, 'name')} {self.REPEATED}"
+        if self.hidden:
+            kinds = listed(name for name, _ in self.hidden.most_common())
+            yield f"{counted(self.hidden.total(), 'file')} left out as hidden: {kinds}"
+        if self.others:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in self.others.most_common(6))
+            yield (f"{counted(self.others.total(), 'file')} not tried, because no picture ends so: {kinds}"
+                   + (" ..." if len(self.others) > 6 else "")
+                   + ("; Pillow can't read .heic: convert them first, for instance with heif-convert"
+                      if {".heic", ".heif"} & set(self.others) else ""))
+
+
+def files_below(entry):
+    """How many files there are in what os.scandir found: 1 where it is no folder."""
+    if not entry.is_dir(follow_symlinks=False):
+        return 1
+    return sum(len(files) for _, _, files in os.walk(entry.path))
 
 
 class Folder(Source):
@@ -137,7 +196,10 @@ class Folder(Source):
             if stat.S_ISDIR(status.st_mode) and identity not in folders:
                 folders.add(identity)
                 for entry in self.entries(place):
-                    (links if entry.is_symlink() else found).append(os.path.join(name, entry.name))
+                    if is_hidden(entry.name):
+                        self.hidden[entry.name] += files_below(entry)
+                    else:
+                        (links if entry.is_symlink() else found).append(os.path.join(name, entry.name))
             elif stat.S_ISDIR(status.st_mode) or may_be_image(name) and identity in self.known:
                 self.repeated += 1
             elif may_be_image(name):
@@ -175,6 +237,11 @@ class Folder(Source):
                 raise ValueError("no regular file")
             yield file, status.st_size
 
+    def read(self, name):
+        """The bytes of any file."""
+        with open(os.path.join(self.path, name), "rb") as file:
+            return file.read()
+
 
 class Zip(Source):
     """The files in a zip, by their names there; nothing is ever unpacked to a place of that name."""
@@ -190,14 +257,28 @@ class Zip(Source):
         except Exception as error:  # zipfile raises nearly anything on damaged files
             raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}") from None
         self.known.add((status.st_dev, status.st_ino))
-        entries = [entry for entry in self.archive.infolist() if not entry.filename.endswith("/")]
-        self.entries = {entry.filename: entry for entry in entries}
+        entries = [(self.name_of(entry), entry) for entry in self.archive.infolist()]
+        entries = [(name, entry) for name, entry in entries if not name.endswith("/")]
+        self.entries = dict(entries)
         self.repeated = len(entries) - len(self.entries)
         for name in sorted(self.entries):
-            if may_be_image(name):
+            hidden = next(filter(is_hidden, name.split("/")), None)
+            if hidden:
+                self.hidden[hidden] += 1
+            elif may_be_image(name):
                 self.names.append(name)
             else:
                 self.leave_alone(name)
+
+    @staticmethod
+    def name_of(entry):
+        """Its name with / between folders, and in UTF-8 where that was not declared, as macOS writes it."""
+        name = entry.filename
+        if not entry.flag_bits & 0x800:
+            with contextlib.suppress(UnicodeError):
+                name = name.encode("cp437").decode()
+        from_dos = entry.create_system == 0
+        return name.replace("\\", "/") if from_dos else name
 
     @contextlib.contextmanager
     def open(self, name):
@@ -208,20 +289,387 @@ class Zip(Source):
         with self.archive.open(entry) as file:
             yield file, entry.file_size
 
+    def read(self, name):
+        """The bytes of any file. Raises what zipfile raises."""
+        if name not in self.entries:
+            raise ValueError("there is no such file")
+        return self.archive.read(self.entries[name])
 
-def class_name(source, name):
-    """The name of the folder that an image lies in: one line of text."""
-    folder = os.path.basename(os.path.dirname(name)) or os.path.splitext(os.path.basename(
-        os.path.abspath(source.path)))[0]
-    return printable(" ".join(folder.split()))
+
+def open_source(data_dir):
+    """The Source of a folder, a zip or a picture. Raises UserError."""
+    if os.path.isdir(data_dir):
+        return Folder(data_dir)
+    if os.path.isfile(data_dir) and os.path.splitext(data_dir)[1].lower() in ENDINGS:
+        return Folder(*os.path.split(data_dir))
+    if os.path.isfile(data_dir):
+        return Zip(data_dir)
+    what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
+    raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
 
 
-def load_image(data, image_size, channels=3):
+# ----------------------------------------------------------------------------------------------------
+# classes
+
+FILE_COLUMNS = {"file", "file_name", "filename", "filepath", "file_path", "path", "image", "image_name",
+                "image_path", "image_id", "img", "id"}
+LABEL_COLUMNS = {"label", "labels", "class", "class_name", "classname", "category", "target"}
+TRAINING, HELD_OUT = {"train", "training"}, {"test", "testing", "val", "valid", "validation"}
+NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "photos"}  # names of folders
+
+
+def labelled(source, labels, level):
+    """({file: name of its class} of those that have one, sorted; whether numbers are meant). Raises UserError.
+
+    labels: folder, prefix or a file of labels. level: which folder's name counts, 0 for the innermost.
+    """
+    if labels == "folder":
+        return folder_classes(source, level), False
+    if labels == "prefix":
+        found = {name: prefix_class(name) for name in source.names}
+        why = "no underscore in their names"
+    else:
+        found = file_classes(source, labels)
+        why = f"no label in {labels}"
+    without = [name for name, label in found.items() if not label]
+    if len(without) == len(found):
+        raise UserError(f"{source.path} has no picture with a class: all have {why}, as {without[0]}")
+    if without:
+        note(f"{counted(len(without), 'picture')} left out, with {why}: {listed(without)}")
+    return {name: label for name, label in found.items() if label}, labels not in ("folder", "prefix")
+
+
+def folder_classes(source, level):
+    """{file: name of the folder that gives its class}"""
+    folders = {name: name.split("/")[:-1] for name in source.names}
+    if level:
+        for name, path in folders.items():
+            if len(path) < level:
+                raise UserError(f"--label_level {level} needs as many folders around each picture, and {name}"
+                                f" in {source.path} has {len(path)}")
+        return {name: as_class(path[level - 1]) for name, path in folders.items()}
+    own = os.path.splitext(os.path.basename(os.path.abspath(source.path)))[0]
+    found = {name: as_class(path[-1] if path else own) for name, path in folders.items()}
+    inner = set(found.values())
+    outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
+    offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
+              for i, names in enumerate(outer, 1) if len(names) > 1]
+    if offers and (len(inner) == 1 or {name.lower() for name in inner} <= NO_CLASSES):
+        note(f"the innermost folders give {counted_classes(inner)} ({listed(class_order(inner))});"
+             f" {', '.join(offers)}")
+    return found
+
+
+def prefix_class(name):
+    """A file's name before its first underscore, as in guided-diffusion; "" where there is none."""
+    prefix, underscore, _ = os.path.basename(name).partition("_")
+    return as_class(prefix) if underscore else ""
+
+
+def file_classes(source, path):
+    """{file: name of its class, "" without one} as a .csv, .tsv or .json says. Raises UserError."""
+    try:
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                text = file.read().decode("utf-8-sig")
+        else:
+            text = source.read(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not in UTF-8: save it so") from None
+    except Exception as error:  # zipfile raises nearly anything on damaged files
+        raise UserError(f"--labels {path} can't be read, neither from here nor in {source.path}:"
+                        f" {getattr(error, 'strerror', None) or error}") from None
+    find = Finder(path, source)
+    pairs = json_pairs(path, text) if path.lower().endswith(".json") else table_pairs(path, text, find)
+    found, missing = dict.fromkeys(source.names, ""), []
+    for file, label in pairs:
+        name, label = find(file), as_class(label)
+        if name is None:
+            missing.append(file)
+        elif found[name] not in ("", label):
+            raise UserError(f"{path} gives {name} two labels, {found[name]} and {label}: leave one")
+        else:
+            found[name] = label
+    if len(missing) == len(pairs):
+        raise UserError(f"{path} names no picture in {source.path}: it begins with {missing[0]}, the pictures"
+                        f" with {source.names[0]}" if pairs else f"{path} holds no labels")
+    if missing:
+        note(f"{counted(len(missing), 'file')} of {path} not found in {source.path}: {listed(missing)}")
+    return found
+
+
+class Finder:
+    """find(file): which picture a file of labels means by this; None where there is no such.
+
+    Either path may be the end of the other's, and what is named may lack its ending.
+    """
+    def __init__(self, path, source):
+        self.path, self.source, self.whole, self.ends = path, source, {}, {}
+        for name in source.names:
+            for named in (name, os.path.splitext(name)[0]):
+                named = unicodedata.normalize("NFC", named)
+                self.whole.setdefault(named, []).append(name)
+                for end in self.ends_of(named):
+                    self.ends.setdefault(end, []).append(name)
+
+    @staticmethod
+    def ends_of(path):
+        """b/c.png and c.png of a/b/c.png."""
+        parts = path.split("/")
+        return ["/".join(parts[i:]) for i in range(1, len(parts))]
+
+    def __call__(self, file):
+        file = os.path.normpath(unicodedata.normalize("NFC", file).replace("\\", "/"))
+        ways = [self.whole.get(file), self.ends.get(file), *map(self.whole.get, self.ends_of(file))]
+        for names in filter(None, ways):
+            if len(set(names)) > 1:
+                raise UserError(f"{self.path} names {file}, which may be {names[0]} or {names[1]} in"
+                                f" {self.source.path}: name its folder and its ending")
+            return names[0]
+        return None
+
+
+def table_pairs(path, text, find):
+    """[(file, label)] of a .csv or .tsv."""
+    first = text.partition("\n")[0]
+    delimiter = "\t" if path.lower().endswith(".tsv") else max(",;\t", key=first.count)
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path} can't be read as a table: {error}") from None
+    rows = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
+    if not rows:
+        return []
+    head = [cell.lower() for cell in rows[0]]
+    files, labels = ([i for i, cell in enumerate(head) if cell in words] for words in (FILE_COLUMNS, LABEL_COLUMNS))
+    if len(files) == len(labels) == 1:
+        column, label_column = files[0], labels[0]
+        rows = rows[1:]
+    elif len(head) == 2:
+        column, label_column = 0, 1
+        ending = os.path.splitext(head[0])[1]
+        if ending not in ENDINGS and find(rows[0][0]) is None:
+            note(f"{path} begins with {','.join(rows[0])}, which is taken for a header")
+            rows = rows[1:]
+    else:
+        raise UserError(f"{path} has {len(head)} columns, of which a header must call one `file` and one"
+                        f" `label`; it begins with {','.join(rows[0])}")
+    for row in rows:
+        if len(row) != len(head):
+            raise UserError(f"{path} has a line of {counted(len(row), 'column')} where others have {len(head)}:"
+                            f" {','.join(row)}")
+    return [(row[column], row[label_column]) for row in rows]
+
+
+class Pairs(list):
+    """An object of JSON, with every key that comes twice."""
+
+
+def json_pairs(path, text):
+    """[(file, label)] of a .json."""
+    try:
+        content = json.loads(text, object_pairs_hook=Pairs)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} can't be read as JSON: {error}") from None
+    if isinstance(content, Pairs) and [key for key, _ in content].count("labels") == 1:
+        inner = dict(content)["labels"]
+        content = inner if isinstance(inner, list) else content
+    if not isinstance(content, list):
+        raise UserError(f"{path} holds neither an object of labels nor a list of [file, label]")
+    pairs = []
+    for entry in content:
+        if isinstance(entry, Pairs):
+            files, labels = ([value for key, value in entry if key.lower() in words]
+                             for words in (FILE_COLUMNS, LABEL_COLUMNS))
+            entry = files + labels if len(files) == len(labels) == 1 else []
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[0], str) \
+                or type(entry[1]) not in (str, int):
+            shown = json.dumps(entry)[:80]
+            raise UserError(f"{path} holds {shown}, which is no file with a label, a text or a whole number")
+        pairs.append((entry[0], str(entry[1])))
+    return pairs
+
+
+def counted_classes(names):
+    return f"{len(names)} class" if len(names) == 1 else f"{len(names)} classes"
+
+
+def with_gaps(names):
+    """Classes that are numbers, with those between where at most as many are missing: number n is class n."""
+    if not all(re.fullmatch("0|[1-9][0-9]*", name) for name in names):
+        return names
+    end = max(map(int, names)) + 1
+    return [str(number) for number in range(end)] if end <= 2 * len(names) else names
+
+
+def print_classes(names, numbers):
+    """A table of the classes: how many images each has, and how many held out.
+
+    names: every class. numbers: {name: images} of the file and, where images are held out, of their file.
+    """
+    wide = max(min(40, max(map(len, names))), len("name"))
+    heads = ("images", "held out")[:len(numbers)]
+    unet_io.say(f"  class  {'name':{wide}}" + "".join(f"  {head:>8}" for head in heads))
+    most = 40
+    shown = range(len(names)) if len(names) <= most else [*range(most // 2), None, *range(len(names) - 5, len(names))]
+    for i in shown:
+        if i is None:
+            unet_io.say(f"    ...  {len(names) - most // 2 - 5} more")
+            continue
+        name = names[i] if len(names[i]) <= wide else names[i][:wide - 3] + "..."
+        unet_io.say(f"  {i:5}  {name:{wide}}" + "".join(f"  {count[names[i]]:8}" for count in numbers))
+    if len(names) > most:
+        counts = [numbers[0][name] for name in names]
+        unet_io.say(f"{len(names)} classes of {min(counts)} to {max(counts)} images")
+
+
+def warn_of_classes(names, numbers):
+    """Notes of what training with these classes would hardly be meant to be."""
+    folded = collections.Counter(name.casefold() for name in names)
+    alike = [name for name in names if folded[name.casefold()] > 1]
+    if alike:
+        note(f"{counted_classes(alike)} that differ by capital letters only: {listed(alike)}")
+    if len(names) == 1:
+        note(f"all images are of one class, {names[0]}, which tells a model nothing")
+    empty = [name for name in names if not numbers[0][name]]
+    few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
+    if empty:
+        note(f"{counted_classes(empty)} without an image to train on, to be left out when drawing: {listed(empty)}")
+    if few:
+        note(f"{counted_classes(few)} of fewer than {HANDFUL} images to train on: {listed(few)}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# pictures
+
+class Remarks:
+    """What a set of pictures showed, a number or a True each. Threads append to these lists.
+
+    unconverted: those whose colour profile is of no use. several: files with more than one picture. deep: the
+    largest value of each grey picture of 16 bits; deep_colours: of each of 16 bits a channel, in 8 bits.
+    """
+    def __init__(self):
+        self.unconverted, self.several, self.deep, self.deep_colours = [], [], [], []
+
+    def notes(self, white_level):
+        """What is to be said of them."""
+        if self.several:
+            yield f"{counted(len(self.several), 'file')} with several pictures, whose first was taken"
+        if self.unconverted:
+            yield (f"{counted(len(self.unconverted), 'picture')} with a colour profile that can't be used,"
+                   f" whose colours were kept as if in sRGB")
+        if self.deep:
+            yield (f"{counted(len(self.deep), 'grey picture')} of 16 bits with values up to {max(self.deep)}:"
+                   f" white is {white_level or 65535}, unless --white_level tells another")
+        if self.deep_colours and max(self.deep_colours) < 64:
+            yield (f"{counted(len(self.deep_colours), 'picture')} of 16 bits a channel are nearly black, as if"
+                   f" they held fewer bits: save them with 8 bits, since Pillow reads the upper 8 only")
+
+
+def white_of(most):
+    """The white of grey pictures of 16 bits, none of which has a larger value than `most`."""
+    for bits in (8, 10, 12, 14):
+        if most < 1 << bits:
+            return (1 << bits) - 1
+    return 65535
+
+
+@functools.lru_cache
+def grey_table(white, inverted):
+    """8 bits for each value of 16."""
+    values = np.arange(65536).clip(0, white)
+    values = white - values if inverted else values
+    return (values * 255 / white + 0.5).astype(np.uint8).tolist()
+
+
+def grey_of_16_bits(image, tags, white_level, remarks):
+    """The picture in mode L. tags: those of a TIFF. Raises ValueError."""
+    image, clear = image.convert("I"), image.info.get("transparency")
+    low, high = image.getextrema()
+    if tags.get(258) == (12,):  # BitsPerSample: here 12 bits are no guess
+        white_level = 4095
+    else:
+        remarks.deep.append(high)
+    if low < 0 or high > 65535:
+        raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
+    if high > white_level:
+        raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
+    table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white
+    if isinstance(clear, int):
+        table = [255 if i == clear else grey for i, grey in enumerate(table)]
+    image = image.point(table, "L")
+    image.info.pop("transparency", None)
+    return image
+
+
+GREYS = ("1", "L", "LA", "La")
+
+
+@functools.lru_cache(maxsize=64)
+def to_srgb(profile, kind):
+    """(ImageCms's transform to sRGB, the mode that it takes) for pixels of the mode RGB, L, CMYK or LAB.
+
+    None where a profile is sRGB itself, to 2 of 255. Raises what ImageCms raises, ValueError.
+    """
+    if kind == "LAB":
+        source, mode = ImageCms.createProfile("LAB"), "LAB"
+    else:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        space = source.profile.xcolor_space.strip()
+        mode = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(space)
+        if mode != kind and (mode, kind) != ("RGB", "L"):  # grey may be shown by the curve of an RGB profile
+            raise ValueError(f"a profile of {space} for pixels of {kind}")
+    transform = ImageCms.buildTransform(
+        source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC,
+        ImageCms.Flags.BLACKPOINTCOMPENSATION)
+    levels = np.arange(0, 256, 15, np.uint8)
+    probe = {"RGB": np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3),
+             "L": levels[None]}.get(mode)
+    if probe is not None:
+        probe = Image.fromarray(probe)
+        before, after = (np.asarray(image, int) for image in (probe.convert("RGB"),
+                                                              ImageCms.applyTransform(probe, transform)))
+        if np.abs(after - before).max() <= 2:
+            return None
+    return transform, mode
+
+
+def transform_of(image, profile, remarks):
+    """What to_srgb says of a picture; None also where its profile is of no use."""
+    kind = "L" if image.mode in GREYS else image.mode if image.mode in ("CMYK", "LAB") else "RGB"
+    if not profile and kind != "LAB":
+        return None
+    try:
+        return to_srgb(profile, kind)
+    except Exception:  # ImageCms raises nearly anything on damaged profiles
+        remarks.unconverted.append(True)
+        return None
+
+
+def converted(image, transform, mode):
+    """The picture in sRGB: RGB, or RGBA from RGBA."""
+    alpha = image.getchannel("A") if image.mode == "RGBA" else None
+    if mode == "L":
+        image = image.getchannel("R")
+    elif mode == "RGB":
+        image = image.convert("RGB")
+    image = ImageCms.applyTransform(image, transform)
+    if alpha:
+        image.putalpha(alpha)
+    return image
+
+
+def load_image(data, image_size, channels=3, fit="crop", white_level=65535, remarks=None):
     """The bytes of a picture file -> uint8 (channels, image_size, image_size). Raises what Pillow raises.
 
-    channels: 1 grey, 3 RGB, 4 RGBA; only the last keeps what is transparent.
+    channels: 1 grey, 3 RGB, 4 RGBA; only the last keeps what is transparent. fit: crop takes the central
+    square, pad adds what lacks to a square, white or transparent, stretch distorts. white_level: of grey
+    pictures of 16 bits. remarks: a Remarks to add to.
     """
-    image = Image.open(io.BytesIO(data), formats=OPENED)
+    remarks = remarks or Remarks()
+    image = file = Image.open(io.BytesIO(data), formats=OPENED)
+    profile, tags = image.info.get("icc_profile"), getattr(image, "tag_v2", {})
+    is_deep = any(";16" in str(tile[3]) for tile in image.tile)
     pixels = image.width * image.height
     image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
     if not image.info.get("progressive"):                      # these are held whole even so
@@ -231,24 +679,54 @@ def load_image(data, image_size, channels=3):
         if image.mode == "F":
             raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
         if image.mode == "I" or image.mode.startswith("I;16"):
-            image, clear = image.convert("I"), image.info.get("transparency")
-            low, high = image.getextrema()
-            if low < 0 or high > 65535:
-                raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
-            white = {clear: 255} if isinstance(clear, int) else {}
-            image = image.point([white.get(i, grey) for i, grey in enumerate(GREY16)], "L")
-            image.info.pop("transparency", None)
+            image = grey_of_16_bits(image, tags, white_level, remarks)
+        elif is_deep:
+            bands = image.getextrema()
+            bands = bands[:-1] if image.mode in ("LA", "RGBA") else bands
+            remarks.deep_colours.append(max(high for _, high in bands))
+        to_convert = transform_of(image, profile, remarks)
         if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
             image = image.convert("RGBA")
             if channels < 4:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        side = min(image.size)
-        left, top = (image.width - side) / 2, (image.height - side) / 2
-        image = image.convert("RGBA" if channels == 4 else "RGB").resize(
-            (image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+        if not (to_convert and to_convert[1] in ("CMYK", "LAB")):
+            image = image.convert("RGBA" if channels == 4 else "RGB")
+        image = resized(image, image_size, fit)
+        if to_convert:
+            image = converted(image, *to_convert)
+        if channels == 4:
+            image = image.convert("RGBA")
+        if fit == "pad":
+            image = padded(image)
         image = image.convert("L") if channels == 1 else image
+    with contextlib.suppress(Exception):  # what follows the first picture may be damaged
+        if file.format in ("GIF", "PNG", "WEBP", "AVIF", "TIFF") and file.is_animated:
+            remarks.several.append(True)
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1).copy()
 
+
+def resized(image, size, fit):
+    """To size x size pixels, or with `pad` to the largest within that."""
+    box, target = (0, 0, image.width, image.height), (size, size)
+    if fit == "crop":
+        side = min(image.size)
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        box = left, top, left + side, top + side
+    elif fit == "pad":
+        target = tuple(max(1, round(n * size / max(image.size))) for n in image.size)
+    return image.resize(target, Image.Resampling.BICUBIC, box=box)
+
+
+def padded(image):
+    """In the middle of a square that is white, or in RGBA transparent."""
+    side = max(image.size)
+    square = Image.new(image.mode, (side, side), (0, 0, 0, 0) if image.mode == "RGBA" else "white")
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+# ----------------------------------------------------------------------------------------------------
+# IDX files and arrays
 
 def read_idx(path, dimensions):
     """uint8 array of an IDX file, plain or gzip. Raises UserError.
@@ -276,8 +754,15 @@ def is_idx(path):
     return os.path.isfile(path) and "idx3-ubyte" in os.path.basename(path)
 
 
-def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0, channels=1):
-    """As prepare, of an IDX file of images (N, H, W); image_size 0: the next multiple of 8."""
+def is_array(path):
+    return os.path.isfile(path) and path.lower().endswith((".npy", ".npz"))
+
+
+def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0, channels=1, value_range=None):
+    """As prepare, of an IDX file of images (N, H, W); image_size 0: the next multiple of 8.
+
+    value_range: see prepare_array.
+    """
     images = read_idx(path, 3)
     n, height, width = images.shape
     size = image_size or -(-max(height, width) // 8) * 8
@@ -291,33 +776,28 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
         numbers = read_idx(beside, 1)
         if len(numbers) != n:
             raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
-        names = _class_numbers(numbers)
+        names = list(map(str, numbers.tolist()))
     top, left = (size - height) // 2, (size - width) // 2
+    black, white = check_range(path, images.dtype, int(images.min()), int(images.max()), value_range)
 
-    def padded(i):
+    def on_black(i):
         pixels = np.zeros((channels, size, size), np.uint8)
-        pixels[:, top:top + height, left:left + width] = images[i]
+        pixels[:, top:top + height, left:left + width] = as_bytes(images[i], black, white)
         if channels == 4:
             pixels[3] = 255
         return pixels
-    return _write_all(output_name, padded, names, val_fraction)
-
-
-def _class_numbers(numbers):
-    """The names of numbered classes, which sort as the numbers do."""
-    return [f"{number:0{len(str(numbers.max()))}}" for number in numbers]
+    return _write_all(output_name, on_black, names, val_fraction)
 
 
 def _write_all(output_name, image, names, val_fraction):
-    """As prepare, of the images image(0), image(1) ... and as many names of classes."""
+    """As prepare, of the images image(0), image(1) ... and as many names of classes, which are numbers."""
     held_out = _held_out(len(names), val_fraction)
     outputs = _outputs(output_name, held_out)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
         for i, name in enumerate(tqdm(names, "preparing", disable=None)):
             writers[i in held_out].add(image(i), name)
-        for writer in writers:
-            writer.finish()
+        _finish(writers, are_numbers=True)
     return len(names) - len(held_out), len(held_out), 0
 
 
@@ -326,38 +806,59 @@ def read_array(path, labels):
     try:
         arrays = np.load(path, mmap_mode="r")
         arrays = arrays if isinstance(arrays, np.lib.npyio.NpzFile) else {"images": arrays}
-        rest = [name for name in arrays if name != "labels"]
+        label_name = "arr_1" if "arr_0" in arrays and "labels" not in arrays else "labels"
+        rest = [name for name in arrays if name != label_name]
         name = rest[0] if len(rest) == 1 else "images"
-        images, numbers = arrays[name], arrays["labels"] if labels else None
+        images, numbers = arrays[name], arrays[label_name] if labels else None
     except KeyError as error:
         raise UserError(f"{path} has no array called {error.args[0].split()[0]}") from None
     except Exception as error:  # NumPy raises nearly anything on damaged files
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise UserError(f"{path} can't be read as NumPy's arrays: {why}") from None
-    n, channels, height, width = images.shape if images.ndim == 4 else (0, 0, 0, 0)
-    if images.dtype.kind != "f" and images.dtype != np.uint8 or not n or not 1 <= channels <= 4 \
-            or height != width or not width:
-        raise UserError(f"{path} holds {images.dtype} of shape {images.shape}: floats or uint8 (N, C, H, W)"
+    shape = images.shape
+    channels_first, channels_last = (
+        len(shape) == 4 and min(shape) > 0 and 1 <= shape[c] <= 4 and shape[y] == shape[x]
+        for c, y, x in ((1, 2, 3), (3, 1, 2)))
+    if images.dtype.kind not in "fiub" or not (channels_first or channels_last):
+        raise UserError(f"{path} holds {images.dtype} of shape {shape}: numbers (N, C, H, W) or (N, H, W, C)"
                         f" are needed, with 1 to 4 channels and H = W")
+    if channels_first and channels_last:
+        note(f"{path} has the shape {shape}, which is taken for (N, C, H, W)")
+    elif channels_last:
+        unet_io.say(f"{path} has the shape {shape}, which is (N, H, W, C)")
+        images = images.transpose(0, 3, 1, 2)
+    n = len(images)
     if labels and (numbers.shape != (n,) or numbers.dtype.kind not in "iu" or numbers.min() < 0):
         raise UserError(f"{path} has labels of {numbers.dtype} and shape {numbers.shape}: {n} integers from"
                         f" 0 on are needed")
     return images, numbers
 
 
-def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.0):
-    """As prepare, of NumPy's arrays. data_std: what floats are scaled to; 0: they are not. Prints theirs."""
+def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.0, value_range=None):
+    """As prepare, of NumPy's arrays. data_std: what floats are scaled to; 0: they are not. Prints theirs.
+
+    value_range: (black, white) of the values; "none": floats are to be taken as they are; None: not told, so
+    that bytes are 0 to 255, and floats are what they are, unless these look like something else.
+    """
     images, numbers = read_array(path, labels)
-    names = _class_numbers(numbers) if labels else [None] * len(images)
-    if images.dtype == np.uint8:
-        if data_std:
-            raise UserError(f"--data_std is for floats, and {path} holds bytes")
-        return _write_all(output_name, lambda i: images[i], names, val_fraction)
+    names = list(map(str, numbers.tolist())) if labels else [None] * len(images)
+    is_float = images.dtype.kind == "f"
+    if not is_float and data_std:
+        raise UserError(f"--data_std is for floats, and {path} holds {images.dtype}")
+    low = min(float(image.min()) for image in images)
+    high = max(float(image.max()) for image in images)
+    black, white = check_range(path, images.dtype, low, high, value_range)
+    if not is_float:
+        return _write_all(output_name, lambda i: as_bytes(images[i], black, white), names, val_fraction)
+
+    def floats(i):
+        if (black, white) == (-1, 1):
+            return images[i].astype(np.float32)
+        return (2 * (images[i].astype(np.float64) - black) / (white - black) - 1).astype(np.float32)
 
     def mean_of(function):
         with np.errstate(over="ignore", invalid="ignore"):  # of what is refused below
-            values = (function(image.astype(np.float32).astype(np.float64)).mean() for image in images)
-            return sum(values) / len(images)
+            return sum(function(floats(i).astype(np.float64)).mean() for i in range(len(images))) / len(images)
     mean = mean_of(lambda x: x)
     std = math.sqrt(mean_of(lambda x: np.square(x - mean))) if math.isfinite(mean) else math.nan
     if not 0 < std < math.inf:
@@ -365,8 +866,49 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
                         f" learnt from it")
     factor = np.float32(data_std / std if data_std else 1)
     unet_io.say(f"mean {mean:.5g}, standard deviation {std:.5g}; stored times {factor:.8g}")
-    return _write_all(output_name, lambda i: images[i].astype(np.float32) * factor, names, val_fraction)
+    if not data_std and not 0.1 <= std <= 3:
+        note(f"training expects a standard deviation of 0.5 to 1, and {path} has {std:.3g}: --data_std 1 scales it")
+    return _write_all(output_name, lambda i: floats(i) * factor, names, val_fraction)
 
+
+def check_range(path, dtype, low, high, value_range):
+    """(black, white) of an array with values from low to high; see prepare_array. Raises UserError.
+
+    Without value_range bytes are 0 to 255 and floats -1 to 1, unless they look like something else.
+    """
+    found, is_float = f"{path} holds {dtype} from {low:g} to {high:g}", dtype.kind == "f"
+    likely = "LOW,HIGH"
+    if low >= 0:
+        likely = next((f"0,{white}" for white in (1, 255, 4095, 65535) if high <= white), likely)
+    if isinstance(value_range, tuple):
+        black, white = value_range
+        slack = 1e-4 * (white - black) if is_float else 0  # for numbers as they are printed
+        if not black - slack <= low <= high <= white + slack:
+            raise UserError(f"{found}, outside --range {black:g},{white:g}")
+        unet_io.say(f"{dtype} from {low:g} to {high:g}, of which {black:g} is black and {white:g} white")
+        return value_range
+    if value_range == "none" and not is_float:
+        raise UserError(f"--range none is for floats, and {found}: name black and white, as in --range {likely}")
+    if is_float and value_range is None and low > -0.2 * high:
+        raise UserError(f"{found}, and training takes -1 for black and 1 for white: say what they are with"
+                        f" --range {likely}, or --range none to take them as they are")
+    if dtype == np.uint8 and high <= 1:
+        raise UserError(f"{found} only, nearly black as pixels of 0 to 255: say what is white with --range 0,1 or,"
+                        f" where they are so dark, --range 0,255")
+    if not is_float and dtype != np.uint8:
+        raise UserError(f"{found}: say which of them are black and white, as with --range {likely}")
+    return (-1, 1) if is_float else (0, 255)
+
+
+def as_bytes(values, black, white):
+    """Integers from black to white as pixels."""
+    if (black, white) == (0, 255):
+        return values.astype(np.uint8)
+    return (255 * (values.astype(np.float64) - black) / (white - black) + 0.5).astype(np.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------
+# writing
 
 def _outputs(output_name, held_out):
     """The files to write: output_name and, where images are held out, NAME_val.bin beside it."""
@@ -382,6 +924,21 @@ def _held_out(n, val_fraction):
     return set(unet_io.permutation(0, 0, n)[:held_out].tolist())
 
 
+def _finish(writers, are_numbers):
+    """End the files of a split, which list the same classes, and show these.
+
+    Both are whole before either appears: one beside an old other would not be a split.
+    """
+    numbers = [collections.Counter(writer.labels) for writer in writers]
+    names = class_order({name for number in numbers for name in number if name is not None})
+    names = with_gaps(names) if are_numbers and names else names
+    for writer in writers:
+        writer.finish(names)
+    if names:
+        print_classes(names, numbers)
+        warn_of_classes(names, numbers)
+
+
 def in_order(pool, function, items, ahead):
     """Yield function(item) of each item, in order; the pool has at most `ahead` of them in hand."""
     waiting = collections.deque()
@@ -393,78 +950,110 @@ def in_order(pool, function, items, ahead):
         yield waiting.popleft().result()
 
 
-def prepare(data_dir, output_name, image_size, labels=False, val_fraction=0.0, channels=3):
+class NotWhite(Exception):
+    """The grey pictures of 16 bits that were read have another white than was taken for theirs."""
+    def __init__(self, white_level):
+        super().__init__(white_level)
+        self.white_level = white_level
+
+
+def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, channels=3, label_level=0,
+            fit="crop", white_level=0):
     """Write output_name (and NAME_val.bin); returns (images written, images held out, files skipped).
 
-    data_dir: a folder, a zip or a picture. image_size: height and width in pixels. labels: store the name of
-    each image's folder. val_fraction: how much to hold out, from 0 to below 1. channels: see load_image.
+    data_dir: a folder, a zip or a picture. image_size: height and width in pixels. labels: where the classes
+    come from, folder, prefix or a file, see above; "" for none. val_fraction: how much to hold out, from 0 to
+    below 1. label_level: see labelled. channels, fit: see load_image. white_level: 0 as the pictures show.
     Which images are held out depends only on the sorted list of files, and the same files always give the
     same bytes. The outputs appear once they are whole. Raises UserError.
     """
-    if os.path.isdir(data_dir):
-        source = Folder(data_dir)
-    elif os.path.isfile(data_dir) and os.path.splitext(data_dir)[1].lower() in ENDINGS:
-        source = Folder(*os.path.split(data_dir))
-    elif os.path.isfile(data_dir):
-        source = Zip(data_dir)
-    else:
-        what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
-        raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
-    names, others = source.names, sum(source.others.values())
-    if not names:
-        raise UserError(f"{data_dir} has no images: of its {counted(others, 'file')} none ends in"
-                        f" .png, .jpg or the like")
-    in_validation = _held_out(len(names), val_fraction)
-    held_out = len(in_validation)
-    outputs = _outputs(output_name, held_out)
+    labels = "folder" if labels is True else labels
+    if channels not in (1, 3, 4):
+        raise UserError(f"pictures can't be given {channels} channels: 1, 3 or 4 are possible")
+    source = open_source(data_dir)
+    if not source.names:
+        hidden = f", and {source.hidden.total()} more are hidden" if source.hidden else ""
+        raise UserError(f"{data_dir} has no images: of its {counted(source.others.total(), 'file')} none ends"
+                        f" in .png, .jpg or the like{hidden}")
+    _held_out(len(source.names), val_fraction)  # refused early
+    outputs = _outputs(output_name, val_fraction)
     for output in outputs:
         with contextlib.suppress(OSError):
             status = os.stat(output)
             if (status.st_dev, status.st_ino) in source.known:
                 raise UserError(f"{output} is one of the files to read from {data_dir}, so it can't be"
                                 f" written: choose another name")
-    if source.repeated:
-        note(f"{counted(source.repeated, 'name')} {source.REPEATED}")
-    if others:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in source.others.most_common(6))
-        note(f"{counted(others, 'file')} not tried, because no picture ends so: {kinds}"
-             + (" ..." if len(source.others) > 6 else ""))
+    for text in source.notes():
+        note(text)
+    parts = {part.lower() for name in source.names for part in name.split("/")[:-1]}
+    if parts & TRAINING and parts & HELD_OUT:
+        note(f"{data_dir} has pictures in {listed(sorted(parts & (TRAINING | HELD_OUT)))}, and all are read: to keep"
+             f" them apart, prepare each alone")
+    classes, are_numbers = labelled(source, labels, label_level) if labels else (dict.fromkeys(source.names), False)
+    in_validation = _held_out(len(classes), val_fraction)
 
-    def load(name):
-        try:
-            with source.open(name) as (file, size):
-                if size > MAX_FILE_BYTES:
-                    raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
-                with FILE_BYTES.take(size):
-                    return load_image(file.read(size), image_size, channels), None
-        except UnidentifiedImageError:
-            return None, f"{name}: not a picture of a known format"
-        except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
+    def write(white_level, has_told_faults=False):
+        remarks = Remarks()
+        options = dict(fit=fit, white_level=white_level or 65535, remarks=remarks)
 
-    skipped, counts = 0, [0, 0]
-    with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
-        pool = concurrent.futures.ThreadPoolExecutor()
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        pictures = in_order(pool, load, names, min(AHEAD, 1 + AHEAD_BYTES // (3 * image_size**2)))
-        for i, (pixels, error) in enumerate(tqdm(pictures, "preparing", len(names), disable=None)):
-            if error:
-                skipped += 1
-                tqdm.write(f"skipped {printable(error)}", file=sys.stderr)
-                continue
-            side = i in in_validation
-            writers[side].add(pixels, class_name(source, names[i]) if labels else None)
-            counts[side] += 1
-        if not counts[0]:
-            raise UserError(f"of {counted(len(names), 'file')} in {data_dir} none could be read as an"
-                            f" image")
-        if held_out and not counts[1]:
-            raise UserError(f"of {counted(held_out, 'file')} held out none could be read as an image")
-        for writer in writers:  # both or neither: one beside an old other would not be a split
-            writer.finish()
-    return counts[0], counts[1], skipped
+        def load(name):
+            try:
+                with source.open(name) as (file, size):
+                    if size > MAX_FILE_BYTES:
+                        raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
+                    with FILE_BYTES.take(size):
+                        return load_image(file.read(size), image_size, channels, **options), None
+            except UnidentifiedImageError:
+                return None, f"{name}: not a picture of a known format"
+            except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+                return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
 
+        skipped, counts = 0, [0, 0]
+        with contextlib.ExitStack() as stack:
+            writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
+            pool = concurrent.futures.ThreadPoolExecutor()
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            pictures = in_order(pool, load, classes, min(AHEAD, 1 + AHEAD_BYTES // (3 * image_size**2)))
+            bar = tqdm(zip(pictures, classes.values()), "preparing", len(classes), disable=None)
+            for i, ((pixels, error), label) in enumerate(bar):
+                if error:
+                    skipped += 1
+                    if not has_told_faults:
+                        tqdm.write(f"skipped {printable(error)}", file=sys.stderr)
+                    continue
+                side = i in in_validation
+                writers[side].add(pixels, label)
+                counts[side] += 1
+            if not counts[0]:
+                raise UserError(f"of {counted(len(classes), 'file')} in {data_dir} none could be read as an"
+                                f" image")
+            if in_validation and not counts[1]:
+                raise UserError(f"of {counted(len(in_validation), 'file')} held out none could be read as an"
+                                f" image")
+            if remarks.deep and not white_level and white_of(max(remarks.deep)) < 65535:
+                raise NotWhite(white_of(max(remarks.deep)))
+            for text in remarks.notes(white_level):
+                note(text)
+            _finish(writers, are_numbers)
+        return counts[0], counts[1], skipped
+
+    try:
+        return write(white_level)
+    except NotWhite as found:
+        return write(found.white_level, has_told_faults=True)
+
+
+def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
+    """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
+    if is_array(data_dir):
+        return prepare_array(data_dir, output_name, labels, val_fraction, **options)
+    if is_idx(data_dir):
+        return prepare_idx(data_dir, output_name, image_size or 0, labels, val_fraction, channels or 1, **options)
+    return prepare(data_dir, output_name, image_size or 64, labels, val_fraction, channels or 3, **options)
+
+
+# ----------------------------------------------------------------------------------------------------
+# command line
 
 @contextlib.contextmanager
 def clean_stop():
@@ -485,6 +1074,39 @@ def clean_stop():
         signal.signal(kind, handler)
 
 
+def parse_labels(text):
+    """folder, prefix or a file's name; "" for none. For argparse's `type`."""
+    if not text:
+        return ""
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return "folder" if unet_io.parse_bool(text) else ""
+    if text not in ("folder", "prefix") and not text.lower().endswith((".csv", ".tsv", ".json")):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of folder, prefix, FILE.csv and FILE.json")
+    return text
+
+
+def parse_range(text):
+    """'0,255' as two numbers; 'none'. For argparse's `type`."""
+    if text == "none":
+        return text
+    try:
+        low, high = map(float, text.split(","))
+        assert -math.inf < low < high < math.inf
+    except (ValueError, AssertionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor two numbers, black's and white's, such"
+                                         f" as 0,1") from None
+    return low, high
+
+
+def joined(words):
+    """The words of a command line in which a range may begin with a minus."""
+    words = list(words)
+    while "--range" in words[:-1]:
+        at = words.index("--range")
+        words[at:at + 2] = [f"--range={words[at + 1]}"]
+    return words
+
+
 def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
@@ -494,25 +1116,44 @@ def main():
     add("--output_dir", default="", metavar="FOLDER", help="where --output_name lies (default: here)")
     add("--image_size", type=int, metavar="N",
         help="height and width in pixels (default: 64; of an IDX file, the next multiple of 8)")
+    add("--fit", choices=("crop", "pad", "stretch"),
+        help="make a picture square by its middle alone, by adding white (with --channels 4: what is"
+             " transparent), or by distorting it (default: crop)")
     add("--channels", type=int, choices=(1, 3, 4), metavar="N",
         help="1 grey, 3 RGB, 4 RGBA (default: 3, of an IDX file 1)")
-    add("--labels", nargs="?", type=unet_io.parse_bool, const=True, default=False, metavar="X",
-        help="label each image with the name of its folder, of an IDX file or a .npz with its number")
+    add("--white_level", type=int, default=0, metavar="N",
+        help="the value of white in grey pictures of 16 bits, such as 4095 (default: as they show)")
+    add("--labels", nargs="?", type=parse_labels, const="folder", default="", metavar="X",
+        help="label each image with the name of its folder (folder, or no X), with the beginning of its own"
+             " (prefix) or as a file says (FILE.csv, FILE.json); of an IDX file or a .npz with its number")
+    add("--label_level", type=int, default=0, metavar="N",
+        help="the folder that gives the class: 1 is the one in --data_dir, 2 the next (default: the innermost)")
     add("--val_fraction", type=float, default=0.0, metavar="F",
         help="hold out this part of the images, as FILE_val.bin (default: 0)")
     add("--data_std", type=float, default=0.0, metavar="X",
         help="scale an array of floats to this standard deviation (1 is usual; default: 0, not at all)")
-    args = parser.parse_args()
-    idx = is_idx(args.data_dir)
-    array = os.path.isfile(args.data_dir) and args.data_dir.lower().endswith((".npy", ".npz"))
+    add("--range", type=parse_range, dest="value_range", metavar="LOW,HIGH",
+        help="the values of black and white in an array, such as 0,1; none: take floats as they are")
+    args = parser.parse_args(joined(sys.argv[1:]))
+    idx, array = is_idx(args.data_dir), is_array(args.data_dir)
     if array and (args.image_size, args.channels) != (None, None):
         raise UserError(f"{args.data_dir} is an array, which has its own size and channels: leave"
                         f" --image_size and --channels out")
     if not 0 <= args.data_std < math.inf or args.data_std and not array:
         raise UserError(f"--data_std {args.data_std:g} must be 0 or more, and goes with a .npy or .npz only")
-    if args.image_size is None:
-        args.image_size = 0 if idx else 64
-    elif not 1 <= args.image_size <= 4096:
+    if args.value_range and not (idx or array):
+        raise UserError("--range goes with an IDX file, a .npy or .npz only; of 16-bit pictures see --white_level")
+    for name in ("fit", "white_level", "label_level"):
+        if getattr(args, name) and (idx or array):
+            raise UserError(f"--{name} is for pictures, and {args.data_dir} holds an array: leave it out")
+    if (idx or array) and args.labels not in ("", "folder"):
+        raise UserError(f"--labels {args.labels} is for pictures, and {args.data_dir} has its own labels: say"
+                        f" --labels alone")
+    if args.label_level and (args.label_level < 1 or args.labels != "folder"):
+        raise UserError(f"--label_level {args.label_level} must be 1 or more, and goes with --labels folder")
+    if args.white_level and not 1 <= args.white_level <= 65535:
+        raise UserError(f"--white_level {args.white_level} must be from 1 to 65535")
+    if args.image_size is not None and not 1 <= args.image_size <= 4096:
         raise UserError(f"--image_size {args.image_size} must be from 1 to 4096, and for training a"
                         f" multiple of 8")
     if not 0 <= args.val_fraction < 1:
@@ -523,13 +1164,15 @@ def main():
     output = os.path.join(args.output_dir, args.output_name)
     if not os.path.basename(output):
         raise UserError(f"--output_name {args.output_name!r} names no file")
+    if array:
+        options = dict(data_std=args.data_std, value_range=args.value_range)
+    elif idx:
+        options = dict(value_range=args.value_range)
+    else:
+        options = dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level)
     with clean_stop():
-        if array:
-            done = prepare_array(args.data_dir, output, args.labels, args.val_fraction, args.data_std)
-        else:
-            done = (prepare_idx if idx else prepare)(args.data_dir, output, args.image_size, args.labels,
-                                                     args.val_fraction, args.channels or (1 if idx else 3))
-    written, held_out, skipped = done
+        written, held_out, skipped = prepare_any(args.data_dir, output, args.image_size, args.channels,
+                                                 args.labels, args.val_fraction, **options)
     size = np.fromfile(output, "<i4", 5)[4]  # the header's width
     unet_io.say(f"wrote {output}: {counted(written, 'image')} of {size}x{size},"
                 f" {held_out} more held out for validation, {counted(skipped, 'file')} skipped")

@@ -4613,13 +4613,25 @@ static void validate(Trainer* t) {
 
 // A loss or gradient that is not finite ends the run, with what to do about it.
 static void give_up(Trainer* t, const StepState& result) {
-    std::string saved = checkpoint_path(t->model.config.out_dir, t->saved), advice;
+    const Config& c = t->model.config;
+    const char* what = std::isfinite(result.loss) ? "gradient" : "loss";
+    const char* value = std::isnan(result.loss + result.norm) ? "NaN" : "infinite";
+    if (t->step == 0) {  // no update came before it, so that --lr is not to blame
+        float most = 0;
+        for (float pixel : t->images.floats) most = std::max(most, fabsf(pixel));
+        if (most > 1000)
+            fail("the %s became %s in step 1: %s holds values up to %g, and training expects -1 to 1, or a standard "
+                 "deviation of 1; make it again with --range or --data_std of prepare_data.py",
+                 what, value, c.data_file, most);
+        fail("the %s became %s in step 1, before any update: %s", what, value,
+             *c.model_weights ? "the weights of --model_weights are too large; start from others"
+                              : "these images and flags leave the range of numbers");
+    }
+    std::string saved = checkpoint_path(c.out_dir, t->saved), advice;
     if (!t->saved) advice = "nothing was saved before it: start again";
     else if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
     else advice = "the weights of " + saved + " lead to it: resume from an older one";
-    fail("the %s became %s in step %ld; %s with a lower --lr",
-         std::isfinite(result.loss) ? "gradient" : "loss",
-         std::isnan(result.loss + result.norm) ? "NaN" : "infinite", t->step + 1, advice.c_str());
+    fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice.c_str());
 }
 
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.

@@ -1189,7 +1189,8 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
         updates = step - self.history.skipped
         if not math.isfinite(norm):
-            tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped", file=sys.stderr)
+            why = self.too_large() if self.history.skipped == step else ""
+            tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped{why}", file=sys.stderr)
             self.history.skipped += 1
         elif self.history.accepts(loss.item(), norm, self.config.skip_outliers):
             for group in self.optimizer.param_groups:
@@ -1200,6 +1201,16 @@ class Trainer:
                 torch._foreach_lerp_(ema, [p.detach() for p in self.parameters], 1 - keep)
         self.steps_done += 1
         return loss.item()
+
+    def too_large(self):
+        """What is to be said of images far outside [-1, 1], where no update can have led to what is not finite."""
+        pixels = self.images.pixels
+        most = max(float(np.abs(one).max()) for one in pixels) if pixels.dtype != np.uint8 else 1
+        if most <= 1000:
+            return ""
+        return unet_io.printable(
+            f": {self.images.path} holds values up to {most:g}, and training expects -1 to 1, or a standard"
+            f" deviation of 1; make it again with --range or --data_std of prepare_data.py")
 
     @torch.no_grad()
     def validation_loss(self, images):
@@ -1309,7 +1320,7 @@ def debug_state(prefix, config, images=None, steps=0):
 RUN_FLAGS = {  # name: (default, help)
     "steps": (20000, "total number of optimiser steps, earlier runs included"),
     "data_file": ("data/emoji.bin", "images from prepare_data.py"),
-    "data_dir": ("", "a folder of images, prepared into OUT_DIR first; replaces --data_file"),
+    "data_dir": ("", "images for prepare_data.py, which makes OUT_DIR/data_SIZE.bin of them; replaces --data_file"),
     "val_file": ("", "images for a validation loss at every save"),
     "model_weights": ("", "a .bin, .pt or .safetensors to start from instead of new weights"),
     "out_dir": ("out", "folder for checkpoints, metrics.jsonl and samples"),
@@ -1430,9 +1441,10 @@ def refuse_other_run(folder):
 def open_images(config, run):
     """The images to train on; a folder is first made into a file, which later runs can use directly."""
     if run.data_dir:
-        from prepare_data import prepare
+        from prepare_data import prepare_any
         run.data_file = os.path.join(run.out_dir, f"data_{config.image_size}.bin")
-        prepare(run.data_dir, run.data_file, config.image_size)
+        prepare_any(run.data_dir, run.data_file, config.image_size, config.in_channels,
+                    "folder" if config.class_cond else "")
         unet_io.say(f"prepared {run.data_file}; with --data_file {shlex.quote(run.data_file)} later runs"
                     f" start at once")
     elif not os.path.exists(run.data_file):

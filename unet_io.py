@@ -6,7 +6,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, space_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
-5. image files                Images, read_images, image_writer, write_old_images
+5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
 8. pictures                   to_uint8, picture_format, save_grid
@@ -30,6 +30,7 @@ import numbers
 import os
 import re
 import sys
+import unicodedata
 import zlib
 
 
@@ -934,6 +935,13 @@ def read_images(path):
     return images
 
 
+def class_order(names):
+    """The names in the order of their numbers, each once: as numbers if all are whole numbers, else as text."""
+    if all(re.fullmatch("[0-9]+", name) for name in names):
+        return sorted(set(names), key=lambda name: (int(name), name))
+    return sorted(set(names))
+
+
 class ImageWriter:
     """Takes the images of a new file one by one; only a label each stays in memory. See image_writer."""
     def __init__(self, file, path):
@@ -949,7 +957,7 @@ class ImageWriter:
         self.like = self.like or (pixels.dtype, pixels.shape)
         assert pixels.dtype in IMAGE_TYPES.values() and (pixels.dtype, pixels.shape) == self.like
         self._write(np.ascontiguousarray(pixels).data)
-        self.labels.append(label)
+        self.labels.append(None if label is None else unicodedata.normalize("NFC", label))
         self.n += 1
 
     def _write(self, block):
@@ -957,20 +965,25 @@ class ImageWriter:
         with _writing(self.path):
             self.file.write(block)
 
-    def finish(self):
-        """Append labels and class names, sorted, write the header, and flush all to the disk; once."""
+    def finish(self, class_names=None):
+        """Append labels and class names, write the header, and flush all to the disk; once.
+
+        class_names: every class in its order, those without an image here too; by default the images' own.
+        """
         if self.finished:
             return
-        names = sorted({label for label in self.labels if label is not None})
-        block = "".join(f"{name}\n" for name in names).encode("utf-8", "replace")
-        if names:
-            number = {name: i for i, name in enumerate(names)}
+        if class_names is None:
+            class_names = class_order([label for label in self.labels if label is not None])
+        assert not any("\n" in name for name in class_names)
+        block = "".join(f"{name}\n" for name in class_names).encode("utf-8", "replace")
+        if class_names:
+            number = {name: i for i, name in enumerate(class_names)}
             self._write(np.array([number[label] for label in self.labels], "<i4").tobytes())
             self._write(block)
         header = np.zeros(256, "<i4")
         dtype, shape = self.like
         kind = 1 if dtype == np.uint8 else 2
-        header[:9] = [IMAGES_MAGIC, self.n, *shape, 1, kind, len(names), len(block)]
+        header[:9] = [IMAGES_MAGIC, self.n, *shape, 1, kind, len(class_names), len(block)]
         with _writing(self.path):
             _write_header(self.file, header, self.crc, 9)
             _flush(self.file)
@@ -991,11 +1004,16 @@ def image_writer(path):
         writer.finish()
 
 
-def write_images(path, pixels, labels=None):
-    """Write a new image file from uint8 or float32 (N, C, H, W) and, if given, N class names."""
+def write_images(path, pixels, labels=None, class_names=None):
+    """Write a new image file from uint8 or float32 (N, C, H, W) and, if given, N class names.
+
+    class_names: see ImageWriter.finish.
+    """
     with image_writer(path) as writer:
         for i, image in enumerate(pixels):
             writer.add(image, labels[i] if labels is not None else None)
+        if writer.n:
+            writer.finish(class_names)
 
 
 def write_old_images(path, pixels):

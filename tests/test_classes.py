@@ -35,7 +35,7 @@ def test_idx_files(tmp_path, packed):
     found = []
     for name in ("x", "x_val"):
         images = unet_io.read_images(str(tmp_path / f"{name}.bin"))
-        assert images.pixels.shape[1:] == (1, 16, 16) and images.class_names[0] == "00"
+        assert images.pixels.shape[1:] == (1, 16, 16) and images.class_names == tuple(map(str, range(11)))
         inside = images.pixels[:, 0, 2:14, 3:13]
         assert images.pixels.sum(dtype=int) == inside.sum(dtype=int)
         names = [int(images.class_names[label]) for label in images.labels]
@@ -45,6 +45,11 @@ def test_idx_files(tmp_path, packed):
     assert call(prepare_data, *words, "--channels", 3, "--image_size", 12) == ""
     assert unet_io.read_images(str(tmp_path / "x.bin")).pixels.shape == (20, 3, 12, 12)
     assert "too small" in call(prepare_data, *words, "--image_size", 8)
+    write_idx(tmp_path / f"t-images-idx3-ubyte{ending}", pixels // 128, packed)
+    assert "from 0 to 1 only, nearly black" in call(prepare_data, *words)
+    assert call(prepare_data, *words, "--range", "0,1") == ""
+    inside = unet_io.read_images(str(tmp_path / "x.bin")).pixels[:, 0, 2:14, 3:13]
+    assert (inside == pixels // 128 * 255).all()
 
 
 @pytest.mark.parametrize("damage, says", [("short", "damaged"), ("long", "damaged"), ("magic", "no IDX file"),

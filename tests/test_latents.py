@@ -40,7 +40,7 @@ def test_arrays_of_floats(tmp_path, capsys, kind):
                         images=x, labels=labels, more=labels)
     held_out = unet_io.read_images(str(tmp_path / "x_val.bin"))
     factor = float(capsys.readouterr().out.split("stored times ")[1].split()[0])
-    assert len(images) == 9 and len(held_out) == 3 and images.class_names == ("00", "07", "14")
+    assert len(images) == 9 and len(held_out) == 3 and images.class_names == ("0", "7", "14")
     found = {one.tobytes(): int(file.class_names[label]) for file in (images, held_out)
              for one, label in zip(file.pixels, file.labels)}
     scaled = x.astype("f4") * np.float32(factor)
@@ -83,6 +83,66 @@ def test_refused_arrays(tmp_path):
     (tmp_path / "pictures").mkdir()
     assert "--data_std 1" in call(prepare_data, "--data_dir", tmp_path / "pictures", "--data_std", 1,
                                   "--output_name", tmp_path / "x.bin")
+
+
+@pytest.mark.parametrize("values, kind, suggests", [
+    ((0, 1), "f4", "--range 0,1,"), ((0, 1), "f2", "--range 0,1,"), ((0, 255), "f8", "--range 0,255,"),
+    ((-0.05, 1.06), "f4", "--range LOW,HIGH"), ((0, 40), "f4", "--range 0,255"), ((0, 255), "i8", "--range 0,255"),
+    ((0, 65535), "u2", "--range 0,65535"), ((0, 4000), "u2", "--range 0,4095"), ((0, 1), "?", "--range 0,1"),
+    ((0, 1), "u1", "--range 0,1"), ((-128, 127), "i1", "--range LOW,HIGH")])
+def test_values_that_nobody_can_know(tmp_path, values, kind, suggests):
+    """Black and white of an array have to be told where training would take them for something else."""
+    x = np.random.default_rng(5).uniform(0, 1, (6, 3, 8, 8))
+    x = np.concatenate([x > 0.5, x]) if kind != "?" and kind[0] in "f" else x > 0.5
+    x = (values[0] + x * (values[1] - values[0])).astype(kind)
+    sentence, _ = prepare(tmp_path, x)
+    assert suggests in sentence and f"{values[0]:g} to {values[1]:g}"[:6] in sentence and "\n" not in sentence
+    told = ",".join(map(str, values if suggests.endswith("HIGH") else suggests.strip(",").split()[1].split(",")))
+    _, images = prepare(tmp_path, x, "--range", told)
+    low, high = map(float, told.split(","))
+    part = (x.astype("f8") - low) / (high - low)
+    if kind[0] == "f":
+        assert images.pixels.dtype == np.float32 and np.abs(images.pixels - (2 * part - 1)).max() < 1e-6
+        _, images = prepare(tmp_path, x, "--range", "none")
+        assert same_bits(images.pixels, x.astype("f4"))
+    else:
+        assert same_bits(images.pixels, np.floor(255 * part + 0.5).astype(np.uint8))
+        assert "--range none is for floats" in prepare(tmp_path, x, "--range", "none")[0]
+
+
+def test_values_that_are_known(tmp_path, capsys):
+    """Pictures from -1 to 1 and latents pass as they are; another range than is told does not."""
+    rng = np.random.default_rng(6)
+    for x in (rng.uniform(-1, 1, (6, 3, 8, 8)).astype("f4"), latents(), 0.1 * latents(), latents() - 20):
+        assert same_bits(prepare(tmp_path, x)[1].pixels, x)
+    err = capsys.readouterr().err
+    assert err.count("--data_std 1 scales it") == 2  # of 5, and of 0.5 in neither case
+    _, images = prepare(tmp_path, rng.uniform(0, 1, (6, 3, 8, 8)), "--range", "0,1", "--data_std", 1)
+    assert abs(images.pixels.std() - 1) < 1e-3
+    x = rng.uniform(0, 1.2, (6, 3, 8, 8))
+    for words, says in ((["--range", "0,1"], "outside --range 0,1"), (["--range", "-1,1"], "outside --range -1,1")):
+        assert says in prepare(tmp_path, x, *words)[0]
+    for word in ("1,0", "0", "a,b", "0,nan", "0,inf", "0,1,2"):
+        with pytest.raises(SystemExit):
+            prepare(tmp_path, x, "--range", word)
+        assert f"{word!r} is neither none nor two numbers" in capsys.readouterr().err
+    (tmp_path / "pictures").mkdir()
+    assert "--range goes with" in call(prepare_data, "--data_dir", tmp_path / "pictures", "--range", "0,1",
+                                       "--output_name", tmp_path / "x.bin")
+
+
+def test_order_of_axes(tmp_path, capsys):
+    """Channels may come last, as in the .npz that the evaluators of this field read; what is said is how."""
+    x = np.random.default_rng(7).integers(0, 256, (5, 8, 8, 3), np.uint8)
+    labels = np.array([2, 0, 1, 1, 0])
+    for kind, words in (("u1", []), ("f4", ["--range", "0,255"])):
+        _, images = prepare(tmp_path, None, "--labels", *words, name="x.npz", arr_0=x.astype(kind), arr_1=labels)
+        assert np.abs(images.floats(range(5)) - (x.transpose(0, 3, 1, 2) / 127.5 - 1)).max() < 1e-6
+        assert images.labels.tolist() == labels.tolist() and images.class_names == ("0", "1", "2")
+        assert "x.npz has the shape (5, 8, 8, 3), which is (N, H, W, C)" in capsys.readouterr().out
+    x = np.random.default_rng(8).integers(0, 256, (5, 4, 4, 4), np.uint8)
+    assert same_bits(prepare(tmp_path, x)[1].pixels, x)
+    assert "note: " in (err := capsys.readouterr().err) and "which is taken for (N, C, H, W)" in err
 
 
 def test_damaged_floats(tmp_path):
@@ -154,3 +214,23 @@ def test_training_in_both_programs(tmp_path, size):
     for name in ("nan", "cut", "odd"):
         refused(TRAIN, *start_flags(LATENTS, tmp_path / f"{name}.bin", tmp_path / name, 1),
                 says=[f"{name}.bin", "damaged"])
+
+
+def test_first_step_is_infinite(tmp_path, capsys):
+    """Where no update came before it, --lr is not blamed, and data far outside [-1, 1] are."""
+    unet_io.write_images(str(tmp_path / "x.bin"), latents() * np.float32(1e25))
+    config = Config(**TOY | dict(in_channels=4, predict="v"))
+    sentence = refused(TRAIN, *start_flags(config, tmp_path / "x.bin", tmp_path / "run", 3),
+                       says=["became infinite in step 1", "x.bin holds values up to ", "--range or --data_std"])
+    assert "--lr" not in sentence and not checkpoint_in(tmp_path / "run", 0).exists()
+    model = train_unet.init_weights(train_unet.UNet(config), config.seed)
+    trainer = train_unet.Trainer(model, unet_io.read_images(str(tmp_path / "x.bin")), config)
+    trainer.step()
+    assert f"x.bin holds values up to {np.abs(latents()).max() * 1e25:g}," in capsys.readouterr().err
+    unet_io.write_images(str(tmp_path / "x.bin"), latents())
+    weights = train_unet.to_numpy(train_unet.file_order(model, train_unet.perturb(model, 1).parameters()))
+    unet_io.write_checkpoint(str(tmp_path / "w.bin"), unet_io.Checkpoint(
+        config, {"weights": [array * np.float32(1e20) for array in weights]}))
+    sentence = refused(TRAIN, *start_flags(config, tmp_path / "x.bin", tmp_path / "run", 3), "--model_weights",
+                       tmp_path / "w.bin", says=["in step 1, before any update", "--model_weights"])
+    assert "--lr" not in sentence

@@ -14,10 +14,11 @@ import sys
 import time
 import warnings
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 import generate
 import prepare_data
@@ -123,6 +124,24 @@ def test_prepare_exact_size(tmp_path):
     assert "step      2/2" in result.stdout
     ours, theirs = losses_in(tmp_path / "python"), losses_in(tmp_path / "run")
     assert abs(ours[1] / theirs[1] - 1) < 1e-5
+
+
+@pytest.mark.parametrize("channels, classes", [(1, 0), (3, 2), (4, 2)])
+def test_data_dir_of_training(tmp_path, channels, classes):
+    """train_unet.py --data_dir prepares with its own size, channels and labels, of whatever prepare_data.py takes."""
+    folder = make_colours(tmp_path / "in", "cats/a.png", "cats/b.png", "dogs/c.png", "dogs/d.png")
+    config = Config(**TOY | dict(in_channels=channels, class_cond=bool(classes), num_classes=classes))
+    words = [*flags_of(config), "--compile", 0, "--steps", 1, "--device", "cpu", "--sample_every", 0]
+    script("train_unet.py", *words, "--data_dir", folder, "--out_dir", tmp_path / "run")
+    images = unet_io.read_images(str(tmp_path / "run/data_8.bin"))
+    assert images.pixels.shape == (4, channels, 8, 8)
+    assert images.class_names == (("cats", "dogs") if classes else ())
+    np.savez(tmp_path / "x.npz", images=images.pixels, labels=[1, 0, 1, 1])
+    script("train_unet.py", *words, "--data_dir", tmp_path / "x.npz", "--out_dir", tmp_path / "array")
+    images = unet_io.read_images(str(tmp_path / "array/data_8.bin"))
+    assert images.labels is None if not classes else images.labels.tolist() == [1, 0, 1, 1]
+    assert "can't be given 2 channels" in call(train_unet, *flags_of(Config(**TOY | dict(in_channels=2))), "--data_dir",
+                                               folder, "--device", "cpu", "--out_dir", tmp_path / "two")
 
 
 def test_prepare_refusals(tmp_path):
@@ -358,12 +377,12 @@ def test_prepare_two_at_once(tmp_path, monkeypatch):
                 (("one", 3), ("two", 5)))
     target, load, started = str(tmp_path / "x.bin"), prepare_data.load_image, []
 
-    def load_slowly(data, image_size, channels):
+    def load_slowly(data, image_size, channels, **options):
         if not started:
             started.append(True)
             script("prepare_data.py", "--data_dir", two, "--output_name", target, "--image_size", 8)
             assert len(unet_io.read_images(target)) == 5
-        return load(data, image_size, channels)
+        return load(data, image_size, channels, **options)
     monkeypatch.setattr(prepare_data, "load_image", load_slowly)
     assert prepare_data.prepare(str(one), target, 8) == (3, 0, 0)
     assert len(unet_io.read_images(target)) == 3
@@ -626,3 +645,580 @@ def test_prepare_output_dir(tmp_path):
                                ("out", tmp_path / "z.bin", "leave --output_dir out out"),
                                ("no", "z.bin", "folder no does not exist")):
         refused(*common, "--output_dir", folder, "--output_name", name, says=says, cwd=tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# classes
+
+def class_file(path, **flags):
+    """(Images of the file, of the one that is held out or None, stdout, stderr) of prepared pictures."""
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    target = path.parent / "classes.bin"
+    result = script("prepare_data.py", "--data_dir", path, "--output_name", target, "--image_size", 8, *words)
+    held_out = target.parent / "classes_val.bin"
+    return (unet_io.read_images(str(target)), unet_io.read_images(str(held_out)) if held_out.exists() else None,
+            result.stdout, result.stderr)
+
+
+def named(images):
+    """[(shade, name of the class)] of a file of pictures of one shade each."""
+    return [(int(pixels.max()), images.class_names[label]) for pixels, label in zip(images.pixels, images.labels)]
+
+
+def test_classes_of_a_split(tmp_path):
+    """Both sides list the union, so that a number means one class, also where one side has none of it."""
+    names = [f"apple/{i}.png" for i in range(40)] + ["banana/0.png", "banana/1.png"]
+    names += [f"cherry/{i}.png" for i in range(40)]
+    folder = make_colours(tmp_path / "in", *names[:20])
+    for i, name in enumerate(names):
+        shade = 3 * i
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (shade,) * 3).save(folder / name)
+    train, held_out, out, err = class_file(folder, labels="folder", val_fraction=0.2)
+    assert train.class_names == held_out.class_names == ("apple", "banana", "cherry")
+    assert set(held_out.labels) == {0, 2}, "the split of these files has no banana among those held out"
+    assert sorted(named(train) + named(held_out)) == [(3 * i, name.split("/")[0]) for i, name in enumerate(names)]
+    table = [line.split() for line in out.splitlines()]
+    assert ["class", "name", "images", "held", "out"] in table
+    counts = [[int((side.labels == i).sum()) for side in (train, held_out)] for i in range(3)]
+    for i, name in enumerate(train.class_names):
+        assert [str(i), name, *map(str, counts[i])] in table
+    assert "note: 1 class of fewer than 5 images to train on: banana 2" in err
+    # a class that falls only into the validation part: the program takes its own split
+    folder = make_colours(tmp_path / "two", *(f"apple/{i}.png" for i in range(9)), "fig/0.png")
+    for i in range(20):
+        split = prepare_data._held_out(10 + i, 0.2)
+        if 9 + i in split:
+            break
+        make_colours(folder, f"apple/{9 + i}.png")
+    train, held_out, _, err = class_file(folder, labels="folder", val_fraction=0.2)
+    assert train.class_names == held_out.class_names == ("apple", "fig") and set(train.labels) == {0}
+    assert set(held_out.labels) == {0, 1}
+    assert "note: 1 class without an image to train on, to be left out when drawing: fig" in err
+    config = Config(**TOY | dict(class_cond=True))
+    run(TRAIN, *start_flags(config, tmp_path / "classes.bin", tmp_path / "run", 1),
+        "--val_file", tmp_path / "classes_val.bin")
+
+
+def test_order_of_classes(tmp_path):
+    """Whole numbers sort as numbers, others as text, and what differs only in normalisation is one class."""
+    assert unet_io.class_order(["10", "9", "1", "10"]) == ["1", "9", "10"]
+    assert unet_io.class_order(["10", "9", "x"]) == ["10", "9", "x"] and unet_io.class_order([]) == []
+    folder = make_colours(tmp_path / "in", *(f"{n}/a.png" for n in range(1, 13)))
+    images, _, out, _ = class_file(folder, labels="folder")
+    assert images.class_names == tuple(map(str, range(1, 13)))
+    assert sorted(named(images)) == [(10 * n, str(n)) for n in range(1, 13)]
+    composed, split = "caf\u00e9", "cafe\u0301"
+    folder = make_colours(tmp_path / "unicode", f"{composed}/a.png", f"{split}/b.png", "x/c.png")
+    assert len(os.listdir(folder)) == 3
+    images, _, _, _ = class_file(folder, labels="folder")
+    assert images.class_names == (composed, "x") and sorted(images.labels) == [0, 0, 1]
+    pixels = np.zeros((3, 1, 8, 8), np.uint8)
+    unet_io.write_images(tmp_path / "x.bin", pixels, [split, composed, "10"], class_names=["10", "9", composed])
+    images = unet_io.read_images(str(tmp_path / "x.bin"))
+    assert images.class_names == ("10", "9", composed) and images.labels.tolist() == [2, 2, 0]
+
+
+def test_table_of_many_classes(tmp_path):
+    """It is readable for a thousand, and says how unequal they are."""
+    labels = np.arange(1000).repeat(6)
+    np.savez(tmp_path / "x.npz", images=np.full((6000, 1, 1, 1), 200, np.uint8), labels=np.append(labels[1:], 999))
+    result = script("prepare_data.py", "--data_dir", tmp_path / "x.npz", "--labels", "--output_name",
+                    tmp_path / "x.bin")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["0", "0", "5"] in lines and ["999", "999", "7"] in lines and ["...", "975", "more"] in lines
+    assert len(lines) < 40 and "1000 classes of 5 to 7 images" in result.stdout
+
+
+def test_numbers_of_labels(tmp_path):
+    """A label that is a number stays that number as long as no more are missing than there are."""
+    pixels = np.full((6, 1, 8, 8), 200, np.uint8)
+    for labels, names in (([0, 1, 5, 5, 1, 0], "012345"), ([3, 0, 1, 2, 0, 0], "0123"),
+                          ([0, 9, 900, 0, 9, 0], ("0", "9", "900"))):
+        np.savez(tmp_path / "x.npz", images=pixels, labels=labels)
+        assert call(prepare_data, "--data_dir", tmp_path / "x.npz", "--labels", "--output_name",
+                    tmp_path / "x.bin") == ""
+        images = unet_io.read_images(str(tmp_path / "x.bin"))
+        assert images.class_names == tuple(names)
+        assert [int(images.class_names[label]) for label in images.labels] == labels
+        assert len(names) > 3 or images.labels.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_hidden_paths(tmp_path):
+    """No hidden part of a path below --data_dir is read, in folders and zips, and how many were left out is said."""
+    good = ["cats/a.png", "dogs/b.png"]
+    hidden = ["cats/.ipynb_checkpoints/a-checkpoint.png", ".Trash-1000/files/c.png", "dogs/@eaDir/a.png/SYNO.png",
+              "dogs/._b.png", "__MACOSX/dogs/b.png", ".git/x/y.png", "$RECYCLE.BIN/z.png"]
+    folder = make_colours(tmp_path / ".cache/in", *good, *hidden)
+    (folder / "cats/.DS_Store").write_bytes(b"x")
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, path.relative_to(folder))
+    for source in (folder, tmp_path / "in.zip"):
+        images, _, out, err = class_file(source, labels="folder")
+        assert sorted(named(images)) == [(10, "cats"), (20, "dogs")] and images.class_names == ("cats", "dogs")
+        assert "note: 8 files left out as hidden: " in err and "2 images of 8x8" in out and "skipped" not in err
+    link = tmp_path / "links"
+    link.mkdir()
+    (link / "a.png").symlink_to(folder / ".git/x/y.png")  # the name that the user gave is not hidden
+    assert prepared(link)[0] == [80]
+    for path in (folder / "dogs/._b.png", folder / ".Trash-1000"):  # what the user names is meant
+        assert len(prepared(path)[0]) == 1
+    sentence = call(prepare_data, "--data_dir", folder / ".git/..", "--output_name", tmp_path / "x.bin")
+    assert sentence == ""
+    make_colours(tmp_path / "only", ".a.png")
+    sentence = call(prepare_data, "--data_dir", tmp_path / "only", "--output_name", tmp_path / "x.bin")
+    assert "has no images" in sentence and "1 more are hidden" in sentence
+
+
+def test_label_level(tmp_path):
+    """Which folder names the class, and a note where the innermost can't be meant."""
+    names = [f"train/{name}/images/{i}.png" for name in ("cat", "dog", "fox") for i in range(5)]
+    names += [f"val/{name}/images/{i}.png" for name in ("cat", "dog") for i in range(2)]
+    folder = make_colours(tmp_path / "in", *names)
+    images, _, _, err = class_file(folder, labels="folder")
+    assert images.class_names == ("images",)
+    assert "note: the innermost folders give 1 class (images); --label_level 1 gives 2 (train, val)," \
+        " --label_level 2 gives 3 (cat, dog, fox)" in err
+    assert "note: all images are of one class, images" in err
+    images, _, _, err = class_file(folder, labels="folder", label_level=2)
+    assert images.class_names == ("cat", "dog", "fox") and "innermost" not in err
+    assert [name for _, name in named(images)] == [name.split("/")[1] for name in sorted(names)]
+    images, _, _, err = class_file(folder / "train", labels="folder")
+    assert "--label_level 1 gives 3 (cat, dog, fox)" in err
+    assert class_file(folder / "train", labels="folder", label_level=1)[0].class_names == ("cat", "dog", "fox")
+    good = make_colours(tmp_path / "good", "a/1.png", "a/b/2.png", "c/d/3.png")
+    assert "innermost" not in class_file(good, labels="folder")[3]
+    assert class_file(good, labels="folder", label_level=1)[0].class_names == ("a", "c")
+    common = ["--data_dir", good, "--output_name", tmp_path / "x.bin"]
+    for words, says in ((["--labels", "--label_level", 2], "a/1.png"), (["--label_level", 1], "--labels folder"),
+                        (["--labels", "prefix", "--label_level", 1], "--labels folder"),
+                        (["--labels", "--label_level", -1], "--label_level -1")):
+        assert says in call(prepare_data, *common, *words)
+    make_colours(tmp_path / "sides", "cat/train/1.png", "cat/test/2.png", "dog/train/3.png", "dog/test/4.png")
+    assert "--label_level 1 gives 2 (cat, dog)" in class_file(tmp_path / "sides", labels="folder")[3]
+
+
+def test_labels_from_names(tmp_path):
+    """guided-diffusion's convention: what stands before the first underscore of a file's name."""
+    folder = make_colours(tmp_path / "in", "a/dog_0001.png", "b/cat_1_x.png", "a/cat_2.png", "a/fish.png")
+    images, _, out, err = class_file(folder, labels="prefix")
+    assert sorted(named(images)) == [(10, "dog"), (20, "cat"), (30, "cat")]
+    assert "note: 1 picture left out, with no underscore in their names: a/fish.png" in err
+    sentence = call(prepare_data, "--data_dir", make_colours(tmp_path / "none", "a.png"), "--labels", "prefix",
+                    "--output_name", tmp_path / "x.bin")
+    assert "no underscore" in sentence and "a.png" in sentence
+
+
+TABLES = {  # name: (its text, [(shade, class)], what is said)
+    "plain.csv": ("a/1.png,cat\nb/2.png,dog\nb/3.png,dog\n", [(10, "cat"), (20, "dog"), (30, "dog")], ""),
+    "header.csv": ("\ufefffile,label\na/1.png,cat\n2.png,dog\nx/b/3.png,dog", [(10, "cat"), (20, "dog"), (30, "dog")],
+                   ""),
+    "ids.csv": ("id,breed\n1,cat\n\n2,\"big, grey\"\n3,cat", [(10, "cat"), (20, "big, grey"), (30, "cat")],
+                "ids.csv begins with id,breed, which is taken for a header"),
+    "wide.csv": ("width;label;file_name\r\n8;cat;1.png\r\n8;cat;2.png\r\n8;dog;3.png\r\n",
+                 [(10, "cat"), (20, "cat"), (30, "dog")], ""),
+    "tabs.tsv": ("b\\2.png\tdog\n./a/1.png\tcat\n", [(10, "cat"), (20, "dog")],
+                 "1 picture left out, with no label in"),
+    "more.csv": ("1.png,cat\n2.png,dog\n3.png,dog\n4.png,dog\n1.png,cat\n", [(10, "cat"), (20, "dog"), (30, "dog")],
+                 "1 file of"),
+    "object.json": ('{"a/1.png": "cat", "b/2.png": "dog"}', [(10, "cat"), (20, "dog")], "1 picture left out"),
+    "dataset.json": ('{"labels": [["a/1.png", 3], ["b/2.png", 0], ["b/3.png", 1]]}', [(10, "3"), (20, "0"), (30, "1")],
+                     ""),
+    "objects.json": ('[{"file": "1.png", "label": 10}, {"label": 9, "file": "2.png"}, {"file": "3", "label": 100}]',
+                     [(10, "10"), (20, "9"), (30, "100")], ""),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_labels_from_a_file(tmp_path, name):
+    text, expected, says = TABLES[name]
+    folder = make_colours(tmp_path / "in", "a/1.png", "b/2.png", "b/3.png")
+    (tmp_path / name).write_bytes(text.encode())
+    images, _, _, err = class_file(folder, labels=tmp_path / name)
+    assert sorted(named(images)) == expected and says in err
+    if name == "dataset.json":  # numbers keep theirs, and the file may lie within the data
+        assert images.class_names == ("0", "1", "2", "3") and images.labels.tolist() == [3, 0, 1]
+        shutil.move(tmp_path / name, folder / name)
+        assert named(class_file(folder, labels=name)[0]) == expected
+        with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+            for path in sorted(folder.rglob("*")):
+                archive.write(path, path.relative_to(folder))
+        assert named(class_file(tmp_path / "in.zip", labels=name)[0]) == expected
+    if name == "objects.json":
+        assert images.class_names == ("9", "10", "100")
+
+
+@pytest.mark.parametrize("name, text, says", [
+    ("two.csv", "a/1.png,cat\n1.png,dog\n", ["a/1.png two labels, cat and dog"]),
+    ("two.json", '{"a/1.png": "cat", "a/1.png": "dog"}', ["a/1.png two labels, cat and dog"]),
+    ("either.csv", "x.png,cat\n", ["x.png, which may be a/x.png or b/x.png"]),
+    ("stem.csv", "a/2,cat\n", ["a/2, which may be a/2.bmp or a/2.png"]),
+    ("none.csv", "y.png,cat\nz.png,cat\n", ["names no picture in", "y.png", "a/1.png"]),
+    ("wide.csv", "1.png,cat,8\n", ["3 columns", "1.png,cat,8"]),
+    ("ragged.csv", "1.png,cat\n2.png\n", ["a line of 1 column", "2.png"]),
+    ("quote.csv", '1.png,"cat\n', ["can't be read as a table"]),
+    ("empty.csv", "\n", ["holds no labels"]),
+    ("latin.csv", b"1.png,caf\xe9\n", ["not in UTF-8"]),
+    ("null.json", '{"labels": null}', ["null"]),
+    ("float.json", '{"1.png": 0.5}', ["0.5"]),
+    ("number.json", "3", ["neither an object"]),
+    ("cut.json", '{"1.png": ', ["as JSON"]),
+    ("deep.json", "[" * 100000, ["as JSON"]),
+    ("gone.csv", None, ["gone.csv can't be read"]),
+])
+def test_refused_labels(tmp_path, name, text, says):
+    folder = make_colours(tmp_path / "in", "a/1.png", "a/x.png", "b/x.png", "a/2.png", "a/2.bmp")
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    sentence = call(prepare_data, "--data_dir", folder, "--labels", tmp_path / name, "--output_name",
+                    tmp_path / "x.bin")
+    assert all(text in sentence for text in [name, *says]) and "\n" not in sentence, sentence
+    assert not (tmp_path / "x.bin").exists()
+
+
+def test_names_in_zips(tmp_path):
+    """Folders of a zip that Windows made with \\, and names in UTF-8 that don't say so, as macOS writes them."""
+    backslash, mac = zipfile.ZipInfo("cats\\a.png"), zipfile.ZipInfo("dogs/b.png")
+    backslash.create_system, mac.create_system = 0, 3
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr(backslash, png(10))
+        archive.writestr(mac, png(20))
+        archive.writestr("x\u00e9/c.png", png(30))
+    data = patched(data.getvalue(), 2, {6: bytes(2)}, {8: bytes(2)})  # without the flag of UTF-8
+    (tmp_path / "in.zip").write_bytes(data)
+    assert b"x\xc3\xa9/c.png" in data and zipfile.ZipFile(tmp_path / "in.zip").namelist()[2] != "x\u00e9/c.png"
+    images, _, _, _ = class_file(tmp_path / "in.zip", labels="folder")
+    assert sorted(named(images)) == [(10, "cats"), (20, "dogs"), (30, "x\u00e9")]
+
+
+# ----------------------------------------------------------------------------------------------------
+# colours
+
+# CIE xy of red, green, blue; the white is D65 (0.3127, 0.3290).
+SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
+DISPLAY_P3 = ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060))
+ADOBE_RGB = ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06))
+D65, D50 = np.array([0.3127 / 0.3290, 1, (1 - 0.3127 - 0.3290) / 0.3290]), np.array([0.9642, 1, 0.8249])
+BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+
+
+def to_xyz(primaries):
+    """The matrix from linear RGB to XYZ, whose white is D65."""
+    columns = np.array([[x / y, 1, (1 - x - y) / y] for x, y in primaries]).T
+    return columns * np.linalg.solve(columns, D65)
+
+
+def srgb_curve(x):
+    """Light from a value, 0 to 1."""
+    return np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055)**2.4)
+
+
+def srgb_curve_back(x):
+    return np.where(x <= 0.0031308, 12.92 * x, 1.055 * np.maximum(x, 0)**(1 / 2.4) - 0.055)
+
+
+def icc_profile(space, tags, kind=b"mntr"):
+    """The bytes of an ICC profile of version 2: {signature: its data}."""
+    tags = {b"desc": b"desc" + struct.pack(">III", 0, 5, 0)[:8] + b"test\0" + bytes(79), b"cprt": b"text" + bytes(4) + b"-\0",
+            b"wtpt": xyz_tag(D50)} | tags
+    table, body, at = b"", b"", 128 + 4 + 12 * len(tags)
+    for name, data in tags.items():
+        data += bytes(-len(data) % 4)
+        table += name + struct.pack(">II", at + len(body), len(data))
+        body += data
+    head = struct.pack(">I4sI4s4s4s12s4s", at + len(body), b"    ", 0x02100000, kind, space,
+                       b"Lab " if b"A2B0" in tags else b"XYZ ", bytes(12), b"acsp")
+    head += bytes(28) + xyz_tag(D50)[8:]
+    return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
+
+
+def xyz_tag(values):
+    return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(float(v) * 65536) for v in values))
+
+
+def curve_tag(function):
+    values = np.round(65535 * function(np.linspace(0, 1, 1024))).astype(">u2")
+    return b"curv" + struct.pack(">II", 0, 1024) + values.tobytes()
+
+
+def rgb_profile(primaries, curve):
+    """A display's profile: primaries, adapted to D50 by Bradford's matrix, and one curve."""
+    adapt = np.linalg.solve(BRADFORD, np.diag(BRADFORD @ D50 / (BRADFORD @ D65)) @ BRADFORD)
+    columns = adapt @ to_xyz(primaries)
+    tags = {name: xyz_tag(columns[:, i]) for i, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
+    return icc_profile(b"RGB ", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve_tag(curve)))
+
+
+def cmyk_profile(colours):
+    """A printer's, by a table of 2x2x2x2 colours (16, 3) in Lab of 8 bits."""
+    ramp = bytes(range(256))
+    identity = struct.pack(">9i", *(65536 * np.eye(3, dtype=int)).ravel())
+    table = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + identity + 4 * ramp + bytes(colours) + 3 * ramp
+    return icc_profile(b"CMYK", {b"A2B0": table}, b"prtr")
+
+
+def seen(colour, primaries, curve_back):
+    """The bytes of an sRGB colour in another space."""
+    light = np.linalg.solve(to_xyz(primaries), to_xyz(SRGB) @ srgb_curve(np.array(colour) / 255))
+    return tuple(np.round(255 * curve_back(light)).astype(int).tolist())
+
+
+GAMMA = 563 / 256  # Adobe RGB's
+P3 = rgb_profile(DISPLAY_P3, srgb_curve)
+ADOBE = rgb_profile(ADOBE_RGB, lambda x: x**GAMMA)
+GREY = icc_profile(b"GRAY", {b"kTRC": curve_tag(lambda x: x**1.0)})
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "tif", "avif"])
+def test_profiles_of_colours(tmp_path, ending):
+    """sRGB's colours in a file of another space arrive as they are in sRGB, but for what the file lost."""
+    assert seen((255, 0, 0), DISPLAY_P3, srgb_curve_back) == (234, 51, 35)
+    options = dict(lossless=True) if ending == "webp" else dict(quality=100) if ending in ("jpg", "avif") else {}
+    for profile, primaries, curve, back in (
+            (P3, DISPLAY_P3, srgb_curve, srgb_curve_back),
+            (ADOBE, ADOBE_RGB, lambda x: x**GAMMA, lambda x: np.maximum(x, 0)**(1 / GAMMA))):
+        for colour in ((255, 0, 0), (0, 200, 0), (0, 0, 255), (90, 160, 220), (255, 255, 255), (0, 0, 0)):
+            stored = Image.new("RGB", (16, 16), seen(colour, primaries, back))
+            pixels = load_saved(tmp_path, f"x.{ending}", stored, icc_profile=profile, **options)
+            light = curve(np.array(Image.open(tmp_path / f"x.{ending}").getpixel((8, 8))) / 255)
+            light = np.linalg.solve(to_xyz(SRGB), to_xyz(primaries) @ light)
+            exact = 255 * srgb_curve_back(light.clip(0, 1)).reshape(3, 1, 1)
+            assert np.abs(pixels - exact).max() <= 1.5, (colour, pixels[:, 0, 0], exact.ravel())
+            if ending in ("png", "tif", "webp"):
+                assert np.abs(pixels - np.reshape(colour, (3, 1, 1))).max() <= 2, (colour, pixels[:, 0, 0])
+    assert ending == "avif" or (load_saved(tmp_path, f"x.{ending}", Image.new("RGB", (8, 8), (234, 51, 35)),
+                                           **options)[0] >= 232).all()  # without a profile as before
+
+
+def test_profiles_and_transparency(tmp_path):
+    """Palettes, alpha, RGBA and grey outputs; white that is laid below is sRGB's."""
+    red = seen((255, 0, 0), DISPLAY_P3, srgb_curve_back)
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, *red])
+    clear = Image.new("RGBA", (8, 8), (*red, 255))
+    clear.paste((0, 0, 0, 0), (4, 0, 8, 8))
+    for name, image, options in (("p", palette, {}), ("a", clear, {}), ("pa", palette, dict(transparency=0))):
+        image.save(tmp_path / f"{name}.png", icc_profile=P3, **options)
+        data = (tmp_path / f"{name}.png").read_bytes()
+        for channels, left, right in ((3, (255, 0, 0), (255, 255, 255)), (1, (76,), (255,)),
+                                      (4, (255, 0, 0, 255), (0, 0, 0, 0))):
+            pixels = prepare_data.load_image(data, 8, channels).astype(int)
+            assert np.abs(pixels[:, 0, 0] - left).max() <= 2
+            right = right if name == "a" else left
+            assert np.abs(pixels[:, 7, 7] - right).max() <= 2, (name, channels)
+
+
+def test_profiles_of_grey_and_cmyk(tmp_path):
+    """Grey in linear light, of 8 and 16 bits and with alpha; inks; CIELAB."""
+    expected = round(255 * float(srgb_curve_back(100 / 255)))
+    assert expected == 168
+    grey = Image.new("L", (8, 8), 100)
+    deep = Image.fromarray(np.full((8, 8), 100 * 257, np.uint16))
+    for image in (grey, grey.convert("LA"), deep):
+        for channels in (1, 3, 4):
+            image.save(tmp_path / "x.png", icc_profile=GREY)
+            pixels = prepare_data.load_image((tmp_path / "x.png").read_bytes(), 8, channels).astype(int)
+            assert np.abs(pixels[:3] - expected).max() <= 1 and (pixels[3:] == 255).all()
+    corners = np.full((2, 2, 2, 2, 3), (0, 128, 128), np.uint8)  # black ...
+    corners[0, 0, 0, 0] = 255, 128, 128                          # ... but paper white
+    corners[1, 0, 0, 0] = 138, 209, 198                          # and cyan, which this printer prints as red
+    inks = cmyk_profile(corners.tobytes())
+    cyan = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
+    for ending in ("jpg", "tif"):
+        pixels = load_saved(tmp_path, f"inks.{ending}", cyan, icc_profile=inks)
+        assert np.abs(pixels - np.reshape((255, 0, 0), (3, 1, 1))).max() <= 4, pixels[:, 0, 0]
+        assert np.abs(load_saved(tmp_path, f"paper.{ending}", Image.new("CMYK", (8, 8)), icc_profile=inks) - 255).max() <= 2
+        assert (load_saved(tmp_path, f"plain.{ending}", cyan)[0] <= 2).all()
+    lab = Image.merge("LAB", [Image.new("L", (8, 8), value) for value in (138, 209, 198)])
+    pixels = load_saved(tmp_path, "lab.tif", lab)
+    assert np.abs(pixels - np.reshape((255, 0, 0), (3, 1, 1))).max() <= 5, pixels[:, 0, 0]  # L goes by 0.4 of 100
+
+
+def test_profiles_that_change_nothing(tmp_path):
+    """sRGB's own profiles leave each bit, and those of no use are counted, with the pixels kept."""
+    rng = np.random.default_rng(1)
+    pixels = rng.integers(0, 256, (8, 8, 3), np.uint8)
+    image, folder = Image.fromarray(pixels), tmp_path / "in"
+    folder.mkdir()
+    own = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile in (own, rgb_profile(SRGB, srgb_curve)):
+        assert (load_saved(tmp_path, "x.png", image, icc_profile=profile) == np.moveaxis(pixels, -1, 0)).all()
+        grey = image.convert("L")
+        assert (load_saved(tmp_path, "x.png", grey, icc_profile=profile) == np.asarray(grey)).all()
+    for name, profile in (("junk", b"junk"), ("cut", P3[:300]), ("grey", GREY), ("inks", cmyk_profile(bytes(48)))):
+        image.save(folder / f"{name}.png", icc_profile=profile)
+    image.save(folder / "none.png")
+    result = script("prepare_data.py", "--data_dir", folder, "--output_name", tmp_path / "x.bin", "--image_size", 8)
+    assert "note: 4 pictures with a colour profile that can't be used, whose colours were kept" in result.stderr
+    assert (unet_io.read_images(str(tmp_path / "x.bin")).pixels == np.moveaxis(pixels, -1, 0)).all()
+    hits = prepare_data.to_srgb.cache_info().hits  # a profile is read once, however many pictures have it
+    for _ in range(3):
+        load_saved(tmp_path, "x.png", image, icc_profile=P3)
+    assert prepare_data.to_srgb.cache_info().hits >= hits + 2
+
+
+# ----------------------------------------------------------------------------------------------------
+# 16 bits
+
+def deep_set(folder, values, **options):
+    """Grey pictures of 16 bits, each of one value."""
+    folder.mkdir()
+    for i, value in enumerate(values):
+        Image.fromarray(np.full((8, 8), value, np.uint16)).save(folder / f"{i}.png", **options)
+    return folder
+
+
+@pytest.mark.parametrize("values, flags, white", [
+    ((0, 2000, 4000), [], 4095), ((0, 500, 1000), [], 1023), ((100, 16000), [], 16383), ((7, 200), [], 255),
+    ((2000, 4000, 20000), [], 65535), ((2000, 4000), ["--white_level", 5000], 5000),
+    ((2000, 4000), ["--white_level", 65535], 65535)])
+def test_white_of_16_bits(tmp_path, values, flags, white):
+    """It is one for the set, so that contrast between pictures stays, and it is said."""
+    folder = deep_set(tmp_path / "in", values)
+    Image.new("L", (8, 8), 33).save(folder / "x.png")
+    (folder / "y.png").write_text("no picture")
+    shades, _, _, err = prepared(folder, *flags)
+    assert shades == [int(value * 255 / white + 0.5) for value in values] + [33]
+    assert f"note: {len(values)} grey pictures of 16 bits with values up to {max(values)}: white is {white}" in err
+    assert err.count("skipped y.png") == 1
+
+
+def test_white_level_is_too_low(tmp_path):
+    folder = deep_set(tmp_path / "in", (2000, 5000))
+    shades, _, _, err = prepared(folder, "--white_level", 4095)
+    assert shades == [125] and "skipped 1.png: it has a pixel of 5000, above --white_level 4095" in err
+    for level in (-1, 65536):
+        assert "--white_level" in call(prepare_data, "--data_dir", folder, "--output_name", tmp_path / "x.bin",
+                                       "--white_level", level)
+
+
+def test_tags_of_tiff(tmp_path):
+    """12 bits that are declared are no guess, and a 0 that is declared as white is white."""
+    assert (load_saved(tmp_path, "x.tif", Image.fromarray(np.full((8, 8), 65535, np.uint16)),
+                       tiffinfo={262: 0}) == 0).all()
+    assert (load_saved(tmp_path, "x.tif", Image.fromarray(np.zeros((8, 8), np.uint16)),
+                       tiffinfo={262: 0}) == 255).all()
+    rows = bytes([0xFF, 0xF8, 0x00] * 4) * 8  # 4095, 2048 in 12 bits each
+    tags = {256: 8, 257: 8, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 8, 279: len(rows)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    data = b"II*\0" + struct.pack("<I", 8 + len(rows)) + rows + struct.pack("<H", len(tags)) + entries + bytes(4)
+    remarks = prepare_data.Remarks()
+    pixels = prepare_data.load_image(data, 8, 1, remarks=remarks)
+    assert (pixels[0, :, ::2] == 255).all() and (pixels[0, :, 1::2] == 128).all() and not remarks.deep
+
+
+def test_dark_colours_of_16_bits(tmp_path):
+    """Of these Pillow reads the upper bits alone: said, where little is left."""
+    rows = b"".join(b"\0" + struct.pack(">24H", *[3000] * 24) for _ in range(8))
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    shades, _, _, err = prepared(tmp_path / "in")
+    assert shades == [11] and "note: 1 picture of 16 bits a channel" in err and "save them with 8 bits" in err
+
+
+# ----------------------------------------------------------------------------------------------------
+# shapes
+
+def test_fit(tmp_path):
+    """The middle, all of it with white beside, or all of it distorted."""
+    wide = Image.new("RGB", (16, 8), "red")
+    wide.paste("blue", (4, 0, 12, 8))
+    (tmp_path / "in").mkdir()
+    wide.save(tmp_path / "in/a.png")
+    colours = {"red": (255, 0, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+    for fit, expected in ((None, ("blue",) * 4), ("crop", ("blue",) * 4), ("stretch", ("blue", "blue", "red", "red")),
+                          ("pad", ("white", "blue", "white", "red"))):
+        assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 8, "--output_name",
+                    tmp_path / "x.bin", *(["--fit", fit] if fit else [])) == ""
+        pixels = unet_io.read_images(str(tmp_path / "x.bin")).pixels[0]
+        assert [tuple(pixels[:, y, x].tolist()) for y, x in ((0, 3), (4, 4), (7, 0), (4, 0))] == \
+            [colours[name] for name in expected], fit
+    clear = load_image_of(wide, 8, channels=4, fit="pad")
+    assert (clear[:, :2] == 0).all() and (clear[:, 6:] == 0).all() and (clear[3, 2:6] == 255).all()
+    tall = load_image_of(wide.transpose(Image.Transpose.ROTATE_90), 8, fit="pad")
+    assert (tall[:, :, :2] == 255).all() and (tall[0, 0, 2:6] == 255).all() and (tall[1, :, 2:6] == 0).all()
+    assert load_image_of(Image.new("L", (1000, 1)), 8, channels=1, fit="pad").tolist() == \
+        [[[255] * 8] * 3 + [[0] * 8] + [[255] * 8] * 4]
+    assert same_bits(load_image_of(wide.crop((4, 0, 12, 8)), 8, fit="pad"), load_image_of(wide, 8))
+
+
+def load_image_of(image, size, **options):
+    file = io.BytesIO()
+    image.save(file, "png")
+    return prepare_data.load_image(file.getvalue(), size, **options)
+
+
+def test_files_of_several_pictures(tmp_path):
+    """That only the first is taken is said."""
+    red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
+    (tmp_path / "in").mkdir()
+    for ending in ("gif", "png", "webp", "tif"):
+        red.save(tmp_path / f"in/several.{ending}", save_all=True, append_images=[blue])
+        red.save(tmp_path / f"in/one.{ending}")
+    err = prepared(tmp_path / "in")[3]
+    assert "note: 4 files with several pictures, whose first was taken" in err
+
+
+def test_heic_is_told(tmp_path):
+    folder = make_colours(tmp_path / "in", "a.png")
+    (folder / "IMG_1.HEIC").write_bytes(b"x")
+    assert "1 .heic; Pillow can't read .heic: convert them" in prepared(folder)[3]
+
+
+def test_kinds_of_transparency(tmp_path):
+    """One bit, grey with alpha, and colours that are declared transparent are laid on white."""
+    one = Image.new("1", (8, 8))
+    one.paste(1, (0, 0, 4, 8))
+    grey = Image.new("LA", (8, 8), (90, 255))
+    grey.paste((0, 0), (4, 0, 8, 8))
+    colour = Image.new("RGB", (8, 8), (9, 90, 200))
+    colour.paste((1, 2, 3), (4, 0, 8, 8))
+    for image, options, left in ((one, {}, 255), (one, dict(transparency=0), 255), (grey, {}, 90),
+                                 (colour, dict(transparency=(1, 2, 3)), 9)):
+        pixels = load_saved(tmp_path, "x.png", image, **options)
+        right = 255 if options or image is grey else 0
+        assert (pixels[0, :, 0] == left).all() and (pixels[0, :, 7] == right).all()
+
+
+@pytest.mark.parametrize("ending, options", [("webp", dict(lossless=True)), ("avif", dict(quality=100)),
+                                             ("jpg", dict(quality=100)), ("JPG", dict(quality=100))])
+def test_orientation_in_other_formats(tmp_path, ending, options):
+    """EXIF's orientation is followed in every format, whatever the case of its ending."""
+    picture = np.zeros((16, 16, 3), np.uint8)
+    picture[:8, :8] = 200
+    (tmp_path / "in").mkdir()
+    for orientation, (row, column) in {1: (0, 0), 3: (1, 1), 6: (0, 1), 8: (1, 0)}.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(picture).save(tmp_path / f"in/x.{ending}", exif=exif, **options)
+        assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 2, "--output_name",
+                    tmp_path / "x.bin") == ""
+        pixels = unet_io.read_images(str(tmp_path / "x.bin")).pixels[0, 0]
+        assert pixels[row, column] > 150 and (pixels > 100).sum() == 1, orientation
+
+
+def test_damage_behind_the_first_picture(tmp_path):
+    """An animation that is cut short gives its first picture, as before."""
+    red, noise = Image.new("RGB", (64, 64), "red"), Image.effect_noise((64, 64), 90).convert("RGB")
+    (tmp_path / "in").mkdir()
+    red.save(tmp_path / "in/a.gif", save_all=True, append_images=[noise, red])
+    data = (tmp_path / "in/a.gif").read_bytes()
+    (tmp_path / "in/a.gif").write_bytes(data[:len(data) // 2])
+    shades, _, out, _ = prepared(tmp_path / "in")
+    assert shades == [255] and "0 files skipped" in out
+
+
+def test_notes_of_folders(tmp_path):
+    """Both sides of somebody's split at once, and names that differ by capital letters, are said."""
+    folder = make_colours(tmp_path / "in", "train/Cat/a.png", "val/cat/b.png")
+    err = class_file(folder, labels="folder")[3]
+    assert "has pictures in train, val, and all are read" in err
+    assert "note: 2 classes that differ by capital letters only: Cat, cat" in err
+    assert "and all are read" not in class_file(folder / "train", labels="folder")[3]
