@@ -200,11 +200,20 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
     return parts;
 }
 
+// A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
+static std::string shortened(const std::string& name, size_t most = 80) {
+    if (name.size() <= most) return name;
+    while (most && (name[most] & 0xC0) == 0x80) most--;
+    return name.substr(0, most) + "...";
+}
+
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
 static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
     std::string sentence;
-    for (size_t i = 0; i < std::min(names.size(), most); i++)
-        sentence += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i];
+    for (size_t i = 0; i < std::min(names.size(), most); i++) {
+        if (i) sentence += i + 1 == names.size() ? " and " : ", ";
+        sentence += shortened(names[i]);
+    }
     if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
     return sentence;
 }
@@ -4405,8 +4414,8 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
         std::vector<uint32_t> numbers;
         if (!places.empty()) numbers = parse_list("class", part, places.rbegin()->first);
         if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return places.contains(n); }))
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", list.c_str(),
-                       part.c_str(), listed(names).c_str());
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", shortened(list).c_str(),
+                       shortened(part).c_str(), listed(names).c_str());
         for (uint32_t number : numbers) classes.push_back(places[number]);
     }
     return classes;
