@@ -111,6 +111,9 @@ def parse_classes(text, names, num_classes):
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
+        if not here and text[at:at + 1] == " ":
+            at += 1
+            continue
         part = max(here, key=len, default=text[at:].split(",")[0])
         at += len(part) + 1
         if here:

@@ -4392,30 +4392,37 @@ static std::map<uint32_t, uint32_t> values_of(const std::vector<std::string>& na
     return places;
 }
 
+// The longest of the names that a list has at this place, up to a comma or its end; null where none is.
+static const std::string* name_at(const std::string& list, size_t at, const std::vector<std::string>& names) {
+    const std::string* longest = nullptr;
+    for (const std::string& name : names) {
+        size_t end = at + name.size();
+        bool is_here = !list.compare(at, name.size(), name) && (end == list.size() || list[end] == ',');
+        if (is_here && (!longest || name.size() > longest->size())) longest = &name;
+    }
+    return longest;
+}
+
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of
 // one. Where all names are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
     std::vector<uint32_t> classes;
     std::map<uint32_t, uint32_t> places = values_of(names);
     for (size_t at = 0, end; at <= list.size(); at = end + 1) {
-        const std::string* longest = nullptr;
-        for (const std::string& name : names) {
-            bool is_here = !list.compare(at, name.size(), name);
-            end = at + name.size();
-            is_here = is_here && (end == list.size() || list[end] == ',');
-            if (is_here && (!longest || name.size() > longest->size())) longest = &name;
-        }
-        end = longest ? at + longest->size() : std::min(list.find(',', at), list.size());
-        if (longest) {
-            classes.push_back((uint32_t)(longest - names.data()));
+        const std::string* name = name_at(list, at, names);
+        while (!name && list[at] == ' ') name = name_at(list, ++at, names);
+        if (name) {
+            classes.push_back((uint32_t)(name - names.data()));
+            end = at + name->size();
             continue;
         }
+        end = std::min(list.find(',', at), list.size());
         std::string part = list.substr(at, end - at);
         std::vector<uint32_t> numbers;
         if (!places.empty()) numbers = parse_list("class", part, places.rbegin()->first);
         if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return places.contains(n); }))
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", shortened(list).c_str(),
-                       shortened(part).c_str(), listed(names).c_str());
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
+                       shortened(list).c_str(), shortened(part).c_str(), listed(names).c_str());
         for (uint32_t number : numbers) classes.push_back(places[number]);
     }
     return classes;
@@ -4561,11 +4568,14 @@ static void add_first_picture(std::vector<float>* known, const char* path, Confi
 // The model of --guide_weights, its running mean where there is one, for the same pictures.
 static void load_guide(Model* guide, const Config& c, const std::vector<std::string>& class_names) {
     WeightsFile file = open_weights(c.guide_weights);
+    const Config& g = file.config;
     if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
         fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
              "python generate.py matches them by name",
              c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
-    const Config& g = file.config;
+    if (g.class_cond && file.class_names.empty() != class_names.empty())
+        say("note: only one of the two models names its classes; those of %s are taken for the same in their order",
+            c.guide_weights);
     for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
                              "zero_terminal_snr", "num_classes"}) {
         const Flag& flag = flag_named(name);

@@ -697,8 +697,9 @@ def _from_state(path, state, config, step, class_names=()):
     except (TypeError, ValueError):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
     config = Config(**values).check(f"{path}: its configuration")
-    if not isinstance(class_names, (list, tuple)) or not all(isinstance(name, str) for name in class_names):
-        raise UserError(f"{path} is damaged: its names of classes are no list of texts")
+    if not isinstance(class_names, (list, tuple)) or not all(isinstance(name, str) and "\n" not in name
+                                                             for name in class_names):
+        raise UserError(f"{path} is damaged: its names of classes are no list of texts of a line each")
     names = unet_io.class_section(class_names)
     unet_io.parse_class_names(names.get("class_names", "").encode("utf-8", "surrogatepass"), path, len(class_names),
                               config.num_classes if config.class_cond else 0)
@@ -1608,13 +1609,13 @@ def train(config, run, given):
     names, rows, notes = (), None, []
     if config.class_cond:
         names, rows, notes = plan_classes(config, run, given, checkpoint, path, images.class_names)
-        if len(names) <= config.num_classes:  # or else check_labels says so
-            notes += filter(None, [images.match_classes(names)])
-            notes += filter(None, [validation.match_classes(names, trains=False)] if validation else [])
     before = checkpoint.sections.get("data_checksum", "") if resumes else ""
     if before and images.checksum and before != images.checksum:
         notes.append(f"{images.path} is not the file that the run had images from until step {checkpoint.step} (its"
                      f" checksum is {images.checksum}, and was {before}); from here on it learns from this one")
+    if config.class_cond and len(names) <= config.num_classes:  # or else check_labels says so
+        notes += filter(None, [images.match_classes(names)])
+        notes += filter(None, [validation.match_classes(names, trains=False)] if validation else [])
     model = new_model(config, run) if model is None else with_rows(model, config, rows) if rows else model
     for line in notes:
         unet_io.say(f"note: {line}")
